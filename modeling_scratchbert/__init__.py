@@ -1,0 +1,40 @@
+"""BERT, written from scratch, as a Hugging Face model.
+
+Importing the package registers its classes with the Auto classes of `transformers`, so that a ScratchBert checkpoint
+opens without `trust_remote_code`.
+"""
+
+import transformers
+
+from . import modeling_scratchbert
+from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
+from .modeling_scratchbert import (
+    ScratchBertForMaskedLM,
+    ScratchBertForMultipleChoice,
+    ScratchBertForNextSentencePrediction,
+    ScratchBertForPreTraining,
+    ScratchBertForQuestionAnswering,
+    ScratchBertForSequenceClassification,
+    ScratchBertForTokenClassification,
+    ScratchBertModel,
+    ScratchBertPreTrainedModel,
+)
+
+__all__ = [
+    "ScratchBertConfig",
+    "ScratchBertForMaskedLM",
+    "ScratchBertForMultipleChoice",
+    "ScratchBertForNextSentencePrediction",
+    "ScratchBertForPreTraining",
+    "ScratchBertForQuestionAnswering",
+    "ScratchBertForSequenceClassification",
+    "ScratchBertForTokenClassification",
+    "ScratchBertModel",
+    "ScratchBertPreTrainedModel",
+]
+
+transformers.AutoConfig.register(ScratchBertConfig.model_type, ScratchBertConfig, exist_ok=True)
+for auto_class, path in AUTO_MAP.items():
+    if auto_class != "AutoConfig":
+        model_class = getattr(modeling_scratchbert, path.split(".")[1])
+        getattr(transformers, auto_class).register(ScratchBertConfig, model_class, exist_ok=True)

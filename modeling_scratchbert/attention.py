@@ -1,0 +1,142 @@
+"""Attention: the formula, and the multi-head layer around it (Vaswani et al. 2017, section 3.2)."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    query_mask: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(D)) V, equation 1 of Vaswani et al. 2017, section 3.2.1.
+
+    Args:
+        query: `(..., T, D)`.
+        key: `(..., S, D)`.
+        value: `(..., S, E)`.
+        mask: broadcastable to `(..., T, S)`. Boolean: True where a query may look at a key. Floating: added to the
+            scores; an entry of `-inf`, or of the lowest number that the dtype has, hides the key altogether.
+        query_mask: `(..., T)`, True for the real queries; the rows of the others come out as zeros.
+        key_mask: `(..., S)`, True for the keys that may be looked at.
+        scaling: what the scores are multiplied by; `1 / sqrt(D)` if left out.
+        dropout: the probability with which a weight is set to zero.
+
+    Returns:
+        The context, `(..., T, E)`, and the attention weights, `(..., T, S)`, after dropout. A row of weights sums to 1
+        before dropout, or is all zeros where everything is hidden from that query.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(-2, -1) * scaling  # (..., T, S)
+
+    lowest = torch.finfo(scores.dtype).min
+    hidden = torch.zeros((), dtype=torch.bool, device=scores.device)  # (..., T, S) with any mask
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = ~mask
+    elif mask is not None:
+        mask = mask.to(scores.dtype)
+        scores, hidden = scores + mask, mask <= lowest
+    if query_mask is not None:
+        hidden = hidden | ~query_mask.bool()[..., :, None]
+    if key_mask is not None:
+        hidden = hidden | ~key_mask.bool()[..., None, :]
+
+    # The lowest number and not -inf: a row of -inf alone would make the softmax, and every gradient after it, NaN.
+    weights = scores.masked_fill(hidden, lowest).softmax(dim=-1)
+    weights = weights.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0)
+    weights = nn.functional.dropout(weights, p=dropout)
+    return weights @ value, weights
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """The formula in the form of `transformers`' attention interface: heads at dimension 1 going in, 2 coming out."""
+    context, weights = scaled_dot_product_attention(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
+    return context.transpose(1, 2).contiguous(), weights
+
+
+class MultiHeadAttention(nn.Module):
+    """MultiHead(Q, K, V) = Concat(head_1, …, head_H) W_O (Vaswani et al. 2017, section 3.2.2).
+
+    The same class looks at the sequence itself, or at another one: an encoder's output. Which kernel computes the
+    heads is `config._attn_implementation`, looked up in `transformers`' attention interface.
+    """
+
+    def __init__(self, config, layer_idx: int = 0, is_causal: bool = False):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal  # read by the sdpa and flash kernels when they are given no mask
+        self.head_width = config.hidden_size // config.num_attention_heads
+        self.dropout = config.attention_probs_dropout_prob
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states: `(B, T, C)`, where the queries come from.
+            attention_mask: `(B, 1, T, S)`, boolean or additive, or what the chosen kernel takes in its place.
+            encoder_hidden_states: `(B, S, C)`, where keys and values come from; `hidden_states` if left out.
+            past_key_values: the cache of keys and values of earlier tokens, and of the encoder's.
+            output_attentions: run the formula itself, whatever kernel is set, since no other returns its weights.
+
+        Returns:
+            `(B, T, C)`, and the attention weights `(B, H, T, S)`, or None where the kernel does not tell.
+        """
+        query = self._split_heads(self.query(hidden_states))
+        key, value = self._keys_and_values(hidden_states, encoder_hidden_states, past_key_values)
+
+        implementation = "eager" if output_attentions else self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", eager_attention)
+        context, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.head_width**-0.5,
+            dropout=self.dropout if self.training else 0.0,
+            **kwargs,
+        )
+        return self.output(context.flatten(2)), weights
+
+    def _keys_and_values(self, hidden_states, encoder_hidden_states, cache):
+        if encoder_hidden_states is None:
+            key = self._split_heads(self.key(hidden_states))
+            value = self._split_heads(self.value(hidden_states))
+            if cache is None:
+                return key, value
+            cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+            return cache.update(key, value, self.layer_idx)
+        # The encoder's output does not change while decoding: its keys and values are computed once.
+        if cache is not None and cache.is_updated.get(self.layer_idx):
+            layer = cache.cross_attention_cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        key = self._split_heads(self.key(encoder_hidden_states))
+        value = self._split_heads(self.value(encoder_hidden_states))
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
+            cache.is_updated[self.layer_idx] = True
+        return key, value
+
+    def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """`(B, T, C)` → `(B, H, T, D)`, with C = H · D"""
+        return projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)

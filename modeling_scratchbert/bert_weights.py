@@ -1,0 +1,86 @@
+"""BERT's names for its tensors, and ours: one table, read in both directions.
+
+It knows names only. `{i}` is a layer's number. Ours stand as in the models with a head, where the encoder is `model`;
+BERT's stand as in a `BertFor…` checkpoint. A bare encoder's checkpoint leaves the first part out, on either side.
+"""
+
+import re
+
+BERT_TO_SCRATCHBERT = {
+    "bert.embeddings.word_embeddings": "model.embeddings.word_embeddings",
+    "bert.embeddings.position_embeddings": "model.embeddings.position_embeddings",
+    "bert.embeddings.token_type_embeddings": "model.embeddings.token_type_embeddings",
+    "bert.embeddings.LayerNorm": "model.embeddings.norm",
+    "bert.encoder.layer.{i}.attention.self.query": "model.encoder.blocks.{i}.attention.query",
+    "bert.encoder.layer.{i}.attention.self.key": "model.encoder.blocks.{i}.attention.key",
+    "bert.encoder.layer.{i}.attention.self.value": "model.encoder.blocks.{i}.attention.value",
+    "bert.encoder.layer.{i}.attention.output.dense": "model.encoder.blocks.{i}.attention.output",
+    "bert.encoder.layer.{i}.attention.output.LayerNorm": "model.encoder.blocks.{i}.attention_norm",
+    "bert.encoder.layer.{i}.crossattention.self.query": "model.encoder.blocks.{i}.cross_attention.query",
+    "bert.encoder.layer.{i}.crossattention.self.key": "model.encoder.blocks.{i}.cross_attention.key",
+    "bert.encoder.layer.{i}.crossattention.self.value": "model.encoder.blocks.{i}.cross_attention.value",
+    "bert.encoder.layer.{i}.crossattention.output.dense": "model.encoder.blocks.{i}.cross_attention.output",
+    "bert.encoder.layer.{i}.crossattention.output.LayerNorm": "model.encoder.blocks.{i}.cross_attention_norm",
+    "bert.encoder.layer.{i}.intermediate.dense": "model.encoder.blocks.{i}.feed_forward.intermediate",
+    "bert.encoder.layer.{i}.output.dense": "model.encoder.blocks.{i}.feed_forward.output",
+    "bert.encoder.layer.{i}.output.LayerNorm": "model.encoder.blocks.{i}.feed_forward_norm",
+    "bert.pooler.dense": "model.pooler.dense",
+    "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.LayerNorm": "lm_head.norm",
+    "cls.predictions.decoder": "lm_head.decoder",
+    "cls.seq_relationship": "next_sentence_head",
+    "classifier": "classifier",
+    "qa_outputs": "qa_outputs",
+}
+
+# A tensor's last name, and the one that TensorFlow's layer norms gave it, which bert-base-uncased's own file has.
+LEAVES = {"weight": "gamma", "bias": "beta"}
+
+# The output bias stands in a BERT checkpoint under either name or both. Where they differ, which only an untied head
+# brings about, the twin computes with the decoder's.
+OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
+
+
+def loading_patterns(names_in_file: set[str]) -> dict[str, str]:
+    r"""Regular expressions for whole names of BERT's, each with our name for the tensor, a layer's number as `\1`: the
+    form that `from_pretrained(key_mapping=…)` takes.
+
+    Args:
+        names_in_file: the names that the checkpoint has, as far as they are known.
+    """
+    patterns = {
+        _bert_pattern(bert, leaf): f"{ours}.{leaf}".replace("{i}", r"\1")
+        for bert, ours in BERT_TO_SCRATCHBERT.items()
+        for leaf in LEAVES
+    }
+    if OUTPUT_BIAS not in names_in_file:
+        patterns[f"^{re.escape(OUTPUT_BIAS_ALIAS)}$"] = to_scratchbert(OUTPUT_BIAS)
+    return patterns
+
+
+def to_scratchbert(name: str) -> str | None:
+    """Our name for the tensor that BERT calls `name`, or None if BERT has no such tensor."""
+    name = OUTPUT_BIAS if name == OUTPUT_BIAS_ALIAS else name
+    for bert, ours in BERT_TO_SCRATCHBERT.items():
+        for leaf in LEAVES:
+            if match := re.match(_bert_pattern(bert, leaf), name):
+                return f"{ours}.{leaf}".replace("{i}", "".join(match.groups()))
+    return None
+
+
+def to_bert(name: str) -> str | None:
+    """BERT's name, in today's spelling, for the tensor that we call `name`, or None if BERT has no such tensor."""
+    module, _, leaf = name.rpartition(".")
+    for bert, ours in BERT_TO_SCRATCHBERT.items():
+        if leaf in LEAVES and (match := re.match(f"^{_pattern(ours)}$", module)):
+            return f"{bert}.{leaf}".replace("{i}", "".join(match.groups()))
+    return None
+
+
+def _bert_pattern(module: str, leaf: str) -> str:
+    prefix, rest = (r"(?:bert\.)?", module[len("bert.") :]) if module.startswith("bert.") else ("", module)
+    return rf"^{prefix}{_pattern(rest)}\.(?:{leaf}|{LEAVES[leaf]})$"
+
+
+def _pattern(module: str) -> str:
+    return re.escape(module).replace(re.escape("{i}"), r"(\d+)")

@@ -1,0 +1,86 @@
+"""Files of checkpoints: which tensors they hold, and writing a folder so that what stood there is never half gone."""
+
+import json
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
+
+# In the order in which `from_pretrained` looks for them.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str]:
+    """The names of the tensors in the checkpoint `source`, a folder or a hub id; none are read.
+
+    Returns:
+        The names; an empty set where `source` has no file of weights.
+
+    Raises:
+        OSError: a file is truncated, corrupt, missing or not a checkpoint; the message names it.
+    """
+    for name in WEIGHT_FILES:
+        if use_safetensors is not None and use_safetensors != ("safetensors" in name):
+            continue
+        if variant is not None:
+            stem, ending = name.rsplit(".", 1)
+            name = f"{stem}.{variant}.{ending}"
+        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options)
+        if path is None:
+            continue
+        if not name.endswith(".json"):
+            return _names_in_file(path)
+        shards = sorted(set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values()))
+        return set().union(*(_names_in_file(cached_file(source, shard, **hub_options)) for shard in shards))
+    return set()
+
+
+def _names_in_file(path: str) -> set[str]:
+    try:
+        return set(load_state_dict(path, map_location="meta"))
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise OSError(
+            f"{path} ({os.path.getsize(path):,} bytes) cannot be read as a file of weights: {error}. It is truncated, "
+            "corrupt or of another kind: fetch or write it again."
+        ) from error
+
+
+@contextmanager
+def staged(folder) -> Iterator[Path]:
+    """A temporary folder whose files are moved into `folder` once the `with` block is through.
+
+    Each file is there whole or, if the block fails, as it was before. Files of weights that the new ones replace, a
+    single file by shards or the reverse, are removed, or the next load would pick up the old.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; a model is saved into a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
+        yield Path(temporary)
+        written = sorted(Path(temporary).iterdir())
+        for path in written:
+            os.replace(path, folder / path.name)
+    names = {path.name for path in written}
+    # "model", "model.fp16", "adapter_model": the families of which this save wrote a new member
+    families = {_family(name) for name in names} - {None}
+    for path in folder.iterdir():
+        if path.name not in names and _family(path.name) in families:
+            path.unlink()
+
+
+def _family(name: str) -> str | None:
+    match = re.fullmatch(r"(.+?)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index(?:\..+)?\.json)?", name)
+    return match and match[1]

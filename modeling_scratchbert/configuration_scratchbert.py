@@ -1,0 +1,201 @@
+"""The configuration of every ScratchBert model: BERT's fields under BERT's names, and two of our own."""
+
+from difflib import get_close_matches
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+# Which class of this package each Auto class opens: written into every saved config.json (`auto_map`), and read by
+# `__init__` for the registration.
+AUTO_MAP = {
+    "AutoConfig": "configuration_scratchbert.ScratchBertConfig",
+    "AutoModel": "modeling_scratchbert.ScratchBertModel",
+    "AutoModelForTextEncoding": "modeling_scratchbert.ScratchBertModel",
+    "AutoModelForPreTraining": "modeling_scratchbert.ScratchBertForPreTraining",
+    "AutoModelForMaskedLM": "modeling_scratchbert.ScratchBertForMaskedLM",
+    "AutoModelForNextSentencePrediction": "modeling_scratchbert.ScratchBertForNextSentencePrediction",
+    "AutoModelForSequenceClassification": "modeling_scratchbert.ScratchBertForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_scratchbert.ScratchBertForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_scratchbert.ScratchBertForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_scratchbert.ScratchBertForMultipleChoice",
+}
+
+# The fields of the `bert_config.json` that Google's own release wrote, which names no model type.
+GOOGLE_BERT_FIELDS = {
+    "attention_probs_dropout_prob", "directionality", "hidden_act", "hidden_dropout_prob", "hidden_size",
+    "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    "type_vocab_size", "vocab_size",
+}  # fmt: skip
+
+POSITION_EMBEDDING_TYPES = ("absolute", "sinusoidal")
+
+
+@strict
+class ScratchBertConfig(PreTrainedConfig):
+    """Everything that defines a ScratchBert model. Fields, names and defaults are those of `BertConfig`
+    (Devlin et al. 2018, section 3), plus:
+
+    Args:
+        norm_first (`bool`, defaults to `False`): where the layer norms stand in a block. `False` is BERT's post-norm,
+            after each residual sum; `True` is pre-norm, before each sub-layer, with one more norm after the last
+            block (Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", figure 1).
+        position_embedding_type (`str`, defaults to `"absolute"`): `"absolute"` is BERT's learned table,
+            `"sinusoidal"` the fixed one of Vaswani et al. 2017, section 3.5.
+
+    Raises:
+        ValueError: a field has a value that no model can be built from; the message names the field, what it got and
+            what it wants.
+        StrictDataclassFieldValidationError: a field has a value of the wrong type.
+    """
+
+    model_type = "scratchbert"
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+    use_cache: bool = True
+    classifier_dropout: float | int | None = None
+    is_decoder: bool = False
+    add_cross_attention: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = True
+
+    norm_first: bool = False
+    position_embedding_type: str = "absolute"
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size",
+                     "max_position_embeddings", "type_vocab_size"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.num_hidden_layers < 0:
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}; it must not be negative.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} and num_attention_heads is {self.num_attention_heads}: the number "
+                "of heads must divide the width."
+            )
+        if self.hidden_act not in ACT2FN:
+            close = get_close_matches(self.hidden_act, ACT2FN, n=1) or ["gelu"]
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}, which is not an activation of transformers. Did you mean "
+                f"{close[0]!r}? Known: {', '.join(sorted(ACT2FN))}."
+            )
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            probability = getattr(self, name)
+            if probability is not None and not 0 <= probability < 1:
+                raise ValueError(f"{name} is {probability}; it must be a probability from 0 to below 1.")
+        if not self.layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it must be above 0.")
+        if self.position_embedding_type not in POSITION_EMBEDDING_TYPES:
+            raise ValueError(
+                f"position_embedding_type is {self.position_embedding_type!r}; ScratchBert knows "
+                f"{' and '.join(map(repr, POSITION_EMBEDDING_TYPES))}, not relative positions."
+            )
+        if self.position_embedding_type == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}; sinusoidal positions pair a sine with a cosine, so the width must "
+                "be even."
+            )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id is {self.pad_token_id}; it must be None or an id of the vocabulary, "
+                f"0 to {self.vocab_size - 1}."
+            )
+        if self.add_cross_attention and not self.is_decoder:
+            raise ValueError("add_cross_attention=True needs is_decoder=True: an encoder has no cross-attention.")
+
+    # Any attention implementation may be asked for its maps: that call then runs the eager formula. So the base
+    # class's refusals of `output_attentions=True` beside "sdpa" do not apply.
+    @property
+    def output_attentions(self) -> bool:
+        """Whether every forward pass returns its attention maps."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool):
+        self._output_attentions = value
+
+    def validate_output_attentions(self):
+        """Accepts any pairing with an attention implementation; see `output_attentions`."""
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Reads a `config.json`, of a ScratchBert or of a BERT checkpoint, as the fields of a `ScratchBertConfig`.
+
+        Raises:
+            ValueError: the checkpoint is neither.
+        """
+        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return scratchbert_fields(fields, pretrained_model_name_or_path), kwargs
+
+    @classmethod
+    def from_bert(cls, config: PreTrainedConfig) -> "ScratchBertConfig":
+        """The ScratchBert configuration that computes what a `BertConfig` does.
+
+        Raises:
+            ValueError: `config` is of another kind of model, or wants relative positions.
+        """
+        attention = config._attn_implementation
+        fields = scratchbert_fields(config.to_dict(), f"config={type(config).__name__}(…)")
+        return cls(**fields, attn_implementation=attention, name_or_path=config.name_or_path)
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Writes `config.json`, with the `auto_map` by which the Auto classes find this package's code."""
+        if getattr(self, "auto_map", None) is None:
+            self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+
+def scratchbert_fields(fields: dict, source) -> dict:
+    """The fields of a `ScratchBertConfig` from the raw fields of `source`, a ScratchBert or a BERT checkpoint.
+
+    The raw fields alone decide what a checkpoint is: a RoBERTa's tensors bear BERT's names and would load without a
+    murmur, and give other numbers.
+
+    Raises:
+        ValueError: `source` is of another kind, or is a BERT with relative positions.
+    """
+    if fields.get("model_type") == ScratchBertConfig.model_type:
+        return fields
+    _refuse_unless_bert(fields, source)
+    positions = fields.get("position_embedding_type") or "absolute"
+    if positions != "absolute":
+        raise ValueError(
+            f"{source} is a BERT with position_embedding_type={positions!r}. ScratchBert loads BERT checkpoints with "
+            "absolute positions only: relative positions add a term to the attention scores that it does not have."
+        )
+    dropped = ("model_type", "architectures", "auto_map", "position_embedding_type")
+    return {name: value for name, value in fields.items() if name not in dropped}
+
+
+def _refuse_unless_bert(fields: dict, source) -> None:
+    model_type, architectures = fields.get("model_type"), fields.get("architectures") or []
+    supported = "ScratchBert loads BERT checkpoints (model_type 'bert') and its own (model_type 'scratchbert')"
+    if model_type is not None:
+        if model_type != "bert":
+            raise ValueError(f"{source} has model_type {model_type!r}. {supported}.")
+    elif architectures:
+        foreign = [name for name in architectures if not name.startswith("Bert")]
+        if foreign:
+            raise ValueError(f"{source} names no model_type, and its architectures are {foreign}. {supported}.")
+    elif not {"hidden_size", "num_attention_heads"} <= set(fields) <= GOOGLE_BERT_FIELDS:
+        raise ValueError(
+            f"The configuration of {source} names neither model_type nor architectures, and is not in the form of "
+            f"Google's original release either, so nothing tells BERT from its look-alikes. {supported}. If it is a "
+            'BERT, add "model_type": "bert" to its config.json.'
+        )
