@@ -17,8 +17,8 @@ from .modeling_scratchbert import (
     ScratchBertForSequenceClassification,
     ScratchBertForTokenClassification,
     ScratchBertModel,
-    ScratchBertPreTrainedModel,
 )
+from .pretrained import ScratchBertPreTrainedModel
 
 __all__ = [
     "ScratchBertConfig",
