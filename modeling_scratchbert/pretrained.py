@@ -64,12 +64,16 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         """
         source = pretrained_model_name_or_path
         hub_options = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
-        if config is not None:
-            config = cls._checked_config(config, source, hub_options)
+        raw_fields = _raw_config(source, hub_options)
+        if raw_fields is not None:  # a caller's own `config` does not overrule what the checkpoint says it is
+            scratchbert_fields(raw_fields, source)
+        if isinstance(config, PreTrainedConfig) and config.model_type != ScratchBertConfig.model_type:
+            config = cls.config_class.from_bert(config)
         names = set(kwargs.get("state_dict") or ())
         if source is not None and kwargs.get("gguf_file") is None:
             names = tensor_names(source, kwargs.get("variant"), kwargs.get("use_safetensors"), **hub_options)
-        _refuse_foreign_tensors(names, source)
+        if (raw_fields or {}).get("model_type") != ScratchBertConfig.model_type:
+            _refuse_foreign_tensors(names, source)
         model = super().from_pretrained(
             source, *model_args, config=config, key_mapping={**(key_mapping or {}), **loading_patterns(names)}, **kwargs
         )
@@ -77,20 +81,6 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         # transformers would undo the renaming on the way out; what we save bears our names.
         loaded._weight_conversions = []
         return model
-
-    @classmethod
-    def _checked_config(cls, config, source, hub_options: dict):
-        """The caller's own `config`, as ours. It does not overrule what the checkpoint's config.json says it is."""
-        if source is not None:
-            try:
-                fields, _ = PreTrainedConfig.get_config_dict(source, **hub_options)
-            except OSError:  # weights without a config.json: the caller's word stands
-                pass
-            else:
-                scratchbert_fields(fields, source)
-        if isinstance(config, PreTrainedConfig) and config.model_type != ScratchBertConfig.model_type:
-            return cls.config_class.from_bert(config)
-        return config
 
     def save_pretrained(
         self, save_directory, is_main_process: bool = True, state_dict=None, push_to_hub: bool = False, **kwargs
@@ -191,6 +181,16 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
     def _is_tied(self) -> bool:
         head = self.get_output_embeddings()
         return head is None or head.weight is self.get_input_embeddings().weight
+
+
+def _raw_config(source, hub_options: dict) -> dict | None:
+    """The checkpoint's config.json as it stands, or None where there is none: a folder of weights or of an adapter."""
+    if source is None:
+        return None
+    try:
+        return PreTrainedConfig.get_config_dict(source, **hub_options)[0]
+    except OSError:
+        return None
 
 
 def _is_ours(cls: type) -> bool:

@@ -1,0 +1,28 @@
+"""The README's Python runs, on the checkpoint that the tests have in place of bert-base-uncased."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_shows_the_five_uses():
+    assert {"Load", "Fill in a mask", "Classify", "Convert", "Check"} <= {heading for heading, _ in BLOCKS}
+
+
+@pytest.mark.parametrize(("heading", "code"), BLOCKS, ids=[heading for heading, _ in BLOCKS])
+def test_the_readmes_python_runs(heading, code, minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if heading == "Convert":
+        convert = runpy.run_path(str(ROOT / "scripts" / "convert_checkpoint.py"))["main"]
+        assert not convert([str(minilm), "my-model"])
+    (tmp_path / "block.py").write_text(code.replace("google-bert/bert-base-uncased", str(minilm)), encoding="utf-8")
+    runpy.run_path(str(tmp_path / "block.py"))
+    if heading == "Convert":
+        assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
+        assert (tmp_path / "a-bert" / "model.safetensors").exists()
