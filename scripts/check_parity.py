@@ -39,8 +39,9 @@ from transformers.utils import cached_file
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.bert_weights import to_scratchbert
 from modeling_scratchbert.checkpoints import tensor_names
+
+from model_classes import CLASS_PARTS, canonical_name, parts_of
 
 TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
 
@@ -49,25 +50,20 @@ TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative
 # measured against the whole model's.
 NO_GRADIENT = 1e-7
 
-# The model classes, without `Bert` or `ScratchBert` before them: the parts beyond embeddings and layers that a
-# checkpoint must hold for one, and the logits that it returns. Where several would do, the first is taken.
-CLASSES = {
-    "ForPreTraining": (
-        {"pooler", "lm_head", "next_sentence_head"},
-        {"prediction_logits": "masked-LM logits", "seq_relationship_logits": "next-sentence logits"},
-    ),
-    "ForMaskedLM": ({"lm_head"}, {"logits": "masked-LM logits"}),
-    "ForNextSentencePrediction": ({"pooler", "next_sentence_head"}, {"logits": "next-sentence logits"}),
-    "ForSequenceClassification": ({"pooler", "classifier"}, {"logits": "sequence logits"}),
-    "ForMultipleChoice": ({"pooler", "classifier"}, {"logits": "choice logits"}),
-    "ForTokenClassification": ({"classifier"}, {"logits": "token logits"}),
-    "ForQuestionAnswering": (
-        {"qa_outputs"},
-        {"start_logits": "answer start logits", "end_logits": "answer end logits"},
-    ),
-    "Model": ({"pooler"}, {}),
+# The logits that each class returns, by their field, and what the table calls them.
+LOGITS = {
+    "ForPreTraining": {
+        "prediction_logits": "masked-LM logits",
+        "seq_relationship_logits": "next-sentence logits",
+    },
+    "ForMaskedLM": {"logits": "masked-LM logits"},
+    "ForNextSentencePrediction": {"logits": "next-sentence logits"},
+    "ForSequenceClassification": {"logits": "sequence logits"},
+    "ForMultipleChoice": {"logits": "choice logits"},
+    "ForTokenClassification": {"logits": "token logits"},
+    "ForQuestionAnswering": {"start_logits": "answer start logits", "end_logits": "answer end logits"},
+    "Model": {},
 }
-ALL_PARTS = set().union(*(parts for parts, _ in CLASSES.values()))
 ONE_PER_TOKEN = {"masked-LM logits", "token logits", "answer start logits", "answer end logits"}
 
 # Alone, in pairs, one of a single word, and one that is padding from end to end.
@@ -96,7 +92,7 @@ class Checkpoint:
     kind: str  # "bert" or "scratchbert"
     config: ScratchBertConfig
     architectures: list[str]
-    parts: set[str]  # those of ALL_PARTS that it holds
+    parts: set[str]  # beyond embeddings and layers
     left_over: list[str]  # tensors, or families of them, that the comparison does not reach
 
 
@@ -120,23 +116,14 @@ def read_checkpoint(source: str) -> Checkpoint:
     if config.num_hidden_layers == 0:
         raise ValueError(f"{source} has no layers, so there is little to compare.")
     kind = "scratchbert" if fields.get("model_type") == "scratchbert" else "bert"
-    names = {name: canonical(name, kind) for name in tensor_names(source)}
+    names = {name: canonical_name(name, kind) for name in tensor_names(source)}
     if not names:
         raise OSError(f"{source} has no file of weights.")
-    parts = {(ours or "").removeprefix("model.").split(".")[0] for ours in names.values()} & ALL_PARTS
+    parts = parts_of(names.values())
     left_over = sorted(name for name in names if names[name] is None and not name.endswith("position_ids"))
     if any(".cross_attention." in (ours or "") for ours in names.values()):
         left_over.append("cross-attention")
     return Checkpoint(source, kind, config, fields.get("architectures") or [], parts, left_over)
-
-
-def canonical(name: str, kind: str) -> str | None:
-    """ScratchBert's name, as it stands in a model with a head, for a tensor of a model of either kind; None if it has
-    none."""
-    if kind == "bert":
-        return to_scratchbert(name)
-    in_encoder = name.startswith(("embeddings.", "encoder.", "pooler."))
-    return f"model.{name}" if in_encoder else name
 
 
 def classes_for(parts: set[str], architectures: list[str]) -> list[str]:
@@ -144,12 +131,18 @@ def classes_for(parts: set[str], architectures: list[str]) -> list[str]:
     come first."""
     named = {name.removeprefix("Scratch").removeprefix("Bert") for name in architectures}
     chosen, missing = [], set(parts)
-    for name, (needs, _) in sorted(CLASSES.items(), key=lambda item: item[0] not in named):
+    for name in sorted(CLASS_PARTS, key=lambda name: name not in named):
+        needs = reach(name)
         brings = needs - {"pooler"} or needs
         if needs <= parts and brings <= missing:
             chosen.append(name)
             missing -= needs
     return chosen or ["Model"]
+
+
+def reach(name: str) -> set[str]:
+    """The parts that a comparison by the class `name` takes in: the bare model has its pooler."""
+    return CLASS_PARTS[name] or {"pooler"}
 
 
 def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None:
@@ -281,7 +274,7 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
     total.backward()
     kind = model.config.model_type
     gradients = {
-        canonical(name, kind): parameter.grad
+        canonical_name(name, kind): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -329,7 +322,7 @@ def outputs(model, batch, real: torch.Tensor) -> dict[str, Observed]:
         seen[f"layer {i}: hidden state"] = Observed("hidden state", i, list(states.shape), states[real])
     for output in pooled:
         seen["pooler"] = Observed("pooler", None, list(output.shape), output[whole])
-    for field, name in CLASSES[suffix(model)][1].items():
+    for field, name in LOGITS[suffix(model)].items():
         logits = returned[field]
         flat = logits.flatten() if name == "choice logits" else logits
         seen[name] = Observed("logits", None, list(logits.shape), flat[real if name in ONE_PER_TOKEN else whole])
@@ -517,7 +510,7 @@ def check(source: str, other: str | None, seed: int) -> Report:
     rows.sort(key=lambda row: row.kind == "gradient")
 
     not_compared = [f"{part}, only in {side.source}" for side in checkpoints for part in sorted(side.parts - parts)]
-    unreached = parts.difference(*(CLASSES[name][0] for name in classes))
+    unreached = parts.difference(*(reach(name) for name in classes))
     not_compared += [f"{part}, which no class has without the parts that are missing here" for part in unreached]
     not_compared += [f"{name} of {side.source}" for side in checkpoints for name in side.left_over]
     ours, theirs = (" and ".join(names) for names in zip(*pairs, strict=True))

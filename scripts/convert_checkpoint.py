@@ -39,21 +39,21 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert, to_scratchbert
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, tensor_names
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, scratchbert_fields
 
-# The model classes, without `Bert` or `ScratchBert` before them: what each has beyond embeddings and blocks, and the
-# Hub's word for what it does. Where a checkpoint does not say which it is, and several fit, the first is taken.
-CLASSES = {
-    "ForPreTraining": ({"pooler", "lm_head", "next_sentence_head"}, "fill-mask"),
-    "ForMaskedLM": ({"lm_head"}, "fill-mask"),
-    "ForNextSentencePrediction": ({"pooler", "next_sentence_head"}, None),
-    "ForSequenceClassification": ({"pooler", "classifier"}, "text-classification"),
-    "ForTokenClassification": ({"classifier"}, "token-classification"),
-    "ForMultipleChoice": ({"pooler", "classifier"}, "multiple-choice"),
-    "ForQuestionAnswering": ({"qa_outputs"}, "question-answering"),
-    "Model": (set(), "feature-extraction"),
+from model_classes import CLASS_PARTS, canonical_name, parts_of
+
+# The Hub's word for what each class does.
+TASKS = {
+    "ForPreTraining": "fill-mask",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForMultipleChoice": "multiple-choice",
+    "ForQuestionAnswering": "question-answering",
+    "Model": "feature-extraction",
 }
 PREFIX = {"bert": "Bert", "scratchbert": "ScratchBert"}
 
@@ -250,8 +250,8 @@ def check_fields(fields: dict, source: str, to: str) -> str:
 
 def load(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Report]:
     """The model that holds every tensor of the checkpoint that any class of ours has a place for, and no other."""
-    ours = {name: our_name(name, checkpoint.kind) for name in tensor_names(checkpoint.folder)}
-    parts = {name.removeprefix("model.").split(".")[0] for name in ours.values() if name} - {"embeddings", "encoder"}
+    ours = {name: canonical_name(name, checkpoint.kind) for name in tensor_names(checkpoint.folder)}
+    parts = parts_of(ours.values())
     chosen, notes = choose_class(checkpoint, parts)
     if chosen == "Model" and "pooler" not in parts:
         notes.append("the source has no pooler, so the target has none either")
@@ -273,29 +273,21 @@ def load(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Report]:
     return model, report
 
 
-def our_name(name: str, kind: str) -> str | None:
-    """ScratchBert's name, as it stands in a model with a head, for a tensor of either kind; None if it has none."""
-    if kind == "bert":
-        return to_scratchbert(name)
-    in_encoder = name.startswith(("embeddings.", "encoder.", "pooler."))
-    return f"model.{name}" if in_encoder else name
-
-
 def choose_class(checkpoint: Checkpoint, parts: set[str]) -> tuple[str, list[str]]:
-    """The class to convert with, one of `CLASSES`, and what there is to say of the choice.
+    """The class to convert with, one of `CLASS_PARTS`, and what there is to say of the choice.
 
     It is the class that config.json names, unless another one keeps heads that this one would drop: the file of
     bert-base-uncased, for one, says `BertForMaskedLM` and holds the next-sentence head as well.
     """
     named, prefix = checkpoint.named_class, PREFIX[checkpoint.kind]
-    if named is not None and named not in CLASSES:
-        known = ", ".join(prefix + name for name in CLASSES)
+    if named is not None and named not in CLASS_PARTS:
+        known = ", ".join(prefix + name for name in CLASS_PARTS)
         raise ValueError(f"{checkpoint.source} is a {checkpoint.fields['architectures'][0]}; converted are {known}.")
-    best = max((name for name in CLASSES if CLASSES[name][0] <= parts), key=lambda name: len(CLASSES[name][0]))
+    best = max((name for name, needs in CLASS_PARTS.items() if needs <= parts), key=lambda name: len(CLASS_PARTS[name]))
     heads = parts - {"pooler"}
     if named is None:
         return best, [f"config.json names no architectures; by its tensors it is a {prefix}{best}"]
-    needs, better = CLASSES[named][0], CLASSES[best][0]
+    needs, better = CLASS_PARTS[named], CLASS_PARTS[best]
     if needs <= parts and heads <= better and not heads <= needs:
         return best, [f"config.json names {prefix}{named}; the file holds, and the target keeps, all of {prefix}{best}"]
     return named, []
@@ -470,7 +462,7 @@ def update_metadata(card: RepoCard, checkpoint: Checkpoint, to: str, report: Rep
         data["language"] = "no" if language is False else ["no" if code is False else code for code in language]
     if checkpoint.on_hub:
         data["base_model"] = checkpoint.source
-    _, task = CLASSES[report.model_class.removeprefix("ScratchBert")]
+    task = TASKS.get(report.model_class.removeprefix("ScratchBert"))
     for name, value in (("library_name", "transformers"), ("pipeline_tag", task)):
         if data.get(name) is None and value is not None:
             data[name] = value

