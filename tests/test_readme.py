@@ -18,11 +18,11 @@ def test_the_readme_shows_the_five_uses():
 
 
 @pytest.mark.parametrize(("heading", "code"), BLOCKS, ids=[heading for heading, _ in BLOCKS])
-def test_the_readmes_python_runs(heading, code, minilm, tmp_path, monkeypatch):
+def test_the_readmes_python_runs(heading, code, real_bert, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if heading == "Convert":
-        assert convert_checkpoint.main([str(minilm), "my-model"]) == 0
-    (tmp_path / "block.py").write_text(code.replace("google-bert/bert-base-uncased", str(minilm)), encoding="utf-8")
+        assert convert_checkpoint.main([str(real_bert), "my-model"]) == 0
+    (tmp_path / "block.py").write_text(code.replace("google-bert/bert-base-uncased", str(real_bert)), encoding="utf-8")
     runpy.run_path(str(tmp_path / "block.py"))
     if heading == "Convert":
         assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
