@@ -2,14 +2,12 @@
 
 import json
 import os
-import pickle
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file
 
@@ -22,15 +20,17 @@ WEIGHT_FILES = (
 )
 
 
-def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str]:
-    """The names of the tensors in the checkpoint `source`, a folder or a hub id; none are read.
+def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
+    """The names of the tensors in the checkpoint `source`: a folder, a hub id or a file of weights. None are read.
 
     Returns:
-        The names; an empty set where `source` has no file of weights.
+        The names, or None where `source` has no file of weights.
 
     Raises:
         OSError: a file is truncated, corrupt, missing or not a checkpoint; the message names it.
     """
+    if os.path.isfile(source):
+        return _names_in_file(source)
     for name in WEIGHT_FILES:
         if use_safetensors is not None and use_safetensors != ("safetensors" in name):
             continue
@@ -44,7 +44,7 @@ def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> s
             return _names_in_file(path)
         shards = _shards(path)
         return set().union(*(_names_in_file(cached_file(source, shard, **hub_options)) for shard in shards))
-    return set()
+    return None
 
 
 def _shards(index: str) -> list[str]:
@@ -59,13 +59,17 @@ def _shards(index: str) -> list[str]:
         ) from error
 
 
-def _names_in_file(path: str) -> set[str]:
+def _names_in_file(path) -> set[str]:
     try:
-        return set(load_state_dict(path, map_location="meta"))
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        tensors = load_state_dict(path, map_location="meta")
+        if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+            raise ValueError("it holds no tensors by name")
+        return set(tensors)
+    except Exception as error:  # what a broken pickle raises has no end
+        size = f" ({os.path.getsize(path):,} bytes)" if os.path.exists(path) else ""
         raise OSError(
-            f"{path} ({os.path.getsize(path):,} bytes) cannot be read as a file of weights: {error}. It is truncated, "
-            "corrupt or of another kind: fetch or write it again."
+            f"{path}{size} cannot be read as a file of weights: {error}. It is truncated, corrupt or of another kind: "
+            "fetch or write it again."
         ) from error
 
 
@@ -103,5 +107,8 @@ def _readable_mode() -> int:
 
 
 def _family(name: str) -> str | None:
-    match = re.fullmatch(r"(.+?)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index(?:\..+)?\.json)?", name)
-    return match and match[1]
+    """What a file of weights shares with those that it replaces: "model", or "model.fp16" for a variant."""
+    if index := re.fullmatch(r"(.+)\.safetensors\.index(\..+)?\.json", name):
+        return index[1] + (index[2] or "")
+    weights = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors", name)
+    return weights and weights[1]

@@ -1,10 +1,14 @@
 """The configuration of every ScratchBert model: BERT's fields under BERT's names, and two of our own."""
 
+import re
+import shutil
 from difflib import get_close_matches
+from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.dynamic_module_utils import get_relative_import_files
 
 # Which class of this package each Auto class opens: written into every saved config.json (`auto_map`), and read by
 # `__init__` for the registration.
@@ -77,7 +81,39 @@ class ScratchBertConfig(PreTrainedConfig):
     position_embedding_type: str = "absolute"
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # the class's own; another's comes with `ScratchBertConfig(**bert.to_dict())`
         super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError if no model can be made of the fields as they stand. A model checks them as well when it
+        is made, since they may have been set one by one."""
+        self._check_sizes()
+        if self.hidden_act not in ACT2FN:
+            close = get_close_matches(self.hidden_act.lower(), ACT2FN, n=1) or ["gelu"]
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}, which is not an activation of transformers. Did you mean "
+                f"{close[0]!r}? Known: {', '.join(sorted(ACT2FN))}."
+            )
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            probability = getattr(self, name)
+            if probability is not None and not 0 <= probability < 1:
+                raise ValueError(f"{name} is {probability}; it must be a probability from 0 to below 1.")
+        if not self.layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it must be above 0.")
+        if not self.initializer_range >= 0:
+            raise ValueError(f"initializer_range is {self.initializer_range}; it must not be negative.")
+        if self.position_embedding_type not in POSITION_EMBEDDING_TYPES:
+            raise ValueError(
+                f"position_embedding_type is {self.position_embedding_type!r}; ScratchBert knows "
+                f"{' and '.join(map(repr, POSITION_EMBEDDING_TYPES))}, not relative positions."
+            )
+        if self.add_cross_attention and not self.is_decoder:
+            raise ValueError(
+                "add_cross_attention is True; it needs is_decoder=True: an encoder has no cross-attention."
+            )
+
+    def _check_sizes(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size",
                      "max_position_embeddings", "type_vocab_size"):  # fmt: skip
             if getattr(self, name) < 1:
@@ -89,23 +125,6 @@ class ScratchBertConfig(PreTrainedConfig):
                 f"hidden_size is {self.hidden_size} and num_attention_heads is {self.num_attention_heads}: the number "
                 "of heads must divide the width."
             )
-        if self.hidden_act not in ACT2FN:
-            close = get_close_matches(self.hidden_act, ACT2FN, n=1) or ["gelu"]
-            raise ValueError(
-                f"hidden_act is {self.hidden_act!r}, which is not an activation of transformers. Did you mean "
-                f"{close[0]!r}? Known: {', '.join(sorted(ACT2FN))}."
-            )
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-            probability = getattr(self, name)
-            if probability is not None and not 0 <= probability < 1:
-                raise ValueError(f"{name} is {probability}; it must be a probability from 0 to below 1.")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it must be above 0.")
-        if self.position_embedding_type not in POSITION_EMBEDDING_TYPES:
-            raise ValueError(
-                f"position_embedding_type is {self.position_embedding_type!r}; ScratchBert knows "
-                f"{' and '.join(map(repr, POSITION_EMBEDDING_TYPES))}, not relative positions."
-            )
         if self.position_embedding_type == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}; sinusoidal positions pair a sine with a cosine, so the width must "
@@ -116,8 +135,6 @@ class ScratchBertConfig(PreTrainedConfig):
                 f"pad_token_id is {self.pad_token_id}; it must be None or an id of the vocabulary, "
                 f"0 to {self.vocab_size - 1}."
             )
-        if self.add_cross_attention and not self.is_decoder:
-            raise ValueError("add_cross_attention=True needs is_decoder=True: an encoder has no cross-attention.")
 
     # Any attention implementation may be asked for its maps: that call then runs the eager formula. So the base
     # class's refusals of `output_attentions=True` beside "sdpa" do not apply.
@@ -139,9 +156,17 @@ class ScratchBertConfig(PreTrainedConfig):
 
         Raises:
             ValueError: the checkpoint is neither.
+            OSError: there is no config.json, or it cannot be read.
         """
-        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return scratchbert_fields(fields, pretrained_model_name_or_path), kwargs
+        fields, kwargs = raw_config(pretrained_model_name_or_path, **kwargs)
+        return scratchbert_fields(fields, pretrained_model_name_or_path, cls.model_type), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one on a configuration that is made already."""
+        made = super().from_dict(config_dict, **kwargs)
+        (made[0] if isinstance(made, tuple) else made).check()
+        return made
 
     @classmethod
     def from_bert(cls, config: PreTrainedConfig) -> "ScratchBertConfig":
@@ -155,14 +180,46 @@ class ScratchBertConfig(PreTrainedConfig):
         return cls(**fields, attn_implementation=attention, name_or_path=config.name_or_path)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Writes `config.json`, with the `auto_map` by which the Auto classes find this package's code."""
+        """Writes `config.json`, and all the code, to which its `auto_map` leads the Auto classes."""
         if getattr(self, "auto_map", None) is None:
             self.auto_map = dict(AUTO_MAP)
+        if type(self).__module__ != __name__:  # a derived class, which only its own `register_for_auto_class` can name
+            self.auto_map.pop("AutoConfig", None)
+        copy_code(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
 
-def scratchbert_fields(fields: dict, source) -> dict:
-    """The fields of a `ScratchBertConfig` from the raw fields of `source`, a ScratchBert or a BERT checkpoint.
+def copy_code(folder) -> None:
+    """Copies this package's files, but for `__init__`, which the remote-code loader does not read, into `folder`."""
+    models = Path(__file__).with_name("modeling_scratchbert.py")
+    code = [Path(__file__)]
+    if models.exists():  # beside a copy of this file that AutoConfig fetched there may be no others
+        code += [models, *map(Path, get_relative_import_files(models))]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path in code:
+        shutil.copyfile(path, Path(folder) / path.name)
+
+
+def raw_config(source, **kwargs) -> tuple[dict, dict]:
+    """The fields of the `config.json` of `source` as they stand, and the arguments that were of no use in finding it.
+
+    Raises:
+        OSError: there is none, or it cannot be read; the message names `source`.
+    """
+    try:
+        fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
+    except (AttributeError, TypeError) as error:  # a list, a number, …
+        raise OSError(f"{source}/config.json does not hold a JSON object.") from error
+    if not isinstance(fields, dict):
+        raise OSError(f"{source}/config.json does not hold a JSON object.")
+    if not fields:
+        raise OSError(f"{source} has no config.json, so nothing says what model its weights are of.")
+    return fields, kwargs
+
+
+def scratchbert_fields(fields: dict, source, own_type: str = ScratchBertConfig.model_type) -> dict:
+    """The fields of a `ScratchBertConfig` from the raw fields of `source`, a ScratchBert or a BERT checkpoint, or one
+    whose configuration class derives from ours and has the model type `own_type`.
 
     The raw fields alone decide what a checkpoint is: a RoBERTa's tensors bear BERT's names and would load without a
     murmur, and give other numbers.
@@ -170,7 +227,7 @@ def scratchbert_fields(fields: dict, source) -> dict:
     Raises:
         ValueError: `source` is of another kind, or is a BERT with relative positions.
     """
-    if fields.get("model_type") == ScratchBertConfig.model_type:
+    if fields.get("model_type") in (ScratchBertConfig.model_type, own_type):
         return fields
     _refuse_unless_bert(fields, source)
     positions = fields.get("position_embedding_type") or "absolute"
@@ -190,7 +247,7 @@ def _refuse_unless_bert(fields: dict, source) -> None:
         if model_type != "bert":
             raise ValueError(f"{source} has model_type {model_type!r}. {supported}.")
     elif architectures:
-        foreign = [name for name in architectures if not name.startswith("Bert")]
+        foreign = [name for name in architectures if not re.fullmatch(r"Bert(Model|LMHeadModel|For\w+)", name)]
         if foreign:
             raise ValueError(f"{source} names no model_type, and its architectures are {foreign}. {supported}.")
     elif not {"hidden_size", "num_attention_heads"} <= set(fields) <= GOOGLE_BERT_FIELDS:

@@ -2,11 +2,14 @@
 nothing: for eager tensors on the CPU, so that nothing waits for an accelerator and nothing breaks a trace."""
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from transformers.utils.import_utils import is_tracing
 
 
-def check_inputs(config, input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids, past_length) -> None:
-    """Checks the arguments of `ScratchBertModel.forward`.
+def check_inputs(
+    config, input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids, past_length, vocab_size
+) -> None:
+    """Checks the arguments of `ScratchBertModel.forward`; `vocab_size` is that of the table of word embeddings.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or value; the message names it, what it got and what it wants.
@@ -14,24 +17,23 @@ def check_inputs(config, input_ids, inputs_embeds, attention_mask, token_type_id
     if (input_ids is None) == (inputs_embeds is None):
         got = "neither" if input_ids is None else "both"
         raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {got}.")
+    if torch.jit.is_tracing():  # where sizes are tensors, and every comparison would draw a warning
+        return
     if input_ids is not None:
-        _check_ids("input_ids", input_ids, config.vocab_size, "vocab_size")
+        _check_ids("input_ids", input_ids, vocab_size, "vocab_size")
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids has shape {_shape(input_ids)}; it wants (batch, length).")
         batch, length = input_ids.shape
     else:
-        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size:
-            raise ValueError(
-                f"inputs_embeds has shape {_shape(inputs_embeds)}; it wants (batch, length, {config.hidden_size})."
-            )
+        check_states("inputs_embeds", inputs_embeds, config.hidden_size)
         batch, length = inputs_embeds.shape[:2]
 
     limit = config.max_position_embeddings
     if position_ids is None and isinstance(past_length, int) and past_length + length > limit:
         cached = f" after {past_length} in the cache" if past_length else ""
         raise ValueError(
-            f"The sequence has {length} tokens{cached}, and max_position_embeddings is {limit}. Truncate it: "
-            f"tokenizer(text, truncation=True, max_length={limit}), or split it into windows."
+            f"The sequence has {length} tokens{cached}, and max_position_embeddings is {limit}. Truncate it, "
+            f"tokenizer(text, truncation=True, max_length={limit - past_length}), or split it into windows."
         )
     for name, ids, size, field in (
         ("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size"),
@@ -42,15 +44,42 @@ def check_inputs(config, input_ids, inputs_embeds, attention_mask, token_type_id
         if ids.ndim != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != length:
             raise ValueError(f"{name} has shape {_shape(ids)}; it wants {(batch, length)}, like the tokens.")
         _check_ids(name, ids, size, field)
-    check_mask("attention_mask", attention_mask, batch, length, past_length + length)
+    check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, past_length + length)
 
 
-def check_mask(name: str, mask, batch: int, queries: int, keys: int) -> None:
+def check_choices(input_ids, inputs_embeds, **others) -> None:
+    """Checks the arguments of `ScratchBertForMultipleChoice.forward`, each of which has a dimension of choices.
+
+    Raises:
+        ValueError: an argument has another shape than the tokens.
+    """
+    name, tokens = ("inputs_embeds", inputs_embeds) if input_ids is None else ("input_ids", input_ids)
+    if tokens is None:
+        return
+    dimensions = "(batch, choices, length)" if input_ids is not None else "(batch, choices, length, width)"
+    if tokens.ndim != dimensions.count(",") + 1:
+        raise ValueError(f"{name} has shape {_shape(tokens)}; it wants {dimensions}.")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != tokens.shape[:3]:
+            raise ValueError(f"{name} has shape {_shape(tensor)}; it wants {_shape(tokens)[:3]}, like the tokens.")
+
+
+def check_states(name: str, states: torch.Tensor, width: int, batch: int | None = None) -> None:
+    """Checks embeddings or an encoder's output, `(batch, length, width)`.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    if states.ndim != 3 or states.shape[2] != width or (batch is not None and states.shape[0] != batch):
+        raise ValueError(f"{name} has shape {_shape(states)}; it wants ({batch or 'batch'}, length, {width}).")
+
+
+def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int) -> None:
     """Checks a padding mask `(batch, keys)` or a full one `(batch, heads, queries, keys)`. A cache whose size only
     tensors tell, and the kernels' own mask objects, are left to the kernels.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: the mask has another shape, or is a full one of whole numbers.
     """
     if not isinstance(mask, torch.Tensor) or not isinstance(keys, int | torch.SymInt):
         return
@@ -59,23 +88,23 @@ def check_mask(name: str, mask, batch: int, queries: int, keys: int) -> None:
             f"{name} is a full mask of {mask.dtype}; it wants a boolean one (True: may look), or a floating one, which "
             "is added to the scores."
         )
-    if mask.ndim == 2:
-        fits = mask.shape[0] == batch and mask.shape[1] == keys
-    else:
-        fits = (
-            mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, queries) and mask.shape[3] == keys
-        )
-    if not fits:
+    full = ((1, batch), (1, heads), (1, queries), (keys,))
+    wanted = full if mask.ndim == 4 else ((batch,), (keys,))
+    if mask.ndim != len(wanted) or any(size not in sizes for size, sizes in zip(mask.shape, wanted, strict=True)):
         raise ValueError(
             f"{name} has shape {_shape(mask)}; it wants {(batch, keys)}, 1 for a token and 0 for padding, or a full "
-            f"mask {(batch, 'heads or 1', queries, keys)}."
+            f"mask, {(batch, 1, queries, keys)}."
         )
 
 
 def _check_ids(name: str, ids: torch.Tensor, size: int, field: str) -> None:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{name} has dtype {ids.dtype}; it wants whole numbers, torch.long.")
-    if ids.device.type != "cpu" or ids.numel() == 0 or is_tracing(ids):
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(
+            f"{name} is a {type(ids).__name__}; it wants a tensor: torch.tensor(…), or return_tensors='pt'."
+        )
+    if ids.dtype not in (torch.long, torch.int):
+        raise ValueError(f"{name} has dtype {ids.dtype}; it wants whole numbers, torch.long or torch.int.")
+    if ids.device.type != "cpu" or ids.numel() == 0 or is_tracing(ids) or is_functorch_wrapped_tensor(ids):
         return
     low, high = (bound.item() for bound in ids.aminmax())
     if low < 0 or high >= size:

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
-from .input_checks import check_inputs, check_mask
+from .input_checks import check_choices, check_inputs, check_mask, check_states
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
 
@@ -106,8 +106,20 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             ValueError: an argument is unfit; the message names it, what it got and what it wants.
         """
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids, past_length)
-        use_cache = use_cache and self.config.is_decoder
+        # An adapter may have put a module without a size in the table's place.
+        vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
+        check_inputs(
+            self.config,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            past_length,
+            vocab_size,
+        )
+        # Checkpointed blocks run twice and must not fill a cache.
+        use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_gradient_checkpointing)
         if use_cache and past_key_values is None:
             past_key_values = self._new_cache(encoder_hidden_states)
 
@@ -127,6 +139,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             past_key_values=past_key_values,
+            position_ids=position_ids,  # by which flash attention tells packed sequences apart
             **kwargs,
         )
         return BaseModelOutputWithPoolingAndCrossAttentions(
@@ -157,8 +170,10 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                     "encoder_hidden_states needs cross-attention, which this model does not have: make it with "
                     "is_decoder=True and add_cross_attention=True."
                 )
-            batch, keys = encoder_hidden_states.shape[:2]
-            check_mask("encoder_attention_mask", encoder_mask, batch, embeddings.shape[1], keys)
+            batch, queries, width = embeddings.shape
+            check_states("encoder_hidden_states", encoder_hidden_states, width, batch)
+            keys = encoder_hidden_states.shape[1]
+            check_mask("encoder_attention_mask", encoder_mask, batch, config.num_attention_heads, queries, keys)
             encoder_mask = create_bidirectional_mask(config, embeddings, encoder_mask, encoder_hidden_states)
         return mask, encoder_mask
 
@@ -405,7 +420,12 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
             return mse_loss(logits.squeeze(), labels.squeeze()) if self.num_labels == 1 else mse_loss(logits, labels)
         if self.config.problem_type == "single_label_classification":
             return cross_entropy(logits, labels.view(-1))
-        return binary_cross_entropy_with_logits(logits, labels)
+        if self.config.problem_type == "multi_label_classification":
+            return binary_cross_entropy_with_logits(logits, labels)
+        raise ValueError(
+            f"config.problem_type is {self.config.problem_type!r}; it wants 'regression', "
+            "'single_label_classification', 'multi_label_classification', or None to go by the labels."
+        )
 
 
 class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
@@ -528,16 +548,15 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, N)`.
         """
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is not None and tokens.ndim != (3 if input_ids is not None else 4):
-            name, wants = ("input_ids", "") if input_ids is not None else ("inputs_embeds", ", width")
-            raise ValueError(f"{name} has shape {tuple(tokens.shape)}; it wants (batch, choices, length{wants}).")
+        masks = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        check_choices(input_ids, inputs_embeds, **masks)
         flat = [
             None if tensor is None else tensor.flatten(0, 1)
             for tensor in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
         outputs = self.model(*flat, return_dict=True, **kwargs)
-        logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, tokens.shape[1])
+        choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
+        logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
         return MultipleChoiceModelOutput(
             loss=None if labels is None else cross_entropy(logits, labels),
             logits=logits,

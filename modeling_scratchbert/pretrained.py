@@ -3,20 +3,20 @@
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.utils import cached_file
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention import MultiHeadAttention
 from .bert_weights import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, loading_patterns, to_bert, to_scratchbert
 from .checkpoints import staged, tensor_names
-from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig, scratchbert_fields
+from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig, copy_code, raw_config, scratchbert_fields
 from .embeddings import SinusoidalPositions, sinusoidal_table
 from .transformer import TransformerBlock
 
@@ -37,6 +37,9 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _no_split_modules = ["Embeddings", "TransformerBlock"]
+    # The losses are means over their own batch: told so, Trainer divides by the number of accumulated batches. (It
+    # takes `**kwargs` for a loss that divides by the number of labels itself, as the twins' do not.)
+    accepts_loss_kwargs = False
     # Buffers that old BERT checkpoints stored, and the alias of the output bias (see `bert_weights`).
     _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", rf"^{OUTPUT_BIAS_ALIAS}$"]
     _can_record_outputs = {
@@ -44,6 +47,15 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="attention"),
         "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="cross_attention"),
     }
+
+    def __init__(self, config, *args, **kwargs):
+        if not _is_our_config(config):
+            raise TypeError(
+                f"{type(self).__name__} is made from a ScratchBertConfig; got a {type(config).__name__}. "
+                "ScratchBertConfig.from_bert(config) makes one of a BertConfig."
+            )
+        config.check()
+        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -64,27 +76,31 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         """
         source = pretrained_model_name_or_path
         hub_options = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
-        raw_fields = _raw_config(source, hub_options)
+        own_type = cls.config_class.model_type
+        raw_fields = _raw_fields(source, hub_options)
         if raw_fields is not None:  # a caller's own `config` does not overrule what the checkpoint says it is
-            scratchbert_fields(raw_fields, source)
-        if isinstance(config, PreTrainedConfig) and config.model_type != ScratchBertConfig.model_type:
+            scratchbert_fields(raw_fields, source, own_type)
+        is_own = raw_fields is not None and raw_fields.get("model_type") in (ScratchBertConfig.model_type, own_type)
+        if isinstance(config, PreTrainedConfig) and not _is_our_config(config):
             config = cls.config_class.from_bert(config)
-        names = set(kwargs.get("state_dict") or ())
+
+        names = set(kwargs["state_dict"]) if kwargs.get("state_dict") else None
         if source is not None and kwargs.get("gguf_file") is None:
             names = tensor_names(source, kwargs.get("variant"), kwargs.get("use_safetensors"), **hub_options)
-        if (raw_fields or {}).get("model_type") != ScratchBertConfig.model_type:
-            _refuse_foreign_tensors(names, source)
-        model = super().from_pretrained(
-            source, *model_args, config=config, key_mapping={**(key_mapping or {}), **loading_patterns(names)}, **kwargs
-        )
+        key_mapping = dict(key_mapping or {})
+        if names is not None:
+            renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
+            names = {apply_renamings(name, renamings) for name in names}
+            _refuse_foreign_tensors(names, "state_dict" if source is None else source, is_own)
+        if not is_own:
+            key_mapping |= loading_patterns(names or set())
+        model = super().from_pretrained(source, *model_args, config=config, key_mapping=key_mapping, **kwargs)
         loaded = model[0] if isinstance(model, tuple) else model
         # transformers would undo the renaming on the way out; what we save bears our names.
         loaded._weight_conversions = []
         return model
 
-    def save_pretrained(
-        self, save_directory, is_main_process: bool = True, state_dict=None, push_to_hub: bool = False, **kwargs
-    ):
+    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """Saves a ScratchBert checkpoint: weights in our names, the code, and a config.json whose `auto_map` leads
         the Auto classes to it. Files are written under a temporary name and moved into place when all are whole.
 
@@ -94,20 +110,18 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             NotADirectoryError: `save_directory` is a file.
         """
         self.config.auto_map = self._auto_map()
-        with staged(save_directory) as folder:
-            if is_main_process:
-                models = Path(__file__).with_name("modeling_scratchbert.py")
-                for path in [models, *map(Path, get_relative_import_files(models))]:
-                    shutil.copyfile(path, folder / path.name)
-            super().save_pretrained(folder, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
         if push_to_hub:
-            details = ("commit_message", "private", "token", "revision", "create_pr", "max_shard_size")
-            repo_id = kwargs.get("repo_id", Path(save_directory).name)
-            self.push_to_hub(repo_id, **{name: kwargs[name] for name in details if name in kwargs})
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+        with staged(save_directory) as folder:
+            super().save_pretrained(folder, *args, push_to_hub=push_to_hub, **kwargs)
+            if (folder / "config.json").exists():
+                copy_code(folder)  # the configuration has done so, but may be of a copy of the package that lacks files
+            if push_to_hub and Path(save_directory, "README.md").exists():
+                (folder / "README.md").unlink(missing_ok=True)  # the Hub's model card is not to replace the user's
 
     def _auto_map(self) -> dict[str, str]:
-        """The `auto_map` of this model's checkpoint. A class derived from ours is not ours: opening its weights as
-        the class that it derives from would drop what was changed, so that entry is left out."""
+        """The `auto_map` of this model's checkpoint. A class derived from ours is not ours: any of ours would open its
+        weights without what was changed, so no model is named, unless `register_for_auto_class` names the class."""
         ancestors = [cls for cls in type(self).__mro__ if issubclass(cls, ScratchBertPreTrainedModel)]
         # FSDP's classes, made on the fly, change nothing of the model.
         derived = [cls for cls in ancestors if not _is_ours(cls) and not cls.__module__.startswith("torch.")]
@@ -119,8 +133,7 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
                 "Auto classes to do so, call %s.register_for_auto_class('AutoModel…') before saving.",
                 *[derived[0].__name__] * 3,
             )
-        ours = {f"modeling_scratchbert.{cls.__name__}" for cls in ancestors}
-        return {auto: name for auto, name in AUTO_MAP.items() if name not in ours}
+        return {"AutoConfig": AUTO_MAP["AutoConfig"]}
 
     def save_as_bert(self, save_directory: str | os.PathLike) -> None:
         """Writes a BERT checkpoint: config.json and model.safetensors in BERT's own names, which the `Bert…` twin
@@ -155,7 +168,7 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             "dtype": str(self.dtype).removeprefix("torch."),
             # transformers 5 no longer writes this field; other readers of BERT checkpoints ask for it.
             "position_embedding_type": "absolute",
-            "tie_word_embeddings": config.tie_word_embeddings and self._is_tied(),
+            "tie_word_embeddings": self._is_tied(),
         }
 
     def _bert_tensors(self) -> dict[str, torch.Tensor]:
@@ -179,18 +192,24 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         return tensors
 
     def _is_tied(self) -> bool:
+        """Whether the vocabulary's matrix is one, whatever the configuration, which may have changed since, says."""
         head = self.get_output_embeddings()
-        return head is None or head.weight is self.get_input_embeddings().weight
+        return self.config.tie_word_embeddings if head is None else head.weight is self.get_input_embeddings().weight
 
 
-def _raw_config(source, hub_options: dict) -> dict | None:
+def _raw_fields(source, hub_options: dict) -> dict | None:
     """The checkpoint's config.json as it stands, or None where there is none: a folder of weights or of an adapter."""
     if source is None:
         return None
-    try:
-        return PreTrainedConfig.get_config_dict(source, **hub_options)[0]
-    except OSError:
+    folder = Path(source).parent if os.path.isfile(source) else source
+    if cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False, **hub_options) is None:
         return None
+    return raw_config(folder, **hub_options)[0]
+
+
+def _is_our_config(config) -> bool:
+    """Whether `config` is a `ScratchBertConfig`, of this copy of the package or of one that came with a checkpoint."""
+    return any(cls.__name__ == "ScratchBertConfig" for cls in type(config).__mro__)
 
 
 def _is_ours(cls: type) -> bool:
@@ -199,16 +218,27 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__ in (__name__, f"{package}.modeling_scratchbert")
 
 
-def _refuse_foreign_tensors(names: set[str], source) -> None:
-    relative = sorted(name for name in names if "distance_embedding" in name)
-    if relative:
+def _refuse_foreign_tensors(names: set[str], source, is_own: bool) -> None:
+    """Raises ValueError if these tensors are of something that we cannot compute, or would leave every weight random.
+
+    In a checkpoint that says it is ours, strange names are left to the warning that names all missing weights; but not
+    those that a wrapper, such as DataParallel or torch.compile, has put something before.
+    """
+    relative = sorted(name for name in names if "attention.self.distance_embedding" in name)
+    if relative and not is_own:
         raise ValueError(
             f"{source} holds {relative[0]}: it is a BERT with relative positions. ScratchBert loads BERT checkpoints "
             "with absolute positions only."
         )
-    known = (to_scratchbert(name) or to_bert(name) or to_bert(f"model.{name}") for name in names)
-    if names and not any(known):
+    if any(map(_is_known, names)):
+        return
+    if not is_own or any(_is_known(name.partition(".")[2]) for name in names):
+        example = f"its tensors have names like {min(names)!r}" if names else "it holds no tensors at all"
         raise ValueError(
-            f"{source} holds no weight of BERT's or ScratchBert's; its tensors have names like {min(names)!r}. Loading "
-            "it would leave every weight random."
+            f"{source} holds no weight of BERT's or ScratchBert's: {example}. Loading it would leave every weight "
+            "random. If the names need changing, key_mapping={pattern: replacement} does it."
         )
+
+
+def _is_known(name: str) -> bool:
+    return bool(to_scratchbert(name) or to_bert(name) or to_bert(f"model.{name}"))

@@ -116,7 +116,7 @@ def read_checkpoint(source: str) -> Checkpoint:
     if config.num_hidden_layers == 0:
         raise ValueError(f"{source} has no layers, so there is little to compare.")
     kind = "scratchbert" if fields.get("model_type") == "scratchbert" else "bert"
-    names = {name: canonical_name(name, kind) for name in tensor_names(source)}
+    names = {name: canonical_name(name, kind) for name in tensor_names(source) or ()}
     if not names:
         raise OSError(f"{source} has no file of weights.")
     parts = parts_of(names.values())

@@ -250,7 +250,7 @@ def check_fields(fields: dict, source: str, to: str) -> str:
 
 def load(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Report]:
     """The model that holds every tensor of the checkpoint that any class of ours has a place for, and no other."""
-    ours = {name: canonical_name(name, checkpoint.kind) for name in tensor_names(checkpoint.folder)}
+    ours = {name: canonical_name(name, checkpoint.kind) for name in tensor_names(checkpoint.folder) or ()}
     parts = parts_of(ours.values())
     chosen, notes = choose_class(checkpoint, parts)
     if chosen == "Model" and "pooler" not in parts:
