@@ -17,6 +17,8 @@ from torch import nn
 
 import modeling_scratchbert
 
+from heads import OURS, TWINS
+
 TINY = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -25,20 +27,6 @@ TINY = {
     "intermediate_size": 37,
     "max_position_embeddings": 20,
 }
-
-# Every class, by what its name has after "ScratchBert", which is what its twin's has after "Bert".
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
-OURS = {head: getattr(modeling_scratchbert, f"ScratchBert{head}") for head in HEADS}
-TWINS = {head: getattr(transformers, f"Bert{head}") for head in HEADS}
 
 DECODER_WEIGHT, DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 OUTPUT_BIAS = "cls.predictions.bias"

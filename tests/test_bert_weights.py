@@ -2,7 +2,6 @@
 
 import pytest
 import transformers
-from checkpoint_kinds import HEADS, OURS, TINY, TWINS
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.core_model_loading import WeightRenaming, apply_renamings
@@ -17,6 +16,9 @@ from modeling_scratchbert.bert_weights import (
     to_bert,
     to_scratchbert,
 )
+
+from checkpoint_kinds import TINY
+from heads import HEADS, OURS, TWINS
 
 DECODER = {"is_decoder": True, "add_cross_attention": True}
 # Each of our models and its twin: every class, and with cross-attention those that may have it.

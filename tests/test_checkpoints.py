@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_kinds import CONTAINERS, write_hub_cache, write_weights
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from modeling_scratchbert.checkpoints import staged, tensor_names
+
+from checkpoint_kinds import CONTAINERS, write_hub_cache, write_weights
 
 TENSORS = {f"block.{i}.weight": torch.arange(4000.0).view(50, 80) + i for i in range(6)}
 

@@ -16,6 +16,8 @@ from torch.testing import assert_close
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 
+from heads import HEADS
+
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -26,16 +28,6 @@ SIZES = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
 SHAPES = ((3, 7), (2, 5), (5, 12), (4, 40))  # batch, length; the last at the length's limit
 PACKAGE = Path(modeling_scratchbert.__file__).parent
 

@@ -8,7 +8,6 @@ import re
 
 import pytest
 import transformers
-from checkpoint_kinds import TINY, config_json, random_bert, write_bert
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,8 @@ from transformers.activations import ACT2FN
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+
+from checkpoint_kinds import TINY, config_json, random_bert, write_bert
 
 OUR_OWN = {"norm_first": False, "position_embedding_type": "absolute"}
 

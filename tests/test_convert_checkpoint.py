@@ -18,19 +18,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 import modeling_scratchbert
 
 import convert_checkpoint as script
+from heads import HEADS
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_checkpoint.py"
 
-CLASSES = [
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForMultipleChoice",
-    "ForQuestionAnswering",
-]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "boat", "##s", "sink", "##ing"]
 REWRITTEN = {"config.json", "README.md", "model.safetensors"}
 
@@ -147,7 +138,7 @@ def test_minilm_computes_what_bert_model_does(minilm, minilm_there_and_back, rev
 # ------------------------------------------------------------------------------------------------ classes and weights
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_every_class_there_and_back(name, bert, tmp_path):
     source = bert(name)
@@ -184,7 +175,7 @@ def test_heads_that_the_named_class_would_drop_are_kept(bert, tmp_path):
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "ForMultipleChoice"])
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "ForMultipleChoice"])
 def test_without_architectures_the_tensors_decide(name, bert, tmp_path):
     source = bert(name, fields={"architectures": None})
     there, back, report, _ = there_and_back(source, tmp_path)

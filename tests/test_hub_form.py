@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
+import modeling_scratchbert
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertModel
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+
 from checkpoint_kinds import (
-    HEADS,
     TINY,
     assert_same_outputs,
     config_json,
@@ -25,10 +29,7 @@ from checkpoint_kinds import (
     write_bert,
     write_hub_cache,
 )
-
-import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertModel
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from heads import HEADS
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}

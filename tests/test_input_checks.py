@@ -25,6 +25,8 @@ from modeling_scratchbert import (
 )
 from modeling_scratchbert.input_checks import check_inputs, check_mask
 
+from heads import HEADS
+
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -34,16 +36,6 @@ SIZES = {
     "max_position_embeddings": 40,
     "type_vocab_size": 3,
 }
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
 BATCH, CHOICES, LENGTH, WIDTH = 3, 2, 5, 32
 # What may hold ids, how many rows its table has, and the configuration's name for that number.
 TABLES = {

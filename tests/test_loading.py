@@ -9,15 +9,17 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
+from torch import nn
+
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForPreTraining, ScratchBertModel
+from modeling_scratchbert.bert_weights import to_scratchbert
+
 from checkpoint_kinds import (
     CONTAINERS,
     DECODER_BIAS,
     DECODER_WEIGHT,
-    HEADS,
-    OURS,
     OUTPUT_BIAS,
     TINY,
-    TWINS,
     assert_same_outputs,
     bert_fields,
     bert_tensors,
@@ -33,10 +35,7 @@ from checkpoint_kinds import (
     write_hub_cache,
     write_weights,
 )
-from torch import nn
-
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForPreTraining, ScratchBertModel
-from modeling_scratchbert.bert_weights import to_scratchbert
+from heads import HEADS, OURS, TWINS
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 SUPPORTED = ("model_type 'bert'", "model_type 'scratchbert'")

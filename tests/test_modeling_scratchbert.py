@@ -42,6 +42,8 @@ from modeling_scratchbert import (
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.transformer import TransformerBlock
 
+from heads import HEADS
+
 TINY = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -52,16 +54,6 @@ TINY = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
 LANGUAGE_MODELS = ("ForMaskedLM", "ForPreTraining")
 BATCH, LENGTH = 3, 7
 

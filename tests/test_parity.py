@@ -19,16 +19,7 @@ import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.bert_weights import to_scratchbert
 
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
+from heads import HEADS
 
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5  # of a tensor's gradient; below 1e-7 of the whole model's, a gradient is noise

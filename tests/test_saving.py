@@ -11,11 +11,16 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import modeling_scratchbert
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining, ScratchBertModel
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+
 from checkpoint_kinds import (
-    HEADS,
-    OURS,
     TINY,
-    TWINS,
     assert_same_outputs,
     change_config,
     config_json,
@@ -27,13 +32,7 @@ from checkpoint_kinds import (
     write_bert,
     write_weights,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import nn
-
-import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining, ScratchBertModel
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from heads import HEADS, OURS, TWINS
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
