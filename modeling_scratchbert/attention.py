@@ -24,7 +24,7 @@ def scaled_dot_product_attention(
         key: `(..., S, D)`.
         value: `(..., S, E)`.
         mask: broadcastable to `(..., T, S)`. Boolean: True where a query may look at a key. Floating: added to the
-            scores; an entry of `-inf`, or of the lowest number that the dtype has, hides the key altogether.
+            scores; an entry of `-inf`, or of the lowest number that the mask's dtype has, hides the key altogether.
         query_mask: `(..., T)`, True for the real queries; the rows of the others come out as zeros.
         key_mask: `(..., S)`, True for the keys that may be looked at.
         scaling: what the scores are multiplied by; `1 / sqrt(D)` if left out.
@@ -33,24 +33,30 @@ def scaled_dot_product_attention(
     Returns:
         The context, `(..., T, E)`, and the attention weights, `(..., T, S)`, after dropout. A row of weights sums to 1
         before dropout, or is all zeros where everything is hidden from that query.
+
+    Raises:
+        ValueError: `mask` is of whole numbers.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ key.transpose(-2, -1) * scaling  # (..., T, S)
 
-    lowest = torch.finfo(scores.dtype).min
     hidden = torch.zeros((), dtype=torch.bool, device=scores.device)  # (..., T, S) with any mask
     if mask is not None and mask.dtype == torch.bool:
         hidden = ~mask
+    elif mask is not None and mask.is_floating_point():
+        scores, hidden = scores + mask.to(scores.dtype), mask <= torch.finfo(mask.dtype).min
     elif mask is not None:
-        mask = mask.to(scores.dtype)
-        scores, hidden = scores + mask, mask <= lowest
+        raise ValueError(
+            f"mask has dtype {mask.dtype}; it wants a boolean one (True: may look), or a floating one, which is added "
+            "to the scores. A mask of 0 and 1 for padding is key_mask."
+        )
     if query_mask is not None:
         hidden = hidden | ~query_mask.bool()[..., :, None]
     if key_mask is not None:
         hidden = hidden | ~key_mask.bool()[..., None, :]
 
     # The lowest number and not -inf: a row of -inf alone would make the softmax, and every gradient after it, NaN.
-    weights = scores.masked_fill(hidden, lowest).softmax(dim=-1)
+    weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(dim=-1)
     weights = weights.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0)
     weights = nn.functional.dropout(weights, p=dropout)
     return weights @ value, weights

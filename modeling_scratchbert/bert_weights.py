@@ -22,10 +22,12 @@ BERT_TO_SCRATCHBERT = {
     "bert.encoder.layer.{i}.crossattention.output.dense": "model.encoder.blocks.{i}.cross_attention.output",
     "bert.encoder.layer.{i}.crossattention.output.LayerNorm": "model.encoder.blocks.{i}.cross_attention_norm",
     "bert.encoder.layer.{i}.intermediate.dense": "model.encoder.blocks.{i}.feed_forward.intermediate",
+    "bert.encoder.layer.{i}.intermediate.intermediate_act_fn": "model.encoder.blocks.{i}.feed_forward.activation",
     "bert.encoder.layer.{i}.output.dense": "model.encoder.blocks.{i}.feed_forward.output",
     "bert.encoder.layer.{i}.output.LayerNorm": "model.encoder.blocks.{i}.feed_forward_norm",
     "bert.pooler.dense": "model.pooler.dense",
     "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.transform_act_fn": "lm_head.activation",
     "cls.predictions.transform.LayerNorm": "lm_head.norm",
     "cls.predictions.decoder": "lm_head.decoder",
     "cls.seq_relationship": "next_sentence_head",
@@ -41,15 +43,16 @@ LEAVES = {"weight": "gamma", "bias": "beta"}
 OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
 
 
-def loading_patterns(names_in_file: set[str]) -> dict[str, str]:
+def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[str, str]:
     r"""Regular expressions for whole names of BERT's, each with our name for the tensor, a layer's number as `\1`: the
     form that `from_pretrained(key_mapping=…)` takes.
 
     Args:
         names_in_file: the names that the checkpoint has, as far as they are known.
+        encoder: what the model calls its encoder, where it is not `model`.
     """
     patterns = {
-        _bert_pattern(bert, leaf): f"{ours}.{leaf}".replace("{i}", r"\1")
+        _bert_pattern(bert, leaf): re.sub(r"^model\.", f"{encoder}.", f"{ours}.{leaf}").replace("{i}", r"\1")
         for bert, ours in BERT_TO_SCRATCHBERT.items()
         for leaf in LEAVES
     }

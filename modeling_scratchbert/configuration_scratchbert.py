@@ -97,8 +97,8 @@ class ScratchBertConfig(PreTrainedConfig):
             )
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             probability = getattr(self, name)
-            if probability is not None and not 0 <= probability < 1:
-                raise ValueError(f"{name} is {probability}; it must be a probability from 0 to below 1.")
+            if probability is not None and not 0 <= probability <= 1:
+                raise ValueError(f"{name} is {probability}; it must be a probability, from 0 to 1.")
         if not self.layer_norm_eps > 0:
             raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it must be above 0.")
         if not self.initializer_range >= 0:
@@ -130,7 +130,8 @@ class ScratchBertConfig(PreTrainedConfig):
                 f"hidden_size is {self.hidden_size}; sinusoidal positions pair a sine with a cosine, so the width must "
                 "be even."
             )
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+        # Below zero it counts from the vocabulary's end, as in `nn.Embedding`; transformers warns of it.
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id is {self.pad_token_id}; it must be None or an id of the vocabulary, "
                 f"0 to {self.vocab_size - 1}."
@@ -254,5 +255,5 @@ def _refuse_unless_bert(fields: dict, source) -> None:
         raise ValueError(
             f"The configuration of {source} names neither model_type nor architectures, and is not in the form of "
             f"Google's original release either, so nothing tells BERT from its look-alikes. {supported}. If it is a "
-            'BERT, add "model_type": "bert" to its config.json.'
+            'BERT, add "model_type": "bert" to its config.json, or to that of a copy in a folder.'
         )

@@ -31,7 +31,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Word, position and token-type embeddings, summed, normalised, dropped out."""
+    """norm(E_word + E_token_type + E_position), then dropout."""
 
     def __init__(self, config):
         super().__init__()

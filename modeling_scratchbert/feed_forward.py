@@ -7,7 +7,8 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = act(x W1 + b1) W2 + b2, for each position alone. `(B, T, C)` in and out.
+    """FFN(x) = act(x W1 + b1) W2 + b2, for each position alone. `(B, T, C)` in and out. BERT's activation is
+    GELU(x) = x Φ(x), Φ the normal distribution's cumulative function (Hendrycks & Gimpel 2016).
 
     With `config.chunk_size_feed_forward` positions go through in chunks of that many, which saves memory in the middle.
     """

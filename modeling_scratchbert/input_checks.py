@@ -41,6 +41,7 @@ def check_inputs(
     ):
         if ids is None:
             continue
+        _check_tensor(name, ids)
         if ids.ndim != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != length:
             raise ValueError(f"{name} has shape {_shape(ids)}; it wants {(batch, length)}, like the tokens.")
         _check_ids(name, ids, size, field)
@@ -56,11 +57,15 @@ def check_choices(input_ids, inputs_embeds, **others) -> None:
     name, tokens = ("inputs_embeds", inputs_embeds) if input_ids is None else ("input_ids", input_ids)
     if tokens is None:
         return
+    _check_tensor(name, tokens)
     dimensions = "(batch, choices, length)" if input_ids is not None else "(batch, choices, length, width)"
     if tokens.ndim != dimensions.count(",") + 1:
         raise ValueError(f"{name} has shape {_shape(tokens)}; it wants {dimensions}.")
     for name, tensor in others.items():
-        if tensor is not None and tensor.shape != tokens.shape[:3]:
+        if tensor is None:
+            continue
+        _check_tensor(name, tensor)
+        if tensor.shape != tokens.shape[:3]:
             raise ValueError(f"{name} has shape {_shape(tensor)}; it wants {_shape(tokens)[:3]}, like the tokens.")
 
 
@@ -70,6 +75,9 @@ def check_states(name: str, states: torch.Tensor, width: int, batch: int | None 
     Raises:
         ValueError: they have another shape.
     """
+    _check_tensor(name, states)
+    if not states.is_floating_point():
+        raise ValueError(f"{name} has dtype {states.dtype}; it wants floating numbers.")
     if states.ndim != 3 or states.shape[2] != width or (batch is not None and states.shape[0] != batch):
         raise ValueError(f"{name} has shape {_shape(states)}; it wants ({batch or 'batch'}, length, {width}).")
 
@@ -81,6 +89,8 @@ def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int)
     Raises:
         ValueError: the mask has another shape, or is a full one of whole numbers.
     """
+    if isinstance(mask, list) or hasattr(mask, "__array__"):  # an array of numpy's
+        _check_tensor(name, mask)
     if not isinstance(mask, torch.Tensor) or not isinstance(keys, int | torch.SymInt):
         return
     if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -97,11 +107,15 @@ def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int)
         )
 
 
-def _check_ids(name: str, ids: torch.Tensor, size: int, field: str) -> None:
-    if not isinstance(ids, torch.Tensor):
+def _check_tensor(name: str, value) -> None:
+    if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"{name} is a {type(ids).__name__}; it wants a tensor: torch.tensor(…), or return_tensors='pt'."
+            f"{name} is a {type(value).__name__}; it wants a tensor (of a tokenizer: return_tensors='pt')."
         )
+
+
+def _check_ids(name: str, ids: torch.Tensor, size: int, field: str) -> None:
+    _check_tensor(name, ids)
     if ids.dtype not in (torch.long, torch.int):
         raise ValueError(f"{name} has dtype {ids.dtype}; it wants whole numbers, torch.long or torch.int.")
     if ids.device.type != "cpu" or ids.numel() == 0 or is_tracing(ids) or is_functorch_wrapped_tensor(ids):

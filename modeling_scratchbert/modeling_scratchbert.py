@@ -179,7 +179,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
 
 
 class LanguageModelHead(nn.Module):
-    """Scores for every word of the vocabulary: `(B, T, C)` → `(B, T, V)`. The matrix is the word embeddings' own."""
+    """Scores for every word of the vocabulary: E · norm(act(W h + b)) + c, with E the word embeddings themselves
+    (Devlin et al. 2018, section 3.1, task 1). `(B, T, C)` → `(B, T, V)`."""
 
     def __init__(self, config):
         super().__init__()
@@ -321,7 +322,8 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
 
 
 class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
-    """Does sentence B follow sentence A? (Devlin et al. 2018, section 3.1, task 2)"""
+    """Does sentence B follow sentence A? softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 3.1,
+    task 2)."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -367,8 +369,8 @@ class ClassifierDropout(nn.Dropout):
 
 
 class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
-    """A linear layer over the pooled output: classes, several labels at once, or numbers
-    (Devlin et al. 2018, section 4.1)."""
+    """softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 4.1): classes; or several labels at once, or
+    numbers."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -429,7 +431,8 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
 
 
 class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
-    """A linear layer over every token, as for named entities (Devlin et al. 2018, section 5.3)."""
+    """softmax(T_i Wᵀ + b) for every token i, T_i its hidden state, as for named entities (Devlin et al. 2018, section
+    5.3)."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -469,7 +472,9 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
 
 
 class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
-    """Where in the text the answer starts and ends (Devlin et al. 2018, section 4.2)."""
+    """Where in the text the answer starts and ends: P_start(i) = exp(S·T_i) / Σ_j exp(S·T_j), likewise with E for the
+    end, S and E the rows of `qa_outputs`, T_i a token's hidden state (Devlin et al. 2018, section 4.2). The loss is
+    the mean of the two, as in the twin."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -520,7 +525,7 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
 
 
 class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
-    """Scores each choice by itself and takes the softmax over them (Devlin et al. 2018, section 4.4)."""
+    """softmax over the choices of C_n · v, C_n the pooled [CLS] of choice n (Devlin et al. 2018, section 4.4)."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import re
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.core_model_loading import WeightRenaming, apply_renamings
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # The arguments of `from_pretrained` that say where on the Hub, or in the cache, a file is.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+IN_A_BLOCK = re.compile(r"(bert\.)?encoder\.layer\.\d+\.")
 
 
 class ScratchBertPreTrainedModel(PreTrainedModel):
@@ -62,6 +66,8 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, SinusoidalPositions):
             init.copy_(module.table, sinusoidal_table(*module.table.shape))
+        elif isinstance(module, nn.PReLU):
+            init.constant_(module.weight, module.init)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, key_mapping=None, **kwargs):
@@ -93,12 +99,16 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             names = {apply_renamings(name, renamings) for name in names}
             _refuse_foreign_tensors(names, "state_dict" if source is None else source, is_own)
         if not is_own:
-            key_mapping |= loading_patterns(names or set())
-        model = super().from_pretrained(source, *model_args, config=config, key_mapping=key_mapping, **kwargs)
-        loaded = model[0] if isinstance(model, tuple) else model
+            key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
+        )
+        if not is_own and names:
+            _refuse_empty_blocks(model, info["missing_keys"], source)
         # transformers would undo the renaming on the way out; what we save bears our names.
-        loaded._weight_conversions = []
-        return model
+        model._weight_conversions = []
+        return (model, info) if with_info else model
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """Saves a ScratchBert checkpoint: weights in our names, the code, and a config.json whose `auto_map` leads
@@ -158,6 +168,15 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
                 "table of positions and nothing else."
             )
         twin = next(cls.__name__ for cls in type(self).__mro__ if _is_ours(cls)).removeprefix("Scratch")
+        if f"modeling_scratchbert.Scratch{twin}" not in AUTO_MAP.values():
+            raise ValueError(
+                f"{type(self).__name__} derives from no model that BERT has a twin of; save_pretrained keeps it."
+            )
+        blocks = len(self.base_model.encoder.blocks)
+        if blocks != config.num_hidden_layers:
+            raise ValueError(
+                f"The model has {blocks} blocks and config.num_hidden_layers is {config.num_hidden_layers}."
+            )
         fields = {
             name: value for name, value in config.to_diff_dict().items() if name not in ("norm_first", "auto_map")
         }
@@ -172,10 +191,18 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         }
 
     def _bert_tensors(self) -> dict[str, torch.Tensor]:
-        with_head = self.base_model is not self
-        bert_names = {
-            name: to_bert(name if with_head else f"{self.base_model_prefix}.{name}") for name in self.state_dict()
-        }
+        with_head, prefix = self.base_model is not self, f"{self.base_model_prefix}."
+        state = self.state_dict()
+        if elsewhere := [name for name, tensor in state.items() if tensor.is_meta]:
+            raise ValueError(
+                f"{elsewhere[0]} has no values here, but on disk or nowhere: load without device_map first."
+            )
+
+        def bert_name(name: str) -> str | None:
+            in_encoder = name.startswith(prefix) or not with_head
+            return to_bert(f"model.{name.removeprefix(prefix)}" if in_encoder else name)
+
+        bert_names = {name: bert_name(name) for name in state}
         if unknown := [name for name, bert_name in bert_names.items() if bert_name is None]:
             raise ValueError(
                 f"BERT has no tensor for {', '.join(unknown)}: this model computes something else than BERT, and a "
@@ -183,7 +210,7 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             )
         tensors = {
             bert_name if with_head else bert_name.removeprefix("bert."): tensor.contiguous()
-            for bert_name, tensor in zip(bert_names.values(), self.state_dict().values(), strict=True)
+            for bert_name, tensor in zip(bert_names.values(), state.values(), strict=True)
         }
         if OUTPUT_BIAS in tensors:
             tensors[OUTPUT_BIAS_ALIAS] = tensors[OUTPUT_BIAS].clone()
@@ -224,11 +251,13 @@ def _refuse_foreign_tensors(names: set[str], source, is_own: bool) -> None:
     In a checkpoint that says it is ours, strange names are left to the warning that names all missing weights; but not
     those that a wrapper, such as DataParallel or torch.compile, has put something before.
     """
-    relative = sorted(name for name in names if "attention.self.distance_embedding" in name)
-    if relative and not is_own:
+    strange = sorted(name for name in names if IN_A_BLOCK.match(name) and not _is_known(name))
+    if strange and not is_own:
+        relative = any("distance_embedding" in name for name in strange)
+        what = "relative positions" if relative else "blocks of another make"
         raise ValueError(
-            f"{source} holds {relative[0]}: it is a BERT with relative positions. ScratchBert loads BERT checkpoints "
-            "with absolute positions only."
+            f"{source} holds {strange[0]}: it is a BERT with {what}. ScratchBert loads BERT checkpoints whose blocks "
+            "are BERT's own, with absolute positions."
         )
     if any(map(_is_known, names)):
         return
@@ -237,6 +266,17 @@ def _refuse_foreign_tensors(names: set[str], source, is_own: bool) -> None:
         raise ValueError(
             f"{source} holds no weight of BERT's or ScratchBert's: {example}. Loading it would leave every weight "
             "random. If the names need changing, key_mapping={pattern: replacement} does it."
+        )
+
+
+def _refuse_empty_blocks(model: PreTrainedModel, missing: set[str], source) -> None:
+    """Raises ValueError if a checkpoint with weights of BERT's left all blocks of the model random."""
+    blocks = {name for name, _ in model.named_parameters() if ".blocks." in name}
+    if blocks and blocks <= missing:
+        raise ValueError(
+            f"Of {source} no block found its place in {type(model).__name__}, whose base_model_prefix is "
+            f"{model.base_model_prefix!r}: it must be the name of the attribute that holds the ScratchBertModel. "
+            f"Missing, for one: {min(blocks)}."
         )
 
 

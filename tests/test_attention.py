@@ -375,3 +375,24 @@ def test_dropout_only_in_training(tiny_config):
     dropped = layer.train()(x)[1] == 0
     assert 0.4 < dropped.float().mean() < 0.6
     torch.testing.assert_close(layer.eval()(x)[1].sum(dim=-1), torch.ones(2, 4, 12))
+
+
+def test_a_mask_of_whole_numbers_is_refused_not_added():
+    query = torch.randn(2, 3, 4)
+    with pytest.raises(ValueError, match=r"torch.int64.*boolean.*key_mask"):
+        scaled_dot_product_attention(query, query, query, torch.tensor([1, 1, 0]))
+
+
+@pytest.mark.parametrize("computed", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_lowest_number_of_the_masks_own_dtype_hides(given, computed):
+    query = torch.randn(2, 3, 4).to(computed)
+    mask = torch.zeros(3, 3, dtype=given)
+    mask[:, 1] = torch.finfo(given).min
+    mask[2] = torch.finfo(given).min
+    context, weights = scaled_dot_product_attention(query, query, query, mask)
+    visible = torch.tensor([[1, 0, 1], [1, 0, 1], [0, 0, 0]]).bool()
+    expected = scaled_dot_product_attention(query, query, query, visible)
+    assert torch.equal(weights, expected[1])
+    assert torch.equal(context, expected[0])
+    assert weights.isfinite().all()

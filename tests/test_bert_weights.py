@@ -26,6 +26,7 @@ PAIRS = {
     **{head: (OURS[head], TWINS[head], {}) for head in HEADS},
     "Model, decoder": (ScratchBertModel, transformers.BertModel, DECODER),
     "LMHeadModel, decoder": (ScratchBertForMaskedLM, transformers.BertLMHeadModel, DECODER),
+    "an activation with a weight": (OURS["ForPreTraining"], TWINS["ForPreTraining"], {"hidden_act": "prelu"}),
 }
 
 BERT_NAMES = st.builds(

@@ -77,9 +77,9 @@ UNFIT = [
     ("hidden_act", "geluu", "'gelu'"),
     ("hidden_act", "", "Known"),
     *(
-        (name, value, "from 0 to below 1")
+        (name, value, "from 0 to 1")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
-        for value in (-0.1, 1.0, 1.5, float("nan"), float("inf"), 10)
+        for value in (-0.1, 1.5, float("nan"), float("inf"), 10)
     ),
     ("layer_norm_eps", 0.0, "above 0"),
     ("layer_norm_eps", -1e-12, "above 0"),
@@ -89,7 +89,7 @@ UNFIT = [
     ("position_embedding_type", "relative_key_query", "'absolute' and 'sinusoidal'"),
     ("position_embedding_type", "absolut", "'absolute' and 'sinusoidal'"),
     ("pad_token_id", 99, "0 to 98"),
-    ("pad_token_id", -1, "0 to 98"),
+    ("pad_token_id", -100, "0 to 98"),
     ("add_cross_attention", True, "is_decoder"),
 ]
 
@@ -177,6 +177,8 @@ def test_an_activation_like_no_other_still_gets_a_known_one():
         {"hidden_dropout_prob": 0.999},
         {"pad_token_id": None},
         {"pad_token_id": 98},
+        {"pad_token_id": -1},  # which BERT takes as well
+        {"hidden_dropout_prob": 1.0},
         {"is_decoder": True, "add_cross_attention": True},
         {"eos_token_id": [1, 2]},
         {"classifier_dropout": None},

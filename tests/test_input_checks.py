@@ -590,3 +590,16 @@ def test_a_module_in_place_of_the_word_embeddings_is_not_asked_for_a_size():
     expected = model(tokens).last_hidden_state
     model.embeddings.word_embeddings = nn.Sequential(model.embeddings.word_embeddings)
     assert_close(model(tokens).last_hidden_state, expected, rtol=0, atol=0)
+
+
+def test_what_is_no_tensor_is_named(model, multiple_choice, decoder):
+    rows = [[1] * LENGTH] * BATCH
+    for name in ("attention_mask", "token_type_ids", "position_ids"):
+        says(refusal(model, ids(), **{name: rows}), f"{name} is a list", "tensor")
+    says(refusal(model, ids(), torch.ones(BATCH, LENGTH).numpy()), "attention_mask is a ndarray", "tensor")
+    says(refusal(model, rows), "input_ids is a list", "return_tensors='pt'")
+    says(refusal(model, inputs_embeds=[rows]), "inputs_embeds is a list", "tensor")
+    says(refusal(model, inputs_embeds=torch.ones(BATCH, LENGTH, WIDTH, dtype=torch.long)), "inputs_embeds", "int64")
+    says(refusal(multiple_choice, [rows]), "input_ids is a list", "tensor")
+    says(refusal(multiple_choice, ids(BATCH, CHOICES, LENGTH), [rows]), "attention_mask is a list", "tensor")
+    says(refusal(decoder, ids(), encoder_hidden_states=[rows]), "encoder_hidden_states is a list", "tensor")

@@ -11,7 +11,12 @@ import torch
 import transformers
 from torch import nn
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForPreTraining, ScratchBertModel
+from modeling_scratchbert import (
+    ScratchBertConfig,
+    ScratchBertForPreTraining,
+    ScratchBertModel,
+    ScratchBertPreTrainedModel,
+)
 from modeling_scratchbert.bert_weights import to_scratchbert
 
 from checkpoint_kinds import (
@@ -1052,3 +1057,71 @@ def test_a_model_made_from_the_twin_s_configuration():
         assert "ScratchBertConfig" in str(error)  # noqa: PT017
     else:
         assert model.config.model_type == "scratchbert"
+
+
+# --- classes whose encoder has another name
+
+
+class UnderBertsName(ScratchBertPreTrainedModel):
+    """As most classes that people derived from BERT's are written."""
+
+    base_model_prefix = "bert"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = ScratchBertModel(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(self, *args, **kwargs):
+        return self.bert(*args, **kwargs)
+
+
+class WithoutSayingSo(UnderBertsName):
+    base_model_prefix = "model"
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_an_encoder_under_another_name(tmp_path, prefix):
+    bert = random_bert("Model")
+    write_bert(tmp_path, bert, prefix=prefix)
+    model, info = UnderBertsName.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
+    assert not info["unexpected_keys"]
+    assert_same_outputs(model.bert, bert)
+    model.save_pretrained(tmp_path / "own")
+    again, info = UnderBertsName.from_pretrained(tmp_path / "own", output_loading_info=True)
+    assert info == NOTHING
+    assert_same_outputs(again.bert, bert)
+
+
+def test_an_encoder_that_cannot_be_found_is_no_random_one(tmp_path):
+    write_bert(tmp_path)
+    with pytest.raises(ValueError, match="base_model_prefix is 'model'") as error:
+        WithoutSayingSo.from_pretrained(tmp_path)
+    assert "bert.encoder.blocks.0" in str(error.value)
+
+
+# --- blocks that are not BERT's
+
+
+def test_an_activation_with_a_weight(tmp_path):
+    bert = random_bert(hidden_act="prelu")
+    write_bert(tmp_path, bert)
+    ours, info, _ = load(tmp_path)
+    assert info == NOTHING
+    assert_same_outputs(ours, bert)
+    new = OURS["ForMaskedLM"].from_pretrained(write_bert(tmp_path / "bare", random_bert("Model", hidden_act="prelu")))
+    assert new.lm_head.activation.weight.item() == 0.25  # as torch starts it, and not what lay in memory
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+@pytest.mark.parametrize("config", [None, transformers.BertConfig(**TINY)])
+def test_blocks_of_another_make_are_refused(tmp_path, prefix, config):
+    """As those of the BERTs that bring their own code, under BERT's model_type."""
+    bert = random_bert()
+    foreign = f"{prefix}encoder.layer.0.attention.self.Wqkv.weight"
+    tensors = {**bert_tensors(bert, prefix=bool(prefix)), foreign: torch.zeros(3)}
+    write_bert(tmp_path, bert)
+    write_weights(tmp_path, tensors)
+    assert_refused(tmp_path, tmp_path, foreign, "another make", config=config)

@@ -16,7 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining, ScratchBertModel
+from modeling_scratchbert import (
+    ScratchBertConfig,
+    ScratchBertForMaskedLM,
+    ScratchBertForPreTraining,
+    ScratchBertModel,
+    ScratchBertPreTrainedModel,
+)
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 from checkpoint_kinds import (
@@ -732,3 +738,40 @@ def test_saving_says_nothing_when_all_is_well(tmp_path):
         model.save_pretrained(tmp_path / "ours")
         model.save_as_bert(tmp_path / "as bert")
     assert not warnings
+
+
+class ClassOfItsOwn(ScratchBertPreTrainedModel):
+    """Derived from no model that has a twin."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = ScratchBertModel(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+def test_as_bert_a_class_without_a_twin_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ClassOfItsOwn derives from no model that BERT has a twin of"):
+        ClassOfItsOwn(ScratchBertConfig(**TINY)).save_as_bert(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_as_bert_fewer_blocks_than_the_configuration_says_are_refused(tmp_path):
+    model = random_scratchbert("Model")
+    model.encoder.blocks = model.encoder.blocks[:1]
+    with pytest.raises(ValueError, match=r"1 blocks and config\.num_hidden_layers is 2"):
+        model.save_as_bert(tmp_path / "out")
+    model.config.num_hidden_layers = 1
+    model.save_as_bert(tmp_path / "out")
+    assert_same_outputs(TWINS["Model"].from_pretrained(tmp_path / "out"), model)
+
+
+def test_as_bert_weights_that_are_not_here_are_refused(tmp_path):
+    random_scratchbert("Model").save_pretrained(tmp_path / "saved")
+    device_map = {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}
+    model = ScratchBertModel.from_pretrained(
+        tmp_path / "saved", device_map=device_map, offload_folder=tmp_path / "disk"
+    )
+    with pytest.raises(ValueError, match=r"encoder.blocks.0.*device_map"):
+        model.save_as_bert(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
