@@ -97,7 +97,7 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         if names is not None:
             renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
             names = {apply_renamings(name, renamings) for name in names}
-            _refuse_foreign_tensors(names, "state_dict" if source is None else source, is_own)
+            _refuse_foreign_tensors(names, source or "state_dict", is_own)
         if not is_own:
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
         with_info = kwargs.pop("output_loading_info", False)
@@ -105,7 +105,7 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
         )
         if not is_own and names:
-            _refuse_empty_blocks(model, info["missing_keys"], source)
+            _refuse_empty_blocks(model, info["missing_keys"], source or "state_dict")
         # transformers would undo the renaming on the way out; what we save bears our names.
         model._weight_conversions = []
         return (model, info) if with_info else model
@@ -203,14 +203,14 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             return to_bert(f"model.{name.removeprefix(prefix)}" if in_encoder else name)
 
         bert_names = {name: bert_name(name) for name in state}
-        if unknown := [name for name, bert_name in bert_names.items() if bert_name is None]:
+        if unknown := [name for name, theirs in bert_names.items() if theirs is None]:
             raise ValueError(
                 f"BERT has no tensor for {', '.join(unknown)}: this model computes something else than BERT, and a "
                 "BERT checkpoint cannot hold it. Save it with save_pretrained."
             )
         tensors = {
-            bert_name if with_head else bert_name.removeprefix("bert."): tensor.contiguous()
-            for bert_name, tensor in zip(bert_names.values(), state.values(), strict=True)
+            theirs if with_head else theirs.removeprefix("bert."): state[name].contiguous()
+            for name, theirs in bert_names.items()
         }
         if OUTPUT_BIAS in tensors:
             tensors[OUTPUT_BIAS_ALIAS] = tensors[OUTPUT_BIAS].clone()
