@@ -5,6 +5,7 @@ BERT's stand as in a `BertFor…` checkpoint. A bare encoder's checkpoint leaves
 """
 
 import re
+from functools import cache
 
 BERT_TO_SCRATCHBERT = {
     "bert.embeddings.word_embeddings": "model.embeddings.word_embeddings",
@@ -80,10 +81,12 @@ def to_bert(name: str) -> str | None:
     return None
 
 
+@cache
 def _bert_pattern(module: str, leaf: str) -> str:
     prefix, rest = (r"(?:bert\.)?", module[len("bert.") :]) if module.startswith("bert.") else ("", module)
     return rf"^{prefix}{_pattern(rest)}\.(?:{leaf}|{LEAVES[leaf]})$"
 
 
+@cache
 def _pattern(module: str) -> str:
     return re.escape(module).replace(re.escape("{i}"), r"(\d+)")

@@ -29,8 +29,18 @@ def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> s
     Raises:
         OSError: a file is truncated, corrupt, missing or not a checkpoint; the message names it.
     """
+    files = weight_files(source, variant, use_safetensors, **hub_options)
+    return None if files is None else set().union(*map(_names_in_file, files))
+
+
+def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> list[str] | None:
+    """The files on this machine that `from_pretrained` reads the weights of `source` from, or None where it has none.
+
+    Raises:
+        OSError: an index cannot be read, or a file that it lists is missing.
+    """
     if os.path.isfile(source):
-        return _names_in_file(source)
+        return [source]
     for name in WEIGHT_FILES:
         if use_safetensors is not None and use_safetensors != ("safetensors" in name):
             continue
@@ -41,9 +51,8 @@ def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> s
         if path is None:
             continue
         if not name.endswith(".json"):
-            return _names_in_file(path)
-        shards = _shards(path)
-        return set().union(*(_names_in_file(cached_file(source, shard, **hub_options)) for shard in shards))
+            return [path]
+        return [cached_file(source, shard, **hub_options) for shard in _shards(path)]
     return None
 
 

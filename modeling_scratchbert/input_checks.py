@@ -48,6 +48,22 @@ def check_inputs(
     check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, past_length + length)
 
 
+def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, batch: int, queries: int) -> None:
+    """Checks what a decoder of `batch` sequences of `queries` tokens is given of an encoder.
+
+    Raises:
+        ValueError: the model has no cross-attention, or an argument has a wrong shape or dtype.
+    """
+    if not config.add_cross_attention:
+        raise ValueError(
+            "encoder_hidden_states needs cross-attention, which this model does not have: make it with "
+            "is_decoder=True and add_cross_attention=True."
+        )
+    check_states("encoder_hidden_states", encoder_hidden_states, config.hidden_size, batch)
+    keys = encoder_hidden_states.shape[1]
+    check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
+
+
 def check_choices(input_ids, inputs_embeds, **others) -> None:
     """Checks the arguments of `ScratchBertForMultipleChoice.forward`, each of which has a dimension of choices.
 

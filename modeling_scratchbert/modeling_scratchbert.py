@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
-from .input_checks import check_choices, check_inputs, check_mask, check_states
+from .input_checks import check_choices, check_encoder_inputs, check_inputs
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
 
@@ -124,6 +124,9 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             past_key_values = self._new_cache(encoder_hidden_states)
 
         embeddings = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
+        if encoder_hidden_states is not None:
+            batch, queries, _ = embeddings.shape
+            check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, batch, queries)
         kwargs["output_attentions"] = kwargs.get("output_attentions", self.config.output_attentions)
         attention_mask, encoder_attention_mask = self._attention_masks(
             embeddings,
@@ -165,15 +168,6 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         else:
             mask = create_bidirectional_mask(config, embeddings, mask)
         if encoder_hidden_states is not None:
-            if not self.config.add_cross_attention:
-                raise ValueError(
-                    "encoder_hidden_states needs cross-attention, which this model does not have: make it with "
-                    "is_decoder=True and add_cross_attention=True."
-                )
-            batch, queries, width = embeddings.shape
-            check_states("encoder_hidden_states", encoder_hidden_states, width, batch)
-            keys = encoder_hidden_states.shape[1]
-            check_mask("encoder_attention_mask", encoder_mask, batch, config.num_attention_heads, queries, keys)
             encoder_mask = create_bidirectional_mask(config, embeddings, encoder_mask, encoder_hidden_states)
         return mask, encoder_mask
 

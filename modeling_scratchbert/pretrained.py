@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.utils import cached_file
+from transformers.utils.hub import resolve_revision
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention import MultiHeadAttention
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # The arguments of `from_pretrained` that say where on the Hub, or in the cache, a file is.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Those of them by which a revision is found.
+REVISION_OPTIONS = ("cache_dir", "local_files_only", "token")
 
 IN_A_BLOCK = re.compile(r"(bert\.)?encoder\.layer\.\d+\.")
 
@@ -81,6 +84,12 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             OSError: there is no such checkpoint, it has no config.json, or a file of it cannot be read.
         """
         source = pretrained_model_name_or_path
+        # One commit for all that is read below, and one question to the Hub for which it is.
+        revision = resolve_revision(
+            source, kwargs.get("revision"), **{name: kwargs[name] for name in REVISION_OPTIONS if name in kwargs}
+        )
+        if revision is not None:
+            kwargs["revision"] = revision
         hub_options = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
         own_type = cls.config_class.model_type
         raw_fields = _raw_fields(source, hub_options)
@@ -124,8 +133,8 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as folder:
             super().save_pretrained(folder, *args, push_to_hub=push_to_hub, **kwargs)
-            if (folder / "config.json").exists():
-                copy_code(folder)  # the configuration has done so, but may be of a copy of the package that lacks files
+            if not isinstance(self.config, ScratchBertConfig) and (folder / "config.json").exists():
+                copy_code(folder)  # the configuration, of another copy of the package, has copied the files of that
             if push_to_hub and Path(save_directory, "README.md").exists():
                 (folder / "README.md").unlink(missing_ok=True)  # the Hub's model card is not to replace the user's
 

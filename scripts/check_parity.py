@@ -34,14 +34,15 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, PreTrainedConfig
-from transformers.utils import cached_file
+from transformers import AutoTokenizer
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.checkpoints import tensor_names
+from modeling_scratchbert.configuration_scratchbert import raw_config
 
 from model_classes import CLASS_PARTS, canonical_name, parts_of
+from sources import has_tokenizer, looks_like_a_path
 
 TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
 
@@ -103,15 +104,12 @@ def read_checkpoint(source: str) -> Checkpoint:
         ValueError: it is neither a BERT nor a ScratchBert.
         OSError: there is no such checkpoint, or it cannot be read.
     """
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    if not Path(source).is_dir() and (is_path or Path(source).exists()):
+    if not Path(source).is_dir() and (looks_like_a_path(source) or Path(source).exists()):
         raise OSError(f"There is no folder {source}.")
     try:
-        fields, _ = PreTrainedConfig.get_config_dict(source)
+        fields, _ = raw_config(source)
     except OSError as error:
         raise OSError(f"{source} cannot be read: {error}") from error
-    if not fields:
-        raise OSError(f"{source} has no config.json.")
     config = ScratchBertConfig.from_pretrained(source)
     if config.num_hidden_layers == 0:
         raise ValueError(f"{source} has no layers, so there is little to compare.")
@@ -183,9 +181,7 @@ def encode(checkpoints: list[Checkpoint], seed: int) -> tuple[list[tuple[list[in
 
 def load_tokenizer(source: str):
     """The tokenizer of a checkpoint; None if it has none, or one that cannot be opened here."""
-    # AutoTokenizer makes up a tokenizer of five words for a BERT folder without one, so the files are looked for.
-    files = ("tokenizer.json", "vocab.txt")
-    if not any(cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in files):
+    if not has_tokenizer(source):
         return None
     try:
         return AutoTokenizer.from_pretrained(source)

@@ -40,10 +40,11 @@ from transformers.utils import logging
 
 import modeling_scratchbert
 from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert
-from modeling_scratchbert.checkpoints import WEIGHT_FILES, tensor_names
+from modeling_scratchbert.checkpoints import WEIGHT_FILES, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, scratchbert_fields
 
 from model_classes import CLASS_PARTS, canonical_name, parts_of
+from sources import looks_like_a_path
 
 # The Hub's word for what each class does.
 TASKS = {
@@ -207,7 +208,7 @@ def open_checkpoint(source: str, to: str, revision: str | None) -> Checkpoint:
 
 def hub_names(source: str, revision: str | None) -> list[str]:
     """The names of the files in a repository on the Hub."""
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+    if looks_like_a_path(source):
         raise FileNotFoundError(f"There is no folder {source}.")
     try:
         return sorted(file.filename for file in snapshot_download(source, revision=revision, dry_run=True))
@@ -255,7 +256,8 @@ def load(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Report]:
     chosen, notes = choose_class(checkpoint, parts)
     if chosen == "Model" and "pooler" not in parts:
         notes.append("the source has no pooler, so the target has none either")
-    tensors = read_tensors(checkpoint)
+    files = weight_files(checkpoint.folder)
+    tensors = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}
     dtypes = {tensors[name].dtype for name in ours if ours[name]} or {torch.float32}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"{checkpoint.source} is quantised: it has weights of {', '.join(map(str, dtypes))}.")
@@ -291,15 +293,6 @@ def choose_class(checkpoint: Checkpoint, parts: set[str]) -> tuple[str, list[str
     if needs <= parts and heads <= better and not heads <= needs:
         return best, [f"config.json names {prefix}{named}; the file holds, and the target keeps, all of {prefix}{best}"]
     return named, []
-
-
-def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The tensors as they stand in the checkpoint's files."""
-    files = [checkpoint.weights]
-    if checkpoint.weights.endswith(".json"):
-        index = json.loads((checkpoint.folder / checkpoint.weights).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
-    return {name: tensor for file in files for name, tensor in load_state_dict(checkpoint.folder / file).items()}
 
 
 def load_whole(checkpoint: Checkpoint, class_name: str, dtype: torch.dtype, with_pooler: bool) -> PreTrainedModel:

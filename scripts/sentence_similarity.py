@@ -23,7 +23,8 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModel, AutoTokenizer
-from transformers.utils import cached_file
+
+from sources import has_tokenizer, looks_like_a_path
 
 PACKAGE = "modeling_scratchbert"
 
@@ -70,8 +71,7 @@ def open_checkpoint(source: str, without_package: bool):
         OSError: there is no such checkpoint, or a file of it cannot be read.
         RuntimeError: `without_package`, and the class is not from the code beside the weights.
     """
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    if is_path and not Path(source).is_dir():
+    if looks_like_a_path(source) and not Path(source).is_dir():
         raise OSError("There is no such folder.")
     model = AutoModel.from_pretrained(source, trust_remote_code=True, dtype=torch.float32).eval()
     name, module = type(model).__name__, type(model).__module__
@@ -82,10 +82,8 @@ def open_checkpoint(source: str, without_package: bool):
         if PACKAGE in sys.modules:
             raise RuntimeError(f"The code beside the weights imported {PACKAGE}.")
         print(f"The package {PACKAGE} is out of this process's reach: the checkpoint's own code was enough.")
-    # For a BERT without a tokenizer AutoTokenizer makes up one of five words, so its files are looked for.
-    files = ("tokenizer.json", "vocab.txt")
-    if not any(cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in files):
-        raise OSError(f"It has no tokenizer: neither {' nor '.join(files)}.")
+    if not has_tokenizer(source):
+        raise OSError("It has no tokenizer: neither tokenizer.json nor vocab.txt.")
     return AutoTokenizer.from_pretrained(source, trust_remote_code=True), model
 
 

@@ -1,11 +1,13 @@
 """What several test files share."""
 
 import csv
+import logging
 import os
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 
 from modeling_scratchbert import ScratchBertConfig
@@ -29,6 +31,17 @@ TINY = {
 def seed():
     """The same random numbers in every run, whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quiet_only_here():
+    """A script quietens transformers for its process, where the tests of other files come after. Here all is quiet
+    from the start, so that what stands on stderr is the script's own."""
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    yield
+    logging.disable(logging.NOTSET)
+    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """`scripts/check_parity.py`: it finds what is equal equal, what differs different, and says where."""
 
 import json
-import logging
 import math
 from pathlib import Path
 
@@ -38,15 +37,7 @@ ADDED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quiet_only_here():
-    """The script quietens transformers for its process, where the tests of other files come after. Here all is quiet
-    from the start, so that what stands on stderr is the script's own."""
-    logging.disable(logging.WARNING)
-    transformers.logging.disable_progress_bar()
-    yield
-    logging.disable(logging.NOTSET)
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 
 def tiny(**fields):

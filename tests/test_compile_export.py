@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 
-from heads import HEADS
+from heads import HEADS, inputs_for
 
 SIZES = {
     "vocab_size": 99,
@@ -42,24 +42,6 @@ def make_twin(model):
         model.save_as_bert(folder)
         twin = getattr(transformers, type(model).__name__.removeprefix("Scratch"))
         return twin.from_pretrained(folder).eval()
-
-
-def inputs_for(head="Model", batch=3, length=7, labels=False):
-    """A batch with padding in its first row, and the labels of the head's task."""
-    shape = (batch, 4, length) if head == "ForMultipleChoice" else (batch, length)
-    ids = torch.randint(1, SIZES["vocab_size"], shape)
-    mask = torch.ones(shape, dtype=torch.long)
-    mask[0, ..., length // 2 + 1 :] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.randint(0, 2, shape)}
-    classes = torch.randint(0, 2, (batch,))
-    if not labels or head == "Model":
-        return inputs
-    return inputs | {
-        "ForPreTraining": {"labels": ids.clone(), "next_sentence_label": classes},
-        "ForMaskedLM": {"labels": ids.clone()},
-        "ForTokenClassification": {"labels": ids % 2},
-        "ForQuestionAnswering": {"start_positions": classes, "end_positions": classes + 2},
-    }.get(head, {"labels": classes})
 
 
 def assert_same(output, expected, atol=1e-6):

