@@ -9,6 +9,8 @@ import transformers
 from . import modeling_scratchbert
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
 from .modeling_scratchbert import (
+    ScratchBertForCausalLM,
+    ScratchBertForConditionalGeneration,
     ScratchBertForMaskedLM,
     ScratchBertForMultipleChoice,
     ScratchBertForNextSentencePrediction,
@@ -17,11 +19,14 @@ from .modeling_scratchbert import (
     ScratchBertForSequenceClassification,
     ScratchBertForTokenClassification,
     ScratchBertModel,
+    ScratchBertSeq2SeqModel,
 )
 from .pretrained import ScratchBertPreTrainedModel
 
 __all__ = [
     "ScratchBertConfig",
+    "ScratchBertForCausalLM",
+    "ScratchBertForConditionalGeneration",
     "ScratchBertForMaskedLM",
     "ScratchBertForMultipleChoice",
     "ScratchBertForNextSentencePrediction",
@@ -31,6 +36,7 @@ __all__ = [
     "ScratchBertForTokenClassification",
     "ScratchBertModel",
     "ScratchBertPreTrainedModel",
+    "ScratchBertSeq2SeqModel",
 ]
 
 transformers.AutoConfig.register(ScratchBertConfig.model_type, ScratchBertConfig, exist_ok=True)

@@ -44,6 +44,12 @@ LEAVES = {"weight": "gamma", "bias": "beta"}
 OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
 
 
+# What stands before a tensor's name in either half of an `EncoderDecoderModel` of two BERTs, and in ours. The heads,
+# which are the decoder's, have another prefix.
+BERT_HALVES = {"encoder.": "model.encoder.", "decoder.bert.": "model.decoder."}
+HEADS_OF_DECODER = "decoder."
+
+
 def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[str, str]:
     r"""Regular expressions for whole names of BERT's, each with our name for the tensor, a layer's number as `\1`: the
     form that `from_pretrained(key_mapping=…)` takes.
@@ -52,14 +58,31 @@ def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[st
         names_in_file: the names that the checkpoint has, as far as they are known.
         encoder: what the model calls its encoder, where it is not `model`.
     """
-    patterns = {
-        _bert_pattern(bert, leaf): re.sub(r"^model\.", f"{encoder}.", f"{ours}.{leaf}").replace("{i}", r"\1")
-        for bert, ours in BERT_TO_SCRATCHBERT.items()
-        for leaf in LEAVES
-    }
+    patterns = _patterns_of_one(r"(?:bert\.)?", f"{encoder}.", "")
     if OUTPUT_BIAS not in names_in_file:
         patterns[f"^{re.escape(OUTPUT_BIAS_ALIAS)}$"] = to_scratchbert(OUTPUT_BIAS)
     return patterns
+
+
+def seq2seq_loading_patterns(names_in_file: set[str]) -> dict[str, str]:
+    """`loading_patterns` for the checkpoint of an `EncoderDecoderModel` of two BERTs."""
+    patterns = {}
+    for bert, ours in BERT_HALVES.items():
+        patterns |= _patterns_of_one(re.escape(bert), ours, re.escape(HEADS_OF_DECODER))
+    if HEADS_OF_DECODER + OUTPUT_BIAS not in names_in_file:
+        patterns[f"^{re.escape(HEADS_OF_DECODER + OUTPUT_BIAS_ALIAS)}$"] = to_scratchbert(OUTPUT_BIAS)
+    return patterns
+
+
+def without_half(name: str) -> str:
+    """The name, BERT's or ours, that a tensor of an encoder-decoder has in the half that it belongs to, taken by
+    itself: `model.decoder.embeddings.…` → `model.embeddings.…`, `decoder.bert.…` → `bert.…`."""
+    for bert, ours in BERT_HALVES.items():
+        for before, alone in ((bert, "bert."), (ours, "model."), (ours.removeprefix("model."), "model.")):
+            rest = name.removeprefix(before)
+            if rest != name and rest.startswith(("embeddings.", "encoder.", "pooler.")):
+                return alone + rest
+    return name.removeprefix(HEADS_OF_DECODER) if name.startswith(HEADS_OF_DECODER + "cls.") else name
 
 
 def to_scratchbert(name: str) -> str | None:
@@ -81,10 +104,30 @@ def to_bert(name: str) -> str | None:
     return None
 
 
+def canonical_name(name: str, kind: str) -> str | None:
+    """Our name, as it stands in a model with a head, for a tensor of a checkpoint of either kind, "bert" or
+    "scratchbert"; None if it has none."""
+    if kind == "bert":
+        return to_scratchbert(name)
+    in_encoder = name.startswith(("embeddings.", "encoder.", "pooler."))
+    return f"model.{name}" if in_encoder else name
+
+
+def _patterns_of_one(bert: str, model: str, head: str) -> dict[str, str]:
+    """The patterns for one BERT: `bert` and `head` match what stands before the names of its encoder and its heads in
+    the file; `model` is what we put before those of the encoder."""
+    return {
+        _bert_pattern(name, leaf, bert, head): re.sub(r"^model\.", model, f"{ours}.{leaf}").replace("{i}", r"\1")
+        for name, ours in BERT_TO_SCRATCHBERT.items()
+        for leaf in LEAVES
+    }
+
+
 @cache
-def _bert_pattern(module: str, leaf: str) -> str:
-    prefix, rest = (r"(?:bert\.)?", module[len("bert.") :]) if module.startswith("bert.") else ("", module)
-    return rf"^{prefix}{_pattern(rest)}\.(?:{leaf}|{LEAVES[leaf]})$"
+def _bert_pattern(module: str, leaf: str, bert: str = r"(?:bert\.)?", head: str = "") -> str:
+    in_encoder = module.startswith("bert.")
+    before, rest = (bert, module.removeprefix("bert.")) if in_encoder else (head, module)
+    return rf"^{before}{_pattern(rest)}\.(?:{leaf}|{LEAVES[leaf]})$"
 
 
 @cache

@@ -19,6 +19,16 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 
+# The arguments of `from_pretrained` that say where on the Hub, or in the cache, a file is.
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def has_tokenizer(source, **hub_options) -> bool:
+    """Whether a tokenizer lies beside the weights of `source`. AutoTokenizer makes up one of five words for a BERT
+    without one, so it cannot be asked."""
+    files = ("tokenizer.json", "vocab.txt")
+    return any(cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options) for name in files)
+
 
 def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
     """The names of the tensors in the checkpoint `source`: a folder, a hub id or a file of weights. None are read.

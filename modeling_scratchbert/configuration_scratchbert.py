@@ -1,5 +1,6 @@
-"""The configuration of every ScratchBert model: BERT's fields under BERT's names, and two of our own."""
+"""The configuration of every ScratchBert model: BERT's fields under BERT's names, and a few of our own."""
 
+import copy
 import re
 import shutil
 from difflib import get_close_matches
@@ -18,6 +19,8 @@ AUTO_MAP = {
     "AutoModelForTextEncoding": "modeling_scratchbert.ScratchBertModel",
     "AutoModelForPreTraining": "modeling_scratchbert.ScratchBertForPreTraining",
     "AutoModelForMaskedLM": "modeling_scratchbert.ScratchBertForMaskedLM",
+    "AutoModelForCausalLM": "modeling_scratchbert.ScratchBertForCausalLM",
+    "AutoModelForSeq2SeqLM": "modeling_scratchbert.ScratchBertForConditionalGeneration",
     "AutoModelForNextSentencePrediction": "modeling_scratchbert.ScratchBertForNextSentencePrediction",
     "AutoModelForSequenceClassification": "modeling_scratchbert.ScratchBertForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_scratchbert.ScratchBertForTokenClassification",
@@ -35,6 +38,15 @@ GOOGLE_BERT_FIELDS = {
 
 POSITION_EMBEDDING_TYPES = ("absolute", "sinusoidal")
 
+# What the two BERTs of an `EncoderDecoderModel` must agree in.
+SAME_IN_BOTH_HALVES = (
+    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size", "layer_norm_eps",
+)  # fmt: skip
+
+# [CLS] and [SEP] in every vocabulary that Google released a BERT with.
+CLS_TOKEN_ID, SEP_TOKEN_ID = 101, 102
+
 
 @strict
 class ScratchBertConfig(PreTrainedConfig):
@@ -47,6 +59,18 @@ class ScratchBertConfig(PreTrainedConfig):
             block (Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", figure 1).
         position_embedding_type (`str`, defaults to `"absolute"`): `"absolute"` is BERT's learned table,
             `"sinusoidal"` the fixed one of Vaswani et al. 2017, section 3.5.
+        is_encoder_decoder (`bool`, defaults to `False`): an encoder and a decoder, for `ScratchBertSeq2SeqModel` and
+            `ScratchBertForConditionalGeneration`. The fields below count only then.
+        num_decoder_layers (`int`, *optional*): the decoder's blocks; as many as `num_hidden_layers`, the encoder's,
+            if left out.
+        tie_encoder_decoder (`bool`, defaults to `False`): the decoder's self-attention and feed-forward are the
+            encoder's own tensors (BERTSHARE in Rothe et al. 2020, "Leveraging Pre-trained Checkpoints for Sequence
+            Generation Tasks", section 3).
+        share_embeddings (`bool`, defaults to `True`): encoder and decoder look words, positions and token types up in
+            the same tables.
+        decoder_start_token_id (`int`, *optional*): what every output starts with; `bos_token_id` if left out, or else
+            the id of [CLS] in Google's vocabularies, 101. `eos_token_id`, what it ends with, is that of [SEP], 102, if
+            left out. A vocabulary too small to have these ids gets neither.
 
     Raises:
         ValueError: a field has a value that no model can be built from; the message names the field, what it got and
@@ -79,11 +103,26 @@ class ScratchBertConfig(PreTrainedConfig):
 
     norm_first: bool = False
     position_embedding_type: str = "absolute"
+    is_encoder_decoder: bool = False
+    num_decoder_layers: int | None = None
+    tie_encoder_decoder: bool = False
+    share_embeddings: bool = True
+    decoder_start_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # the class's own; another's comes with `ScratchBertConfig(**bert.to_dict())`
         super().__post_init__(**kwargs)
+        self._fill_in_special_tokens()
         self.check()
+
+    def _fill_in_special_tokens(self) -> None:
+        if not self.is_encoder_decoder:
+            return
+        start, end = (CLS_TOKEN_ID, SEP_TOKEN_ID) if self.vocab_size > SEP_TOKEN_ID else (None, None)
+        if self.decoder_start_token_id is None:
+            self.decoder_start_token_id = start if self.bos_token_id is None else self.bos_token_id
+        if self.eos_token_id is None:
+            self.eos_token_id = end
 
     def check(self) -> None:
         """Raises ValueError if no model can be made of the fields as they stand. A model checks them as well when it
@@ -112,6 +151,50 @@ class ScratchBertConfig(PreTrainedConfig):
             raise ValueError(
                 "add_cross_attention is True; it needs is_decoder=True: an encoder has no cross-attention."
             )
+        if self.is_encoder_decoder:
+            self._check_halves()
+
+    def _check_halves(self) -> None:
+        if self.is_decoder:
+            raise ValueError(
+                "is_decoder and is_encoder_decoder are both True; a model is a decoder (is_decoder) or has both halves."
+            )
+        if self.num_decoder_layers is not None and self.num_decoder_layers < 1:
+            raise ValueError(f"num_decoder_layers is {self.num_decoder_layers}; it must be at least 1.")
+        if self.tie_encoder_decoder and self.num_decoder_layers not in (None, self.num_hidden_layers):
+            raise ValueError(
+                f"tie_encoder_decoder is True, num_hidden_layers is {self.num_hidden_layers} and num_decoder_layers is "
+                f"{self.num_decoder_layers}: blocks that are the same tensors must be as many on either side."
+            )
+        start = self.decoder_start_token_id
+        if start is not None and not 0 <= start < self.vocab_size:
+            raise ValueError(
+                f"decoder_start_token_id is {start}; it must be an id of the vocabulary, 0 to {self.vocab_size - 1}."
+            )
+
+    def encoder_config(self) -> "ScratchBertConfig":
+        """Of a seq2seq model, the configuration of its encoder alone."""
+        return self._half()
+
+    def decoder_config(self) -> "ScratchBertConfig":
+        """Of a seq2seq model, the configuration of its decoder alone."""
+        depth = self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
+        return self._half(num_hidden_layers=depth, is_decoder=True, add_cross_attention=True)
+
+    def _half(self, **fields) -> "ScratchBertConfig":
+        half = copy.deepcopy(self)
+        fields |= {"is_encoder_decoder": False, "num_decoder_layers": None, "tie_encoder_decoder": False}
+        for name, value in fields.items():
+            setattr(half, name, value)
+        half.architectures = None
+        return half
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "ScratchBertConfig":
+        """The configuration of one half, by which `generate` makes its caches, or the whole if none or both are asked
+        for."""
+        if not self.is_encoder_decoder or decoder == encoder:
+            return self
+        return self.decoder_config() if decoder else self.encoder_config()
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size",
@@ -166,7 +249,9 @@ class ScratchBertConfig(PreTrainedConfig):
     def from_dict(cls, config_dict, **kwargs):
         """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one on a configuration that is made already."""
         made = super().from_dict(config_dict, **kwargs)
-        (made[0] if isinstance(made, tuple) else made).check()
+        config = made[0] if isinstance(made, tuple) else made
+        config._fill_in_special_tokens()
+        config.check()
         return made
 
     @classmethod
@@ -230,6 +315,8 @@ def scratchbert_fields(fields: dict, source, own_type: str = ScratchBertConfig.m
     """
     if fields.get("model_type") in (ScratchBertConfig.model_type, own_type):
         return fields
+    if fields.get("model_type") == "encoder-decoder":
+        return _fields_of_two_berts(fields, source)
     _refuse_unless_bert(fields, source)
     positions = fields.get("position_embedding_type") or "absolute"
     if positions != "absolute":
@@ -239,6 +326,46 @@ def scratchbert_fields(fields: dict, source, own_type: str = ScratchBertConfig.m
         )
     dropped = ("model_type", "architectures", "auto_map", "position_embedding_type")
     return {name: value for name, value in fields.items() if name not in dropped}
+
+
+def _fields_of_two_berts(fields: dict, source) -> dict:
+    """The fields for the checkpoint of an `EncoderDecoderModel`, whose halves must be alike in all but their depth."""
+    halves = {}
+    for half in ("encoder", "decoder"):
+        own = fields.get(half) or {}
+        try:
+            _refuse_unless_bert(own, half)
+            halves[half] = ScratchBertConfig(**scratchbert_fields(own, half))
+        except ValueError as error:
+            raise ValueError(
+                f"{source} is an EncoderDecoderModel; ScratchBert loads those of two BERTs of the same width. {error}"
+            ) from error
+    encoder, decoder = halves["encoder"], halves["decoder"]
+    for name in SAME_IN_BOTH_HALVES:
+        if getattr(encoder, name) != getattr(decoder, name):
+            raise ValueError(
+                f"{source} is an EncoderDecoderModel whose halves differ: {name} is {getattr(encoder, name)} in the "
+                f"encoder and {getattr(decoder, name)} in the decoder. One ScratchBertConfig describes both halves, "
+                "and lets them differ in depth alone."
+            )
+    if not decoder.add_cross_attention:
+        raise ValueError(f"{source} is an EncoderDecoderModel whose decoder has no cross-attention.")
+    tied = bool(fields.get("tie_encoder_decoder"))  # of transformers 4; 5 gives each half its own tensors
+    special = {
+        name: next((half[name] for half in (fields, fields["decoder"]) if half.get(name) is not None), None)
+        for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    dropped = ("is_decoder", "add_cross_attention", "architectures", "model_type", "transformers_version")
+    own = {name: value for name, value in encoder.to_diff_dict().items() if name not in dropped}
+    return {
+        **own,
+        **{name: value for name, value in special.items() if value is not None},
+        "is_encoder_decoder": True,
+        "num_decoder_layers": decoder.num_hidden_layers,
+        "tie_encoder_decoder": tied,
+        "share_embeddings": tied,
+        "tie_word_embeddings": decoder.tie_word_embeddings,
+    }
 
 
 def _refuse_unless_bert(fields: dict, source) -> None:

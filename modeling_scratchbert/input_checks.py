@@ -3,6 +3,7 @@ nothing: for eager tensors on the CPU, so that nothing waits for an accelerator 
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
 
@@ -30,10 +31,14 @@ def check_inputs(
 
     limit = config.max_position_embeddings
     if position_ids is None and isinstance(past_length, int) and past_length + length > limit:
-        cached = f" after {past_length} in the cache" if past_length else ""
+        if past_length:
+            raise ValueError(
+                f"The sequence has {length} tokens after {past_length} in the cache, and max_position_embeddings is "
+                f"{limit}. Generate fewer tokens, or shorten the prompt."
+            )
         raise ValueError(
-            f"The sequence has {length} tokens{cached}, and max_position_embeddings is {limit}. Truncate it, "
-            f"tokenizer(text, truncation=True, max_length={limit - past_length}), or split it into windows."
+            f"The sequence has {length} tokens, and max_position_embeddings is {limit}. Truncate it, "
+            f"tokenizer(text, truncation=True, max_length={limit}), or split it into windows."
         )
     for name, ids, size, field in (
         ("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size"),
@@ -62,6 +67,46 @@ def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, 
     check_states("encoder_hidden_states", encoder_hidden_states, config.hidden_size, batch)
     keys = encoder_hidden_states.shape[1]
     check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
+
+
+def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
+    """Checks that the filled part of a cache is this model's, for `batch` sequences and this encoder's output.
+
+    Raises:
+        ValueError: it is no `Cache`, or has other layers, heads or sequences.
+    """
+    if cache is None or torch.jit.is_tracing() or torch.compiler.is_compiling():
+        return
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; it wants a Cache of transformers, as a forward pass with "
+            "use_cache=True returns it."
+        )
+    caches = {"": cache}
+    if isinstance(cache, EncoderDecoderCache):
+        caches = {"": cache.self_attention_cache, " for cross-attention": cache.cross_attention_cache}
+    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    for kind, one in caches.items():
+        filled = [layer.keys for layer in one.layers if layer.is_initialized and isinstance(layer.keys, torch.Tensor)]
+        filled = [keys for keys in filled if keys.ndim == 4]  # a quantised layer's may be in another form
+        if not filled:
+            continue
+        if len(filled) != config.num_hidden_layers or filled[0].shape[1::2] != (heads, width):
+            raise ValueError(
+                f"past_key_values is the cache{kind} of another model: it has {len(filled)} layers of "
+                f"{filled[0].shape[1]} heads, {filled[0].shape[3]} wide, and this model has {config.num_hidden_layers} "
+                f"of {heads}, {width} wide. Start from an empty cache: leave past_key_values out."
+            )
+        if filled[0].shape[0] != batch:
+            raise ValueError(
+                f"past_key_values holds {filled[0].shape[0]} sequences{kind}, and the batch has {batch}. Start from an "
+                "empty cache: leave past_key_values out."
+            )
+        if kind and encoder_hidden_states is not None and filled[0].shape[2] != encoder_hidden_states.shape[1]:
+            raise ValueError(
+                f"past_key_values holds an encoder's output of {filled[0].shape[2]} tokens, and encoder_hidden_states "
+                f"has {encoder_hidden_states.shape[1]}. Start from an empty cache: leave past_key_values out."
+            )
 
 
 def check_choices(input_ids, inputs_embeds, **others) -> None:

@@ -1,4 +1,5 @@
-"""The models: the encoder, and the heads that BERT was pre-trained and fine-tuned with (Devlin et al. 2018).
+"""The models: the encoder, the heads that BERT was pre-trained and fine-tuned with (Devlin et al. 2018), and the
+generators: a decoder alone, and an encoder with a decoder (Rothe et al. 2020).
 
 Classes stand in the order in which data flows. Signatures, outputs and losses are those of the `Bert…` twins in
 `transformers`; the blocks are in `embeddings`, `attention`, `feed_forward` and `transformer`.
@@ -13,16 +14,22 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import (
+    BaseModelOutput,
     BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     NextSentencePredictorOutput,
     QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -30,9 +37,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
-from .input_checks import check_choices, check_encoder_inputs, check_inputs
+from .input_checks import check_cache, check_choices, check_encoder_inputs, check_inputs, check_mask, check_states
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
+from .warm_start import seq2seq_start
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +60,13 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     """BERT without a head: embeddings, the stack of blocks, and the pooler.
 
     With `config.is_decoder` its blocks look back only, and with `config.add_cross_attention` at an encoder's output
-    as well, as in `BertModel`.
+    as well, as in `BertModel`. A checkpoint of both halves opens as `ScratchBertSeq2SeqModel`.
     """
+
+    @classmethod
+    def _class_for(cls, is_encoder_decoder: bool) -> type[ScratchBertPreTrainedModel]:
+        # AutoModel knows one class for each class of configurations.
+        return ScratchBertSeq2SeqModel if is_encoder_decoder and cls is ScratchBertModel else cls
 
     def __init__(self, config: ScratchBertConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -121,12 +134,15 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         # Checkpointed blocks run twice and must not fill a cache.
         use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_gradient_checkpointing)
         if use_cache and past_key_values is None:
-            past_key_values = self._new_cache(encoder_hidden_states)
+            past_key_values = DynamicCache(config=self.config)
 
         embeddings = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
+        batch, queries, _ = embeddings.shape
         if encoder_hidden_states is not None:
-            batch, queries, _ = embeddings.shape
             check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, batch, queries)
+            if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+        check_cache(self.config, past_key_values, batch, encoder_hidden_states)
         kwargs["output_attentions"] = kwargs.get("output_attentions", self.config.output_attentions)
         attention_mask, encoder_attention_mask = self._attention_masks(
             embeddings,
@@ -150,12 +166,6 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             pooler_output=self.pooler(hidden_states) if self.pooler is not None else None,
             past_key_values=past_key_values if use_cache else None,
         )
-
-    def _new_cache(self, encoder_hidden_states) -> Cache:
-        own = DynamicCache(config=self.config)
-        if encoder_hidden_states is None:
-            return own
-        return EncoderDecoderCache(own, DynamicCache(config=self.config))
 
     def _attention_masks(self, embeddings, mask, encoder_hidden_states, encoder_mask, cache, eager: bool):
         """The padding masks in the form that the attention kernel of this call wants."""
@@ -562,3 +572,364 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+class ScratchBertGenerationMixin(GenerationMixin):
+    """`generate`, which is transformers' own, as far as it is to know of this model."""
+
+    _can_compile_fullgraph = True
+
+    def _reorder_cache(self, past_key_values: Cache, beam_idx: torch.Tensor) -> Cache:
+        """Moves each beam's cache to its new place. All beams of a sequence look at the same encoder output, so the
+        cross-attention's part, the larger one for a long source, stays where it is."""
+        own = past_key_values
+        if isinstance(own, EncoderDecoderCache):
+            own = own.self_attention_cache
+        own.reorder_cache(beam_idx)
+        return past_key_values
+
+    def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
+        super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
+        limit = self.config.max_position_embeddings
+        if generation_config.max_length > limit + 1:  # the last token is not fed back
+            raise ValueError(
+                f"max_length is {generation_config.max_length}, of which the prompt takes {input_ids_length}, and "
+                f"max_position_embeddings is {limit}: later tokens would have no position. Set max_new_tokens to "
+                f"{max(0, limit + 1 - input_ids_length)} or less"
+                + (", or shorten the prompt." if input_ids_length > 1 else ".")
+            )
+
+    def _prepare_special_tokens(self, generation_config, *args, **kwargs):
+        if (
+            self.config.is_encoder_decoder
+            and generation_config.decoder_start_token_id is None
+            and generation_config.bos_token_id is None
+        ):
+            raise ValueError(f"generation_config.{NO_START_ID}")
+        super()._prepare_special_tokens(generation_config, *args, **kwargs)
+
+
+NO_START_ID = (
+    "decoder_start_token_id is None, so nothing says what the decoder starts with. Set it, to the tokenizer's "
+    "cls_token_id where the decoder comes from a BERT: config.decoder_start_token_id for training, and "
+    "generation_config.decoder_start_token_id for generate."
+)
+
+
+class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenerationMixin):
+    """A BERT that looks back only and predicts the next word: the twin of `BertLMHeadModel`."""
+
+    def __init__(self, config: ScratchBertConfig):
+        super().__init__(config)
+        if not config.is_decoder:
+            logger.warning(
+                "config.is_decoder is False: each word then sees those after it as well, which generate has not "
+                "written yet. Give is_decoder=True for a model that looks back only."
+            )
+        self.model = ScratchBertModel(config, add_pooling_layer=False)
+        self.lm_head = LanguageModelHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor] | CausalLMOutputWithCrossAttentions:
+        """
+        Args:
+            labels: `(B, T)`, the input ids themselves, shifted here; -100 where nothing is to be predicted.
+            logits_to_keep: how many positions, from the last, go through the head; 0 for all.
+
+        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values,
+            use_cache=use_cache if labels is None else False,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithCrossAttentions(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+
+
+class ScratchBertWithTwoHalves(ScratchBertPreTrainedModel):
+    """The models with an encoder and a decoder."""
+
+    _has_two_halves = True
+    # An EncoderDecoderModel stores the encoder's pooler, and does not use it.
+    _keys_to_ignore_on_load_unexpected = [
+        *ScratchBertPreTrainedModel._keys_to_ignore_on_load_unexpected,
+        r"^(model\.)?encoder\.pooler\.",
+    ]
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As `PreTrainedModel.resize_token_embeddings`, for the words of both halves and of the head."""
+        encoder, decoder = self.get_encoder(), self.get_decoder()
+        if not self.config.share_embeddings:
+            decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        encoder.config.vocab_size = decoder.config.vocab_size = self.config.vocab_size
+        return embeddings
+
+
+class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
+    """An encoder and a decoder without a head. Both are BERTs, made of the same blocks; the decoder's look back only,
+    and at the encoder's output (Rothe et al. 2020, section 2.1)."""
+
+    def __init__(self, config: ScratchBertConfig):
+        super().__init__(config)
+        self.encoder = ScratchBertModel(config.encoder_config(), add_pooling_layer=False)
+        self.decoder = ScratchBertModel(config.decoder_config(), add_pooling_layer=False)
+        # In either half a tensor has the same name.
+        self._tied_weights_keys = {
+            f"decoder.{name}": f"encoder.{name}"
+            for name, _ in self.encoder.named_parameters()
+            if (config.share_embeddings if name.startswith("embeddings.") else config.tie_encoder_decoder)
+        }
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Which tensors are one: `{name: name of the one that is stored}`."""
+        # `tie_word_embeddings`, without which transformers ties nothing at all, speaks of the head's matrix alone.
+        return super().get_expanded_tied_weights_keys(True) if all_submodels else dict(self._tied_weights_keys)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Embedding):
+        self.encoder.set_input_embeddings(value)
+        if self.config.share_embeddings:
+            self.decoder.set_input_embeddings(value)
+
+    @can_return_tuple
+    @merge_with_config_defaults
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor] | Seq2SeqModelOutput:
+        """
+        Args:
+            input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
+            attention_mask: `(B, S)`, 1 for a token of the source and 0 for padding.
+            decoder_input_ids: `(B, T)` token ids of the target, each row's first the start token; or else
+                `decoder_inputs_embeds`, `(B, T, C)`. With a cache, only those that it does not hold yet.
+            decoder_attention_mask: `(B, T)`, 1 for a token of the target, in the cache or not, and 0 for padding.
+            encoder_outputs: what the encoder returned for this source before, to spare its pass.
+            past_key_values: the decoder's cache.
+            use_cache: whether the decoder fills one.
+            token_type_ids: `(B, S)`, of the source.
+            position_ids: `(B, S)` or `(1, S)`, of the source; 0 to S - 1 if left out.
+            decoder_position_ids: `(B, T)` or `(1, T)`, of the target; counted on from the cache if left out.
+
+        Returns:
+            `last_hidden_state` `(B, T, C)`, `encoder_last_hidden_state` `(B, S, C)`, and what was asked for.
+
+        Raises:
+            ValueError: an argument is unfit; the message names it, what it got and what it wants.
+        """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "Give decoder_input_ids, the target's tokens after the start token, or decoder_inputs_embeds. "
+                "ScratchBertForConditionalGeneration makes them of labels, and generate needs none."
+            )
+        for flag in ("output_attentions", "output_hidden_states"):
+            kwargs.setdefault(flag, getattr(self.config, flag))
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+            )
+        else:
+            encoder_outputs = self._given_encoder_outputs(encoder_outputs, attention_mask)
+        decoder_outputs = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            position_ids=decoder_position_ids,
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            past_key_values=decoder_outputs.past_key_values,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+    def _given_encoder_outputs(self, outputs, attention_mask) -> BaseModelOutput:
+        if isinstance(outputs, list | tuple):
+            outputs = BaseModelOutput(*outputs)
+        states = outputs.last_hidden_state
+        check_states("encoder_outputs.last_hidden_state", states, self.config.hidden_size)
+        check_mask(
+            "attention_mask", attention_mask, states.shape[0], self.config.num_attention_heads, 1, states.shape[1]
+        )
+        return outputs
+
+
+class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertGenerationMixin):
+    """An encoder, and a decoder under BERT's language-model head: text in, text out (Rothe et al. 2020).
+
+    `from_bert` starts it from any BERT, `from_pretrained` opens its own checkpoints and those of an
+    `EncoderDecoderModel` of two BERTs. Arguments and outputs are those of `BartForConditionalGeneration`.
+    """
+
+    def __init__(self, config: ScratchBertConfig):
+        super().__init__(config)
+        self.model = ScratchBertSeq2SeqModel(config)
+        self.lm_head = LanguageModelHead(config)
+        half = "encoder" if config.share_embeddings else "decoder"
+        self._tied_weights_keys = {"lm_head.decoder.weight": f"model.{half}.embeddings.word_embeddings.weight"}
+        self.post_init()
+
+    @classmethod
+    def from_bert(cls, source, **kwargs):
+        """Starts encoder, decoder and, where the checkpoint has one, the language-model head from a BERT.
+
+        What no BERT has, the cross-attention above all, is new; a warning names it. Start, end and padding ids are
+        those of the checkpoint's tokenizer, or else of its configuration.
+
+        Args:
+            source: a BERT checkpoint of any kind, or a ScratchBert one: a folder or a hub id.
+            kwargs: fields of `ScratchBertConfig`, such as `num_decoder_layers` (the decoder takes the first that many
+                blocks), `tie_encoder_decoder` and `share_embeddings`; and arguments of `from_pretrained`.
+
+        Raises:
+            ValueError: `source` is of another kind of model, or has both halves already.
+            OSError: there is no such checkpoint, or a file of it cannot be read.
+        """
+        config, tensors, options = seq2seq_start(cls.config_class, source, **kwargs)
+        return cls.from_pretrained(None, config=config, state_dict=tensors, **options)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear):
+        self.lm_head.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor] | Seq2SeqLMOutput:
+        """
+        Args:
+            labels: `(B, T)`, the target's ids without the start token, and -100 for padding. The decoder's input is
+                made of them, shifted right, unless it is given.
+            logits_to_keep: how many positions, from the last, go through the head; 0 for all.
+
+        The other arguments are those of `ScratchBertSeq2SeqModel.forward`. `logits` are `(B, T, V)`.
+        """
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+                if decoder_attention_mask is None:
+                    # What stands for -100 is no token; but the first is one, even where it is the padding id.
+                    decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id).long()
+                    decoder_attention_mask[:, 0] = 1
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            past_key_values,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            token_type_ids,
+            position_ids,
+            decoder_position_ids,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            # Plain, and not `self.loss_function`, which for this class's name would shift a second time.
+            loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.view(-1))
+        fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """The decoder's input for these labels, `(B, T)`: the start token, then the labels but the last, with padding
+        in place of -100. `DataCollatorForSeq2Seq` calls it.
+
+        Raises:
+            ValueError: the configuration has no start or padding id, or `labels` is not `(batch, length)`.
+        """
+        if self.config.decoder_start_token_id is None:
+            raise ValueError(f"config.{NO_START_ID}")
+        if self.config.pad_token_id is None:
+            raise ValueError(
+                "config.pad_token_id is None, so nothing can stand for a label of -100. Set it to the tokenizer's "
+                "pad_token_id."
+            )
+        if labels.ndim != 2:
+            raise ValueError(f"labels has shape {tuple(labels.shape)}; it wants (batch, length).")
+        start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
+        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)

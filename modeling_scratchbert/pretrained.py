@@ -17,17 +17,23 @@ from transformers.utils.hub import resolve_revision
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention import MultiHeadAttention
-from .bert_weights import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, loading_patterns, to_bert, to_scratchbert
-from .checkpoints import staged, tensor_names
+from .bert_weights import (
+    OUTPUT_BIAS,
+    OUTPUT_BIAS_ALIAS,
+    loading_patterns,
+    seq2seq_loading_patterns,
+    to_bert,
+    to_scratchbert,
+    without_half,
+)
+from .checkpoints import HUB_OPTIONS, staged, tensor_names
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig, copy_code, raw_config, scratchbert_fields
 from .embeddings import SinusoidalPositions, sinusoidal_table
 from .transformer import TransformerBlock
 
 logger = logging.getLogger(__name__)
 
-# The arguments of `from_pretrained` that say where on the Hub, or in the cache, a file is.
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-# Those of them by which a revision is found.
+# Those of the `HUB_OPTIONS` by which a revision is found.
 REVISION_OPTIONS = ("cache_dir", "local_files_only", "token")
 
 IN_A_BLOCK = re.compile(r"(bert\.)?encoder\.layer\.\d+\.")
@@ -48,7 +54,8 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
     # takes `**kwargs` for a loss that divides by the number of labels itself, as the twins' do not.)
     accepts_loss_kwargs = False
     # Buffers that old BERT checkpoints stored, and the alias of the output bias (see `bert_weights`).
-    _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", rf"^{OUTPUT_BIAS_ALIAS}$"]
+    _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", rf"^(decoder\.)?{OUTPUT_BIAS_ALIAS}$"]
+    _has_two_halves = False
     _can_record_outputs = {
         "hidden_states": TransformerBlock,
         "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="attention"),
@@ -62,7 +69,27 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
                 "ScratchBertConfig.from_bert(config) makes one of a BertConfig."
             )
         config.check()
+        _refuse_other_halves(type(self), config.is_encoder_decoder, "config")
         super().__init__(config, *args, **kwargs)
+
+    def __getattr__(self, name: str):
+        if name == "generate":
+            raise AttributeError(
+                f"{type(self).__name__} has no head to generate with. ScratchBertForCausalLM and "
+                "ScratchBertForConditionalGeneration have generate."
+            )
+        return super().__getattr__(name)
+
+    @classmethod
+    def _class_for(cls, is_encoder_decoder: bool) -> "type[ScratchBertPreTrainedModel]":
+        """The class that opens a checkpoint of one or of two halves where this one was asked to."""
+        return cls
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        return super(ScratchBertPreTrainedModel, cls._class_for(config.is_encoder_decoder))._from_config(
+            config, **kwargs
+        )
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -94,7 +121,10 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         own_type = cls.config_class.model_type
         raw_fields = _raw_fields(source, hub_options)
         if raw_fields is not None:  # a caller's own `config` does not overrule what the checkpoint says it is
-            scratchbert_fields(raw_fields, source, own_type)
+            has_two_halves = bool(scratchbert_fields(raw_fields, source, own_type).get("is_encoder_decoder"))
+            if (other := cls._class_for(has_two_halves)) is not cls:
+                return other.from_pretrained(source, *model_args, config=config, key_mapping=key_mapping, **kwargs)
+            _refuse_other_halves(cls, has_two_halves, source)
         is_own = raw_fields is not None and raw_fields.get("model_type") in (ScratchBertConfig.model_type, own_type)
         if isinstance(config, PreTrainedConfig) and not _is_our_config(config):
             config = cls.config_class.from_bert(config)
@@ -107,7 +137,9 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
             names = {apply_renamings(name, renamings) for name in names}
             _refuse_foreign_tensors(names, source or "state_dict", is_own)
-        if not is_own:
+        if not is_own and raw_fields is not None and cls._has_two_halves:
+            key_mapping |= seq2seq_loading_patterns(names or set())
+        elif not is_own:
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
@@ -175,6 +207,11 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             raise ValueError(
                 f"position_embedding_type is {config.position_embedding_type!r}: a BERT checkpoint holds a learned "
                 "table of positions and nothing else."
+            )
+        if self._has_two_halves:
+            raise ValueError(
+                f"{type(self).__name__} has two halves, and a BERT checkpoint holds one. "
+                "get_encoder().save_as_bert(…) writes the encoder, get_decoder().save_as_bert(…) the decoder."
             )
         twin = next(cls.__name__ for cls in type(self).__mro__ if _is_ours(cls)).removeprefix("Scratch")
         if f"modeling_scratchbert.Scratch{twin}" not in AUTO_MAP.values():
@@ -254,13 +291,30 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__ in (__name__, f"{package}.modeling_scratchbert")
 
 
+def _refuse_other_halves(cls: type, has_two_halves: bool, what) -> None:
+    """Raises ValueError if `what`, a checkpoint or a configuration, has a decoder beside its encoder and models of
+    `cls` have not, or the reverse."""
+    if has_two_halves and not cls._has_two_halves:
+        raise ValueError(
+            f"is_encoder_decoder is True in {what}: it has an encoder and a decoder, and {cls.__name__} would drop the "
+            "decoder. ScratchBertForConditionalGeneration, ScratchBertSeq2SeqModel and AutoModel open both halves; "
+            "get_encoder() then gives the encoder, which can be saved by itself."
+        )
+    if cls._has_two_halves and not has_two_halves:
+        raise ValueError(
+            f"is_encoder_decoder is False in {what}, and {cls.__name__} has an encoder and a decoder. "
+            "ScratchBertForConditionalGeneration.from_bert(…) starts one from a BERT; for random weights, give the "
+            "configuration is_encoder_decoder=True."
+        )
+
+
 def _refuse_foreign_tensors(names: set[str], source, is_own: bool) -> None:
     """Raises ValueError if these tensors are of something that we cannot compute, or would leave every weight random.
 
     In a checkpoint that says it is ours, strange names are left to the warning that names all missing weights; but not
     those that a wrapper, such as DataParallel or torch.compile, has put something before.
     """
-    strange = sorted(name for name in names if IN_A_BLOCK.match(name) and not _is_known(name))
+    strange = sorted(name for name in names if IN_A_BLOCK.match(without_half(name)) and not _is_known(name))
     if strange and not is_own:
         relative = any("distance_embedding" in name for name in strange)
         what = "relative positions" if relative else "blocks of another make"
@@ -290,4 +344,5 @@ def _refuse_empty_blocks(model: PreTrainedModel, missing: set[str], source) -> N
 
 
 def _is_known(name: str) -> bool:
+    name = without_half(name)
     return bool(to_scratchbert(name) or to_bert(name) or to_bert(f"model.{name}"))

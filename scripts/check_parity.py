@@ -38,11 +38,12 @@ from transformers import AutoTokenizer
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.checkpoints import tensor_names
+from modeling_scratchbert.bert_weights import canonical_name
+from modeling_scratchbert.checkpoints import has_tokenizer, tensor_names
 from modeling_scratchbert.configuration_scratchbert import raw_config
 
-from model_classes import CLASS_PARTS, canonical_name, parts_of
-from sources import has_tokenizer, looks_like_a_path
+from model_classes import CLASS_PARTS, parts_of
+from sources import looks_like_a_path
 
 TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
 

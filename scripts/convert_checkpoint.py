@@ -39,11 +39,11 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, to_bert
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, scratchbert_fields
 
-from model_classes import CLASS_PARTS, canonical_name, parts_of
+from model_classes import CLASS_PARTS, parts_of
 from sources import looks_like_a_path
 
 # The Hub's word for what each class does.

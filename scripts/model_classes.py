@@ -1,7 +1,5 @@
 """What convert_checkpoint and check_parity both know of a checkpoint: which model class its tensors stand for."""
 
-from modeling_scratchbert.bert_weights import to_scratchbert
-
 # The model classes, without `Bert` or `ScratchBert` before them, and the parts beyond embeddings and blocks that a
 # checkpoint must hold for each. Where a checkpoint does not say which it is, and several fit, the first is taken.
 CLASS_PARTS = {
@@ -14,15 +12,6 @@ CLASS_PARTS = {
     "ForQuestionAnswering": {"qa_outputs"},
     "Model": set(),
 }
-
-
-def canonical_name(name: str, kind: str) -> str | None:
-    """ScratchBert's name, as it stands in a model with a head, for a tensor of a checkpoint of either kind, "bert" or
-    "scratchbert"; None if it has none."""
-    if kind == "bert":
-        return to_scratchbert(name)
-    in_encoder = name.startswith(("embeddings.", "encoder.", "pooler."))
-    return f"model.{name}" if in_encoder else name
 
 
 def parts_of(canonical_names) -> set[str]:
