@@ -145,4 +145,5 @@ class MultiHeadAttention(nn.Module):
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """`(B, T, C)` → `(B, H, T, D)`, with C = H · D"""
-        return projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, -1, self.head_width).transpose(1, 2)

@@ -49,6 +49,12 @@ OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.prediction
 BERT_HALVES = {"encoder.": "model.encoder.", "decoder.bert.": "model.decoder."}
 HEADS_OF_DECODER = "decoder."
 
+# The classes whose twins have another name than ours without "Scratch".
+OTHER_TWINS = {
+    "ScratchBertForCausalLM": "BertLMHeadModel",
+    "ScratchBertForConditionalGeneration": "EncoderDecoderModel",
+}
+
 
 def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[str, str]:
     r"""Regular expressions for whole names of BERT's, each with our name for the tensor, a layer's number as `\1`: the
@@ -105,12 +111,35 @@ def to_bert(name: str) -> str | None:
 
 
 def canonical_name(name: str, kind: str) -> str | None:
-    """Our name, as it stands in a model with a head, for a tensor of a checkpoint of either kind, "bert" or
-    "scratchbert"; None if it has none."""
-    if kind == "bert":
-        return to_scratchbert(name)
-    in_encoder = name.startswith(("embeddings.", "encoder.", "pooler."))
-    return f"model.{name}" if in_encoder else name
+    """Our name, as it stands in a model with a head, for a tensor of a checkpoint: "bert", "scratchbert", or
+    "encoder-decoder", an `EncoderDecoderModel` of two BERTs; None if it has none."""
+    if kind == "scratchbert":
+        in_encoder = name.startswith(("embeddings.", "encoder.", "decoder.", "pooler."))
+        return f"model.{name}" if in_encoder else name
+    halves = BERT_HALVES if kind == "encoder-decoder" else {}
+    for theirs, ours in halves.items():
+        if name.startswith(theirs):
+            alone = to_scratchbert(f"bert.{name.removeprefix(theirs)}")
+            return alone and ours + alone.removeprefix("model.")
+    return to_scratchbert(name.removeprefix(HEADS_OF_DECODER if halves else ""))
+
+
+def name_in_file(name: str, kind: str) -> str | None:
+    """The name that the tensor with this canonical name has in a checkpoint of that kind, in today's spelling."""
+    if kind == "scratchbert":
+        return name
+    halves = BERT_HALVES if kind == "encoder-decoder" else {}
+    for theirs, ours in halves.items():
+        if name.startswith(ours):
+            alone = to_bert(f"model.{name.removeprefix(ours)}")
+            return alone and theirs + alone.removeprefix("bert.")
+    alone = to_bert(name)
+    return alone and (HEADS_OF_DECODER if halves else "") + alone
+
+
+def twin(class_name: str) -> str:
+    """The name of the class of BERT's that computes what ours of this name does."""
+    return OTHER_TWINS.get(class_name, class_name.removeprefix("Scratch"))
 
 
 def _patterns_of_one(bert: str, model: str, head: str) -> dict[str, str]:

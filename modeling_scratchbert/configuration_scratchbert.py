@@ -38,6 +38,9 @@ GOOGLE_BERT_FIELDS = {
 
 POSITION_EMBEDDING_TYPES = ("absolute", "sinusoidal")
 
+# What an `EncoderDecoderModel` says for both halves at once, whatever its halves say.
+OF_THE_WHOLE = ("return_dict", "output_hidden_states", "output_attentions")
+
 # What the two BERTs of an `EncoderDecoderModel` must agree in.
 SAME_IN_BOTH_HALVES = (
     "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "hidden_dropout_prob",
@@ -355,16 +358,18 @@ def _fields_of_two_berts(fields: dict, source) -> dict:
         name: next((half[name] for half in (fields, fields["decoder"]) if half.get(name) is not None), None)
         for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     }
-    dropped = ("is_decoder", "add_cross_attention", "architectures", "model_type", "transformers_version")
-    own = {name: value for name, value in encoder.to_diff_dict().items() if name not in dropped}
+    dropped = {"is_decoder", "add_cross_attention", "architectures", "model_type", "transformers_version"}
+    own = {name: value for name, value in encoder.to_diff_dict().items() if name not in dropped.union(OF_THE_WHOLE)}
     return {
         **own,
+        **{name: fields[name] for name in OF_THE_WHOLE if name in fields},
         **{name: value for name, value in special.items() if value is not None},
         "is_encoder_decoder": True,
         "num_decoder_layers": decoder.num_hidden_layers,
         "tie_encoder_decoder": tied,
         "share_embeddings": tied,
         "tie_word_embeddings": decoder.tie_word_embeddings,
+        "use_cache": decoder.use_cache,
     }
 
 

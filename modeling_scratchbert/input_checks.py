@@ -8,9 +8,10 @@ from transformers.utils.import_utils import is_tracing
 
 
 def check_inputs(
-    config, input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids, past_length, vocab_size
+    config, input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids, past_length, vocab_size, slots=None
 ) -> None:
-    """Checks the arguments of `ScratchBertModel.forward`; `vocab_size` is that of the table of word embeddings.
+    """Checks the arguments of `ScratchBertModel.forward`; `vocab_size` is that of the table of word embeddings,
+    `past_length` and `slots` are the `cache_lengths`.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or value; the message names it, what it got and what it wants.
@@ -50,7 +51,8 @@ def check_inputs(
         if ids.ndim != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != length:
             raise ValueError(f"{name} has shape {_shape(ids)}; it wants {(batch, length)}, like the tokens.")
         _check_ids(name, ids, size, field)
-    check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, past_length + length)
+    keys = past_length + length
+    check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, keys, slots)
 
 
 def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, batch: int, queries: int) -> None:
@@ -69,19 +71,30 @@ def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, 
     check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
 
 
-def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
-    """Checks that the filled part of a cache is this model's, for `batch` sequences and this encoder's output.
+def cache_lengths(cache) -> tuple[int | torch.Tensor, int | None]:
+    """How many tokens a cache holds, and how many it has room for if its size is fixed: a full mask is then as wide.
 
     Raises:
-        ValueError: it is no `Cache`, or has other layers, heads or sequences.
+        ValueError: it is no `Cache`.
     """
-    if cache is None or torch.jit.is_tracing() or torch.compiler.is_compiling():
-        return
+    if cache is None:
+        return 0, None
     if not isinstance(cache, Cache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}; it wants a Cache of transformers, as a forward pass with "
             "use_cache=True returns it."
         )
+    return cache.get_seq_length(), cache.get_max_length() if cache.is_compileable else None
+
+
+def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
+    """Checks that the filled part of a cache is this model's, for `batch` sequences and this encoder's output.
+
+    Raises:
+        ValueError: it has other layers, heads or sequences.
+    """
+    if cache is None or torch.jit.is_tracing() or torch.compiler.is_compiling():
+        return
     caches = {"": cache}
     if isinstance(cache, EncoderDecoderCache):
         caches = {"": cache.self_attention_cache, " for cross-attention": cache.cross_attention_cache}
@@ -107,6 +120,21 @@ def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
                 f"past_key_values holds an encoder's output of {filled[0].shape[2]} tokens, and encoder_hidden_states "
                 f"has {encoder_hidden_states.shape[1]}. Start from an empty cache: leave past_key_values out."
             )
+
+
+def check_labels(labels, decoder_inputs: torch.Tensor | None) -> None:
+    """Checks the labels of a seq2seq model, `(batch, length)`, against the decoder's inputs where those are given.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    _check_tensor("labels", labels)
+    if labels.ndim != 2:
+        raise ValueError(f"labels has shape {_shape(labels)}; it wants (batch, length).")
+    if decoder_inputs is not None and labels.shape != decoder_inputs.shape[:2]:
+        raise ValueError(
+            f"labels has shape {_shape(labels)}; it wants {_shape(decoder_inputs)[:2]}, like the decoder's inputs."
+        )
 
 
 def check_choices(input_ids, inputs_embeds, **others) -> None:
@@ -143,9 +171,9 @@ def check_states(name: str, states: torch.Tensor, width: int, batch: int | None 
         raise ValueError(f"{name} has shape {_shape(states)}; it wants ({batch or 'batch'}, length, {width}).")
 
 
-def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int) -> None:
-    """Checks a padding mask `(batch, keys)` or a full one `(batch, heads, queries, keys)`. A cache whose size only
-    tensors tell, and the kernels' own mask objects, are left to the kernels.
+def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int, slots: int | None = None) -> None:
+    """Checks a padding mask `(batch, keys)` or a full one `(batch, heads, queries, keys)`, or `slots` in place of its
+    `keys`. A cache whose filling only tensors tell, and the kernels' own mask objects, are left to the kernels.
 
     Raises:
         ValueError: the mask has another shape, or is a full one of whole numbers.
@@ -159,7 +187,7 @@ def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int)
             f"{name} is a full mask of {mask.dtype}; it wants a boolean one (True: may look), or a floating one, which "
             "is added to the scores."
         )
-    full = ((1, batch), (1, heads), (1, queries), (keys,))
+    full = ((1, batch), (1, heads), (1, queries), (keys, slots))
     wanted = full if mask.ndim == 4 else ((batch,), (keys,))
     if mask.ndim != len(wanted) or any(size not in sizes for size, sizes in zip(mask.shape, wanted, strict=True)):
         raise ValueError(

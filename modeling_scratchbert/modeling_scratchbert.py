@@ -37,7 +37,16 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
-from .input_checks import check_cache, check_choices, check_encoder_inputs, check_inputs, check_mask, check_states
+from .input_checks import (
+    cache_lengths,
+    check_cache,
+    check_choices,
+    check_encoder_inputs,
+    check_inputs,
+    check_labels,
+    check_mask,
+    check_states,
+)
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
 from .warm_start import seq2seq_start
@@ -118,7 +127,9 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         Raises:
             ValueError: an argument is unfit; the message names it, what it got and what it wants.
         """
-        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past_length, slots = cache_lengths(past_key_values)
+        if "cache" in kwargs and attention_mask is not None:  # `generate_batch` keeps keys in pages of its own
+            slots = attention_mask.shape[-1]
         # An adapter may have put a module without a size in the table's place.
         vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
         check_inputs(
@@ -130,6 +141,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             position_ids,
             past_length,
             vocab_size,
+            slots,
         )
         # Checkpointed blocks run twice and must not fill a cache.
         use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_gradient_checkpointing)
@@ -591,13 +603,26 @@ class ScratchBertGenerationMixin(GenerationMixin):
     def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
         super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
         limit = self.config.max_position_embeddings
-        if generation_config.max_length > limit + 1:  # the last token is not fed back
+        most = limit + 1 - input_ids_length  # the last token is not fed back
+        if generation_config.max_length > limit + 1:
+            remedies = [f"set max_new_tokens to {most} or less"] if most > 0 else []
+            remedies += ["shorten the prompt"] if input_ids_length > 1 else []
             raise ValueError(
                 f"max_length is {generation_config.max_length}, of which the prompt takes {input_ids_length}, and "
-                f"max_position_embeddings is {limit}: later tokens would have no position. Set max_new_tokens to "
-                f"{max(0, limit + 1 - input_ids_length)} or less"
-                + (", or shorten the prompt." if input_ids_length > 1 else ".")
+                f"max_position_embeddings is {limit}: later tokens would have no position. To generate, "
+                f"{' or '.join(remedies)}."
             )
+
+    def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
+        ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        mask = model_kwargs.get("decoder_attention_mask")
+        if mask is None and model_kwargs.get("past_key_values") is not None:
+            # By the mask transformers tells what of the ids the cache holds already.
+            model_kwargs["decoder_attention_mask"] = torch.ones_like(ids)
+        elif mask is not None and model_kwargs.get("decoder_position_ids") is None and not mask.all():
+            # Prompts padded on the left: each counts from its own first token, as those of a decoder alone do.
+            model_kwargs["decoder_position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return ids, model_kwargs
 
     def _prepare_special_tokens(self, generation_config, *args, **kwargs):
         if (
@@ -747,6 +772,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         decoder_position_ids: torch.Tensor | None = None,
+        decoder_token_type_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor] | Seq2SeqModelOutput:
         """
@@ -762,6 +788,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
             token_type_ids: `(B, S)`, of the source.
             position_ids: `(B, S)` or `(1, S)`, of the source; 0 to S - 1 if left out.
             decoder_position_ids: `(B, T)` or `(1, T)`, of the target; counted on from the cache if left out.
+            decoder_token_type_ids: `(B, T)`, of the target.
 
         Returns:
             `last_hidden_state` `(B, T, C)`, `encoder_last_hidden_state` `(B, S, C)`, and what was asked for.
@@ -785,8 +812,9 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         decoder_outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
-            position_ids=decoder_position_ids,
-            inputs_embeds=decoder_inputs_embeds,
+            decoder_token_type_ids,
+            decoder_position_ids,
+            decoder_inputs_embeds,
             encoder_hidden_states=encoder_outputs.last_hidden_state,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
@@ -808,7 +836,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
     def _given_encoder_outputs(self, outputs, attention_mask) -> BaseModelOutput:
         if isinstance(outputs, list | tuple):
             outputs = BaseModelOutput(*outputs)
-        states = outputs.last_hidden_state
+        states = getattr(outputs, "last_hidden_state", None)
         check_states("encoder_outputs.last_hidden_state", states, self.config.hidden_size)
         check_mask(
             "attention_mask", attention_mask, states.shape[0], self.config.num_attention_heads, 1, states.shape[1]
@@ -872,6 +900,7 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         decoder_position_ids: torch.Tensor | None = None,
+        decoder_token_type_ids: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor] | Seq2SeqLMOutput:
@@ -885,6 +914,7 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
         """
         if labels is not None:
             use_cache = False
+            check_labels(labels, decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds)
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
                 if decoder_attention_mask is None:
@@ -904,6 +934,7 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
             token_type_ids,
             position_ids,
             decoder_position_ids,
+            decoder_token_type_ids,
             return_dict=True,
             **kwargs,
         )
@@ -911,7 +942,7 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
         loss = None
         if labels is not None:
             # Plain, and not `self.loss_function`, which for this class's name would shift a second time.
-            loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.view(-1))
+            loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.reshape(-1))
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 
@@ -920,7 +951,7 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
         in place of -100. `DataCollatorForSeq2Seq` calls it.
 
         Raises:
-            ValueError: the configuration has no start or padding id, or `labels` is not `(batch, length)`.
+            ValueError: the configuration has no start or padding id.
         """
         if self.config.decoder_start_token_id is None:
             raise ValueError(f"config.{NO_START_ID}")
@@ -929,7 +960,5 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
                 "config.pad_token_id is None, so nothing can stand for a label of -100. Set it to the tokenizer's "
                 "pad_token_id."
             )
-        if labels.ndim != 2:
-            raise ValueError(f"labels has shape {tuple(labels.shape)}; it wants (batch, length).")
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)

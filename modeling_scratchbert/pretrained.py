@@ -24,6 +24,7 @@ from .bert_weights import (
     seq2seq_loading_patterns,
     to_bert,
     to_scratchbert,
+    twin,
     without_half,
 )
 from .checkpoints import HUB_OPTIONS, staged, tensor_names
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 # Those of the `HUB_OPTIONS` by which a revision is found.
 REVISION_OPTIONS = ("cache_dir", "local_files_only", "token")
+
+# Fields that the config.json of no BERT has.
+NOT_IN_BERT = {"norm_first", "num_decoder_layers", "tie_encoder_decoder", "share_embeddings", "decoder_start_token_id"}
 
 IN_A_BLOCK = re.compile(r"(bert\.)?encoder\.layer\.\d+\.")
 
@@ -136,8 +140,8 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
         if names is not None:
             renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
             names = {apply_renamings(name, renamings) for name in names}
-            _refuse_foreign_tensors(names, source or "state_dict", is_own)
-        if not is_own and raw_fields is not None and cls._has_two_halves:
+            refuse_foreign_tensors(names, source or "state_dict", is_own)
+        if not is_own and any(name.startswith("decoder.bert.") for name in names or ()):
             key_mapping |= seq2seq_loading_patterns(names or set())
         elif not is_own:
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
@@ -213,8 +217,8 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
                 f"{type(self).__name__} has two halves, and a BERT checkpoint holds one. "
                 "get_encoder().save_as_bert(…) writes the encoder, get_decoder().save_as_bert(…) the decoder."
             )
-        twin = next(cls.__name__ for cls in type(self).__mro__ if _is_ours(cls)).removeprefix("Scratch")
-        if f"modeling_scratchbert.Scratch{twin}" not in AUTO_MAP.values():
+        own = next(cls.__name__ for cls in type(self).__mro__ if _is_ours(cls))
+        if f"modeling_scratchbert.{own}" not in AUTO_MAP.values():
             raise ValueError(
                 f"{type(self).__name__} derives from no model that BERT has a twin of; save_pretrained keeps it."
             )
@@ -223,13 +227,11 @@ class ScratchBertPreTrainedModel(PreTrainedModel):
             raise ValueError(
                 f"The model has {blocks} blocks and config.num_hidden_layers is {config.num_hidden_layers}."
             )
-        fields = {
-            name: value for name, value in config.to_diff_dict().items() if name not in ("norm_first", "auto_map")
-        }
+        dropped = {"auto_map", *NOT_IN_BERT}
         return {
-            **fields,
+            **{name: value for name, value in config.to_diff_dict().items() if name not in dropped},
             "model_type": "bert",
-            "architectures": [twin],
+            "architectures": [twin(own)],
             "dtype": str(self.dtype).removeprefix("torch."),
             # transformers 5 no longer writes this field; other readers of BERT checkpoints ask for it.
             "position_embedding_type": "absolute",
@@ -308,7 +310,7 @@ def _refuse_other_halves(cls: type, has_two_halves: bool, what) -> None:
         )
 
 
-def _refuse_foreign_tensors(names: set[str], source, is_own: bool) -> None:
+def refuse_foreign_tensors(names: set[str], source, is_own: bool) -> None:
     """Raises ValueError if these tensors are of something that we cannot compute, or would leave every weight random.
 
     In a checkpoint that says it is ours, strange names are left to the warning that names all missing weights; but not

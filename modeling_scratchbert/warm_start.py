@@ -7,8 +7,9 @@ import torch
 from transformers import AutoTokenizer
 from transformers.modeling_utils import load_state_dict
 
-from .bert_weights import canonical_name
-from .checkpoints import HUB_OPTIONS, has_tokenizer, weight_files
+from .bert_weights import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, canonical_name
+from .checkpoints import HUB_OPTIONS, has_tokenizer, tensor_names, weight_files
+from .pretrained import refuse_foreign_tensors
 
 
 def seq2seq_start(config_class, source, **kwargs) -> tuple:
@@ -19,21 +20,30 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
         the decoder; and the arguments that are not the configuration's.
 
     Raises:
-        ValueError: `source` is of another kind of model, or has both halves already.
+        ValueError: `source` is of another kind of model, or has both halves already, or no weight of BERT's.
         OSError: there is no such checkpoint, it has no weights, or a file of it cannot be read.
     """
     hub_options = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
     raw, _ = config_class.get_config_dict(source, **hub_options)
     if raw.get("is_encoder_decoder"):
         raise ValueError(f"{source} has an encoder and a decoder already: open it with from_pretrained.")
+    # As the weights are, which is what happens by itself where a model is made of tensors.
+    for name in ("dtype", "torch_dtype"):
+        if kwargs.get(name) == "auto":
+            del kwargs[name]
     halves = {"is_encoder_decoder": True, "is_decoder": False, "add_cross_attention": False}
     fields = {**special_tokens(source, hub_options), **kwargs, **halves}
     config, options = config_class.from_pretrained(source, return_unused_kwargs=True, **fields)
 
-    files = weight_files(source, options.pop("variant", None), options.pop("use_safetensors", None), **hub_options)
-    if files is None:
+    which = options.pop("variant", None), options.pop("use_safetensors", None)
+    names = tensor_names(source, *which, **hub_options)
+    if names is None:
         raise OSError(f"{source} has no file of weights.")
+    refuse_foreign_tensors(names, source, is_own="model_type" in raw)
+    files = weight_files(source, *which, **hub_options)
     tensors = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}
+    if OUTPUT_BIAS in tensors:
+        tensors.pop(OUTPUT_BIAS_ALIAS, None)
     kind = "scratchbert" if "model_type" in raw else "bert"
     named = {canonical_name(name, kind): tensor for name, tensor in tensors.items()}
     return config, in_both_halves(named, config), {**hub_options, **options}
@@ -68,5 +78,9 @@ def in_both_halves(tensors: dict[str, torch.Tensor], config) -> dict[str, torch.
         block = re.match(r"encoder\.blocks\.(\d+)\.", part)
         is_shared = config.share_embeddings if part.startswith("embeddings.") else config.tie_encoder_decoder
         if (not is_shared or ".cross_attention" in part) and (block is None or int(block[1]) < decoder_layers):
-            started[f"model.decoder.{part}"] = tensor
+            started[f"model.decoder.{part}"] = tensor.clone()  # the model takes these as they are, memory and all
+    if not config.tie_word_embeddings and "lm_head.dense.weight" in started:
+        # A head whose matrix was tied is stored without it.
+        words = tensors["model.embeddings.word_embeddings.weight"]
+        started.setdefault("lm_head.decoder.weight", words.clone())
     return started
