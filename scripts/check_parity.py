@@ -6,6 +6,8 @@ checkpoint has, and gradients, as a table of differences with a verdict.
     check_parity.py path/to/scratchbert                a ScratchBert folder, against its own export to BERT
     check_parity.py path/to/scratchbert path/to/bert   a converted folder, against what it was converted from
 
+A BERT may be an EncoderDecoderModel of two as well; then both halves are compared, with cross-attention.
+
 Both sides run in float32, without dropout, on the same batch, and only real tokens are compared. A value may differ by
 1e-5, or by as much as the reference differs from a float64 copy of itself where that is more; a gradient by 1e-5 of its
 tensor's norm, with the same allowance.
@@ -34,15 +36,15 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, EncoderDecoderModel
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.bert_weights import canonical_name
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
+from modeling_scratchbert.bert_weights import canonical_name, without_half
 from modeling_scratchbert.checkpoints import has_tokenizer, tensor_names
 from modeling_scratchbert.configuration_scratchbert import raw_config
 
-from model_classes import CLASS_PARTS, parts_of
+from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
 from sources import looks_like_a_path
 
 TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
@@ -64,9 +66,12 @@ LOGITS = {
     "ForMultipleChoice": {"logits": "choice logits"},
     "ForTokenClassification": {"logits": "token logits"},
     "ForQuestionAnswering": {"start_logits": "answer start logits", "end_logits": "answer end logits"},
+    "ForCausalLM": {"logits": "next-word logits"},
+    "ForConditionalGeneration": {"logits": "next-word logits"},
     "Model": {},
+    "Seq2SeqModel": {},
 }
-ONE_PER_TOKEN = {"masked-LM logits", "token logits", "answer start logits", "answer end logits"}
+ONE_PER_TOKEN = {"masked-LM logits", "next-word logits", "token logits", "answer start logits", "answer end logits"}
 
 # Alone, in pairs, one of a single word, and one that is padding from end to end.
 SENTENCES = [
@@ -81,6 +86,7 @@ SENTENCES = [
     (),
 ]
 RANDOM_LENGTHS = (3, 16, 28, 32, 22, 0)
+SOURCE_LENGTHS = (7, 1, 4)  # of the made-up encoder outputs that a decoder by itself looks at, in turn
 
 
 # ---------------------------------------------------------------------------------------------- what is to be compared
@@ -91,7 +97,7 @@ class Checkpoint:
     """A folder or a hub id, and what it says of itself before any weight is read."""
 
     source: str
-    kind: str  # "bert" or "scratchbert"
+    kind: str  # "bert", "scratchbert" or "encoder-decoder"
     config: ScratchBertConfig
     architectures: list[str]
     parts: set[str]  # beyond embeddings and layers
@@ -114,46 +120,49 @@ def read_checkpoint(source: str) -> Checkpoint:
     config = ScratchBertConfig.from_pretrained(source)
     if config.num_hidden_layers == 0:
         raise ValueError(f"{source} has no layers, so there is little to compare.")
-    kind = "scratchbert" if fields.get("model_type") == "scratchbert" else "bert"
+    kind = kind_of(fields)
     names = {name: canonical_name(name, kind) for name in tensor_names(source) or ()}
     if not names:
         raise OSError(f"{source} has no file of weights.")
     parts = parts_of(names.values())
-    left_over = sorted(name for name in names if names[name] is None and not name.endswith("position_ids"))
-    if any(".cross_attention." in (ours or "") for ours in names.values()):
+    left_over = sorted(name for name in names if names[name] is None and not why_unused(name, kind))
+    has_cross_attention = config.add_cross_attention or config.is_encoder_decoder
+    if not has_cross_attention and any(".cross_attention." in (ours or "") for ours in names.values()):
         left_over.append("cross-attention")
     return Checkpoint(source, kind, config, fields.get("architectures") or [], parts, left_over)
 
 
-def classes_for(parts: set[str], architectures: list[str]) -> list[str]:
-    """The model classes that, together, compute everything `parts` stand for; those that the checkpoint names itself
+def classes_for(classes: dict[str, set[str]], parts: set[str], architectures: list[str]) -> list[str]:
+    """Those of `classes` that, together, compute everything `parts` stand for; those that the checkpoint names itself
     come first."""
-    named = {name.removeprefix("Scratch").removeprefix("Bert") for name in architectures}
+    named = {short_name(name) for name in architectures}
     chosen, missing = [], set(parts)
-    for name in sorted(CLASS_PARTS, key=lambda name: name not in named):
-        needs = reach(name)
+    for name in sorted(classes, key=lambda name: name not in named):
+        needs = reach(classes[name])
         brings = needs - {"pooler"} or needs
         if needs <= parts and brings <= missing:
             chosen.append(name)
             missing -= needs
-    return chosen or ["Model"]
+    return chosen or ["Model" if "Model" in classes else "Seq2SeqModel"]
 
 
-def reach(name: str) -> set[str]:
-    """The parts that a comparison by the class `name` takes in: the bare model has its pooler."""
-    return CLASS_PARTS[name] or {"pooler"}
+def reach(needs: set[str]) -> set[str]:
+    """The parts that a comparison by a class that needs these takes in: the bare model has its pooler."""
+    return needs or {"pooler"}
 
 
 def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None:
     """Raises ValueError if the two cannot take the same inputs or do not return the same shapes."""
-    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-             "type_vocab_size"]  # fmt: skip
+    names = ["is_encoder_decoder", "add_cross_attention", "vocab_size", "hidden_size", "num_hidden_layers",
+             "num_attention_heads", "max_position_embeddings", "type_vocab_size"]  # fmt: skip
     names += ["num_labels"] if parts & {"classifier", "qa_outputs"} else []
-    for name in names:
-        here, there = getattr(one.config, name), getattr(other.config, name)
-        if here != there:
+    sizes = [{name: getattr(side.config, name) for name in names} for side in (one, other)]
+    for side, own in zip((one, other), sizes, strict=True):
+        own["num_decoder_layers"] = side.config.decoder_config().num_hidden_layers
+    for name, here in sizes[0].items():
+        if here != sizes[1][name]:
             raise ValueError(
-                f"The models differ in size: {name} is {here} in {one.source} and {there} in {other.source}."
+                f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} in {other.source}."
             )
 
 
@@ -190,8 +199,11 @@ def load_tokenizer(source: str):
         return None
 
 
-def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig) -> dict[str, torch.Tensor]:
-    """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`."""
+def make_batch(
+    rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`. A seq2seq model has the same rows
+    from last to first as its targets; a decoder by itself looks at made-up encoder outputs."""
     width = max(len(ids) for ids, _ in rows)
 
     def padded(columns, value):
@@ -199,11 +211,19 @@ def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfi
         left = [[value] * (width - len(column)) + list(column) for column in columns]
         return torch.tensor(right + left)
 
-    return {
+    batch = {
         "input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
         "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
         "token_type_ids": padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1),
     }
+    if config.is_encoder_decoder:
+        batch |= {f"decoder_{name}": batch[name].flip(0) for name in ("input_ids", "attention_mask")}
+    if config.add_cross_attention:
+        lengths = torch.tensor(SOURCE_LENGTHS).repeat(2 * len(rows))[: 2 * len(rows), None]
+        shape = (2 * len(rows), max(SOURCE_LENGTHS), config.hidden_size)
+        batch["encoder_hidden_states"] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        batch["encoder_attention_mask"] = (torch.arange(max(SOURCE_LENGTHS)) < lengths).long()
+    return batch
 
 
 # ------------------------------------------------------------------------------------------------------ loading a model
@@ -215,9 +235,7 @@ def load(source, kind: str, name: str, pooler: bool):
     Raises:
         ValueError: the checkpoint lacks a tensor of it, which would leave that one random.
     """
-    model_class = (
-        getattr(transformers, f"Bert{name}") if kind == "bert" else getattr(modeling_scratchbert, f"ScratchBert{name}")
-    )
+    model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
     options = {"add_pooling_layer": pooler} if name == "Model" else {}
     model, loading = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
     if loading["missing_keys"]:
@@ -233,11 +251,33 @@ def load_pair(subject: Checkpoint, reference: Checkpoint | None, name: str, pool
     if reference is not None:
         return tuple(load(side.source, side.kind, name, pooler) for side in (subject, reference))
     model = load(subject.source, "scratchbert", name, pooler)
-    if subject.kind == "bert":
-        return model, load(subject.source, "bert", name, pooler)
+    if subject.kind != "scratchbert":
+        return model, load(subject.source, subject.kind, name, pooler)
     with tempfile.TemporaryDirectory() as folder:
+        if subject.config.is_encoder_decoder:
+            save_as_two_berts(model, Path(folder))
+            return model, load(folder, "encoder-decoder", name, pooler)
         model.save_as_bert(folder)
         return model, load(folder, "bert", name, pooler)
+
+
+def save_as_two_berts(model, folder: Path) -> None:
+    """Writes the `EncoderDecoderModel` that computes what a seq2seq model of ours does, from exports of its halves.
+
+    Raises:
+        ValueError: BERT cannot express the model, or it has no head, which an `EncoderDecoderModel` always has.
+    """
+    if not hasattr(model, "lm_head"):
+        raise ValueError(
+            f"{type(model).__name__} has no head, and an EncoderDecoderModel always has one: name a ScratchBert to "
+            "compare it with."
+        )
+    decoder = ScratchBertForCausalLM(model.config.decoder_config())
+    decoder.model, decoder.lm_head = model.get_decoder(), model.lm_head
+    halves = (folder / "encoder", folder / "decoder")
+    model.get_encoder().save_as_bert(halves[0])
+    decoder.save_as_bert(halves[1])
+    EncoderDecoderModel.from_encoder_decoder_pretrained(*halves).save_pretrained(folder)
 
 
 # --------------------------------------------------------------------------------------------------------- observations
@@ -248,6 +288,7 @@ class Observed:
     """One output of a model: the values at real tokens, and the shape that it was returned in."""
 
     kind: str
+    half: str  # "encoder" or "decoder"; "" where there is one alone, and for what comes after both
     layer: int | None
     shape: list[int]
     values: torch.Tensor
@@ -255,9 +296,11 @@ class Observed:
 
 def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str, Observed], dict[str, torch.Tensor]]:
     """All outputs of a model by name, and the gradients of all its parameters by ScratchBert's name."""
-    real = batch["attention_mask"].bool()
+    real = real_tokens(batch)
+    batch = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     if type(model).__name__.endswith("ForMultipleChoice"):
-        batch = {name: tensor.unflatten(0, (-1, 2)) for name, tensor in batch.items()}
+        choices = ("input_ids", "attention_mask", "token_type_ids")
+        batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in choices}
     maps = attention_maps(model, batch, real)
     values = outputs(model, batch, real)
 
@@ -281,13 +324,36 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
     return {**values, **maps}, gradients
 
 
-def attention_maps(model, batch, real: torch.Tensor) -> dict[str, Observed]:
+def real_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which tokens are real, by the half that takes them, in the order in which data flows; the last half's are those
+    that the heads speak of."""
+    source = batch["attention_mask"].bool()
+    if "decoder_attention_mask" not in batch:
+        return {"": source}
+    # What a decoder makes of a source that is padding throughout is up to the kernel.
+    return {"encoder": source, "decoder": batch["decoder_attention_mask"].bool() & source.any(dim=1, keepdim=True)}
+
+
+def attention_maps(model, batch, real: dict[str, torch.Tensor]) -> dict[str, Observed]:
     """The attention weights of every layer between real tokens. Only the eager formula tells them."""
-    pairs = real[:, :, None] & real[:, None, :]
     with eager(model), torch.no_grad():
-        maps = model(**batch, output_attentions=True).attentions
+        returned = model(**batch, output_attentions=True)
+    seen = {}
+    for half, tokens in real.items():
+        seen |= maps_of("attention", half, returned[f"{half}_attentions".removeprefix("_")], tokens, tokens)
+    half, tokens = list(real.items())[-1]
+    looked_at = real.get("encoder", batch.get("encoder_attention_mask"))
+    if looked_at is not None and "cross_attentions" in returned:
+        seen |= maps_of("cross-attention", half, returned.cross_attentions, tokens, looked_at.bool())
+    return seen
+
+
+def maps_of(kind: str, half: str, maps, queries: torch.Tensor, keys: torch.Tensor) -> dict[str, Observed]:
+    pairs = queries[:, :, None] & keys[:, None, :]
     return {
-        f"layer {i}: attention": Observed("attention", i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs])
+        f"{half} layer {i}: {kind}".lstrip(): Observed(
+            kind, half, i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs]
+        )
         for i, weights in enumerate(maps)
     }
 
@@ -302,32 +368,32 @@ def eager(model) -> Iterator[None]:
         model.set_attn_implementation(default)
 
 
-def outputs(model, batch, real: torch.Tensor) -> dict[str, Observed]:
+def outputs(model, batch, real: dict[str, torch.Tensor]) -> dict[str, Observed]:
     """Everything else that a model returns, with the attention that it runs by default."""
     pooled, hook = [], None
-    if model.base_model.pooler is not None:
+    if getattr(model.base_model, "pooler", None) is not None:
         hook = model.base_model.pooler.register_forward_hook(lambda module, args, output: pooled.append(output))
     returned = model(**batch, output_hidden_states=True)
     if hook is not None:
         hook.remove()
 
+    seen = {}
+    for half, tokens in real.items():
+        embeddings, *layers = returned[f"{half}_hidden_states".removeprefix("_")]
+        named = {"embeddings": (None, embeddings)}
+        named |= {f"layer {i}: hidden state": (i, states) for i, states in enumerate(layers)}
+        for name, (layer, states) in named.items():
+            seen[f"{half} {name}".lstrip()] = Observed("hidden state", half, layer, list(states.shape), states[tokens])
     # What is said of a whole sequence is said by its first token, which has to be a real one.
-    whole = real[:, 0]
-    embeddings, *layers = returned.hidden_states
-    seen = {"embeddings": Observed("hidden state", None, list(embeddings.shape), embeddings[real])}
-    for i, states in enumerate(layers):
-        seen[f"layer {i}: hidden state"] = Observed("hidden state", i, list(states.shape), states[real])
+    tokens = list(real.values())[-1]
+    whole = tokens[:, 0]
     for output in pooled:
-        seen["pooler"] = Observed("pooler", None, list(output.shape), output[whole])
-    for field, name in LOGITS[suffix(model)].items():
+        seen["pooler"] = Observed("pooler", "", None, list(output.shape), output[whole])
+    for field, name in LOGITS[short_name(type(model).__name__)].items():
         logits = returned[field]
         flat = logits.flatten() if name == "choice logits" else logits
-        seen[name] = Observed("logits", None, list(logits.shape), flat[real if name in ONE_PER_TOKEN else whole])
+        seen[name] = Observed("logits", "", None, list(logits.shape), flat[tokens if name in ONE_PER_TOKEN else whole])
     return seen
-
-
-def suffix(model) -> str:
-    return type(model).__name__.removeprefix("Scratch").removeprefix("Bert")
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
@@ -338,7 +404,7 @@ class Row:
     """One line of the table."""
 
     what: str
-    kind: str  # "hidden state", "attention", "pooler", "logits" or "gradient"
+    kind: str  # "hidden state", "attention", "cross-attention", "pooler", "logits" or "gradient"
     layer: int | None
     shape: list[int] | None  # None for gradients, which stand for several tensors
     tensors: int
@@ -358,25 +424,47 @@ def compare(model, reference, batch: dict[str, torch.Tensor], seed: int = 0) -> 
     Args:
         batch: what `make_batch` returns.
         seed: of the weights in the scalar that gradients are taken of.
+
+    Raises:
+        ValueError: one returns what the other does not.
     """
     ours, our_gradients = observe(model, batch, seed)
     theirs, their_gradients = observe(reference, batch, seed)
+    if one_sided := sorted(ours.keys() ^ theirs.keys()):
+        raise ValueError(f"Only one of the models returns {', '.join(one_sided)}.")
     exact, exact_gradients = observe(copy.deepcopy(reference).double(), batch, seed)
     rows = [value_row(name, ours[name], theirs[name], exact[name]) for name in in_order(theirs)]
-    return rows + gradient_rows(our_gradients, their_gradients, exact_gradients)
+    ties = shared_tensors(reference) | shared_tensors(model)
+    return rows + gradient_rows(*(summed(side, ties) for side in (our_gradients, their_gradients, exact_gradients)))
+
+
+def shared_tensors(model) -> dict[str, str]:
+    """The tensors that are one and the same in a model, by ScratchBert's names."""
+    kind = model.config.model_type
+    return {canonical_name(name, kind): canonical_name(one, kind) for name, one in model.all_tied_weights_keys.items()}
+
+
+def summed(gradients: dict[str, torch.Tensor], ties: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The gradients, with that of a tensor which either side shares added to the one that it is shared with: where the
+    halves of one model have a tensor together and those of the other one each, the sum is what must be equal."""
+    total = {}
+    for name, gradient in gradients.items():
+        one = ties.get(name, name)
+        total[one] = total[one] + gradient if one in total else gradient
+    return total
 
 
 def in_order(seen: dict[str, Observed]) -> list[str]:
     """The outputs' names in the order in which data flows."""
-    layers = [i for name in seen if (i := seen[name].layer) is not None]
-    depth = max(layers, default=-1) + 1
-    kinds = {"hidden state": 1, "attention": 0}
+    halves = ("encoder", "decoder", "")
+    kinds = ("attention", "cross-attention", "hidden state", "pooler", "logits")
 
     def place(name):
         one = seen[name]
-        if one.layer is None:
-            return (-1 if name == "embeddings" else depth, 0)
-        return (one.layer, kinds[one.kind])
+        layer = one.layer
+        if layer is None:
+            layer = -1 if one.kind == "hidden state" else math.inf
+        return (halves.index(one.half), layer, kinds.index(one.kind))
 
     return sorted(seen, key=place)
 
@@ -410,7 +498,10 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         relative, own_error = ratio(norm(our - their), scale), ratio(norm(their - true), scale)
         limit = max(TOLERANCE, own_error)
         block = re.search(r"\.blocks\.(\d+)\.", name)
-        group = f"layer {block[1]}" if block else re.sub(r"^model\.(encoder\.)?", "", name).split(".")[0]
+        alone = without_half(name)
+        half = "" if alone == name else f"{name.split('.')[1]} "
+        part = f"layer {block[1]}" if block else re.sub(r"^model\.(encoder\.)?", "", alone).split(".")[0]
+        group = half + part
         row = Row(
             what=f"gradient: {group.replace('_', ' ')}",
             kind="gradient",
@@ -488,15 +579,16 @@ def check(source: str, other: str | None, seed: int) -> Report:
     """
     subject = read_checkpoint(source)
     reference = read_checkpoint(other) if other is not None else None
-    if reference is not None and (subject.kind, reference.kind) == ("bert", "scratchbert"):
+    if reference is not None and subject.kind != "scratchbert" and reference.kind == "scratchbert":
         subject, reference = reference, subject  # the original is what the other is measured against
     checkpoints = [subject] if reference is None else [reference, subject]
     parts = set.intersection(*(side.parts for side in checkpoints))
+    known = classes_in(subject.config.is_encoder_decoder, subject.config.is_decoder)
     check_same_size(checkpoints[0], checkpoints[-1], parts)
 
     texts, origin = encode(checkpoints, seed)
-    batch = make_batch(texts, subject.config)
-    classes = classes_for(parts, [name for side in checkpoints for name in side.architectures])
+    batch = make_batch(texts, subject.config, seed)
+    classes = classes_for(known, parts, [name for side in checkpoints for name in side.architectures])
     rows, pairs = [], []
     for name in classes:
         pair = timed(f"loading both sides as …{name}", load_pair, subject, reference, name, "pooler" in parts)
@@ -507,7 +599,7 @@ def check(source: str, other: str | None, seed: int) -> Report:
     rows.sort(key=lambda row: row.kind == "gradient")
 
     not_compared = [f"{part}, only in {side.source}" for side in checkpoints for part in sorted(side.parts - parts)]
-    unreached = parts.difference(*(reach(name) for name in classes))
+    unreached = parts.difference(*(reach(known[name]) for name in classes))
     not_compared += [f"{part}, which no class has without the parts that are missing here" for part in unreached]
     not_compared += [f"{name} of {side.source}" for side in checkpoints for name in side.left_over]
     ours, theirs = (" and ".join(names) for names in zip(*pairs, strict=True))
@@ -625,16 +717,24 @@ def plot(report: Report, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in report.rows if row.kind in ("hidden state", "attention")]
+    styles = {
+        "hidden state": ("tab:blue", "o", 9),
+        "cross-attention": ("tab:green", "^", 7),
+        "attention": ("tab:orange", "s", 5),
+    }
+    rows = [row for row in report.rows if row.kind in styles]
+    places = list(dict.fromkeys(place(row) for row in rows))
     numbers = [number for row in rows for number in (row.max_abs, row.own_error) if 0 < number < math.inf]
     low, high = (math.floor(math.log10(bound)) for bound in (min([*numbers, TOLERANCE]), max([*numbers, TOLERANCE])))
     zero = 10.0 ** (low - 1)
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    # The larger marker is drawn first, so that both are seen where they meet.
-    for kind, colour, marker, size in (("hidden state", "tab:blue", "o", 9), ("attention", "tab:orange", "s", 5)):
+    # The larger marker is drawn first, so that all are seen where they meet.
+    for kind, (colour, marker, size) in styles.items():
         chosen = [row for row in rows if row.kind == kind]
-        layers = [-1 if row.layer is None else row.layer for row in chosen]
+        if not chosen:
+            continue
+        layers = [places.index(place(row)) for row in chosen]
         differences = [on_axis(row.max_abs, zero) for row in chosen]
         own_errors = [on_axis(row.own_error, zero) for row in chosen]
         axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: difference")
@@ -644,16 +744,20 @@ def plot(report: Report, path: Path) -> None:
     powers = range(low, high + 2)
     axes.set_yticks([zero, *(10.0**power for power in powers)], ["0", *(f"1e{power}" for power in powers)])
     axes.minorticks_off()
-    depth = max((row.layer for row in rows if row.layer is not None), default=-1) + 1
-    axes.set_xticks(range(-1, depth), ["emb.", *map(str, range(depth))])
+    axes.set_xticks(range(len(places)), [name.split()[-1].replace("embeddings", "emb.") for name in places])
     axes.grid(axis="y", color="lightgrey", linewidth=0.5)
-    axes.set_xlabel("layer")
+    axes.set_xlabel("layer of the encoder, then of the decoder" if places[0].startswith("encoder") else "layer")
     axes.set_ylabel("max absolute difference")
     axes.set_title(f"{shortened(report.model)}\nagainst {shortened(report.reference)}", fontsize="medium")
     figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     with written(path) as temporary:
         figure.savefig(temporary, dpi=120)
     pyplot.close(figure)
+
+
+def place(row: Row) -> str:
+    """Where in the model a row was observed: "embeddings", "decoder layer 3"."""
+    return row.what.partition(":")[0]
 
 
 def on_axis(number: float, zero: float) -> float:

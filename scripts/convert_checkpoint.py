@@ -4,6 +4,8 @@
     convert_checkpoint.py google-bert/bert-base-uncased my-model
     convert_checkpoint.py my-model my-bert --to bert
 
+An EncoderDecoderModel of two BERTs becomes a ScratchBertForConditionalGeneration, which no BERT checkpoint can hold.
+
 The weights come through bit for bit, in the dtype that they have. Tokenizer, label maps, generation settings,
 sentence-transformers' module files and whatever else lies beside the weights come along; what does not is named, with
 the reason. A checkpoint that lacks a weight of its own class is refused: nothing is ever filled in at random.
@@ -39,11 +41,12 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, to_bert
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file, twin, without_half
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, scratchbert_fields
+from modeling_scratchbert.pretrained import NOT_IN_BERT
 
-from model_classes import CLASS_PARTS, parts_of
+from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
 from sources import looks_like_a_path
 
 # The Hub's word for what each class does.
@@ -54,9 +57,11 @@ TASKS = {
     "ForTokenClassification": "token-classification",
     "ForMultipleChoice": "multiple-choice",
     "ForQuestionAnswering": "question-answering",
+    "ForCausalLM": "text-generation",
+    "ForConditionalGeneration": "text2text-generation",
     "Model": "feature-extraction",
 }
-PREFIX = {"bert": "Bert", "scratchbert": "ScratchBert"}
+TARGETS = ("bert", "scratchbert")
 
 OUR_CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
 
@@ -73,8 +78,9 @@ LEFT_BEHIND = {
     r"optimizer\.(bin|pt)": "the optimizer's state, which goes by the order of the source's weights",
 }
 
-# Fields of the source's config.json that the target's must not have unless it is written there anew.
-NOT_KEPT = {"auto_map", "norm_first", "torch_dtype"}
+# Fields of the source's config.json that the target's must not have unless it is written there anew. "encoder" and
+# "decoder" are the configurations of an EncoderDecoderModel's halves.
+NOT_KEPT = {"auto_map", "torch_dtype", "encoder", "decoder", *NOT_IN_BERT}
 
 SECTION = "<!-- {} of what convert_checkpoint.py wrote -->"
 BEGIN, END = SECTION.format("Begin"), SECTION.format("End")
@@ -90,13 +96,13 @@ class Checkpoint:
     names: list[str]  # of all files, on the Hub too those that were not fetched
     weights: str  # the file among them that the weights are read from
     fields: dict  # of its config.json
-    kind: str  # "bert" or "scratchbert"
+    kind: str  # "bert", "scratchbert" or "encoder-decoder"
 
     @property
     def named_class(self) -> str | None:
-        """The first of the architectures that config.json names, without its prefix."""
+        """The first of the architectures that config.json names, as `CLASS_PARTS` calls it."""
         architectures = self.fields.get("architectures") or [None]
-        return architectures[0] and architectures[0].removeprefix(PREFIX[self.kind])
+        return architectures[0] and short_name(architectures[0])
 
 
 @dataclass
@@ -135,6 +141,8 @@ def convert(source, target, to: str = "scratchbert", *, overwrite: bool = False,
             model.save_as_bert(folder)
         else:
             model.save_pretrained(folder)
+            # The source's is carried over if it has one; if not, its settings are in config.json, and stay there.
+            (folder / "generation_config.json").unlink(missing_ok=True)
         restate_config(folder, checkpoint, to)
         carry_files(folder, checkpoint, to, report)
         if to == "bert" and not (folder / "vocab.txt").exists():
@@ -232,11 +240,12 @@ def weights_among(names: list[str], source: str) -> str:
 def check_fields(fields: dict, source: str, to: str) -> str:
     """Raises ValueError unless a checkpoint with this config.json can be converted; returns its kind."""
     scratchbert_fields(fields, source)  # refuses all that is neither kind
-    kind = "scratchbert" if fields.get("model_type") == "scratchbert" else "bert"
-    if kind == to:
-        other = next(name for name in PREFIX if name != to)
-        raise ValueError(f"{source} is a {PREFIX[kind]} checkpoint already; --to {other} converts it.")
-    if kind == "bert" and fields.get("auto_map"):
+    kind = kind_of(fields)
+    is_own = kind == "scratchbert"
+    if is_own == (to == "scratchbert"):
+        name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
+        raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
+    if not is_own and fields.get("auto_map"):
         raise ValueError(
             f"{source} brings its own code (auto_map in its config.json), so nothing says that it computes what BERT "
             "does. If it does, remove auto_map and convert again."
@@ -271,57 +280,63 @@ def load(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Report]:
     if "pooler" in parts and model.base_model.pooler is None:
         model.base_model.pooler = load_whole(checkpoint, "Model", dtype, with_pooler=True).pooler
     report = Report(type(model).__name__, parameters=model.num_parameters(), dtype=str(dtype), notes=notes)
-    compare(model, tensors, ours, report)
+    compare(model, tensors, ours, checkpoint.kind, report)
     return model, report
 
 
 def choose_class(checkpoint: Checkpoint, parts: set[str]) -> tuple[str, list[str]]:
-    """The class to convert with, one of `CLASS_PARTS`, and what there is to say of the choice.
+    """The class to convert with, one of `classes_in`, and what there is to say of the choice.
 
     It is the class that config.json names, unless another one keeps heads that this one would drop: the file of
     bert-base-uncased, for one, says `BertForMaskedLM` and holds the next-sentence head as well.
     """
-    named, prefix = checkpoint.named_class, PREFIX[checkpoint.kind]
-    if named is not None and named not in CLASS_PARTS:
-        known = ", ".join(prefix + name for name in CLASS_PARTS)
-        raise ValueError(f"{checkpoint.source} is a {checkpoint.fields['architectures'][0]}; converted are {known}.")
-    best = max((name for name, needs in CLASS_PARTS.items() if needs <= parts), key=lambda name: len(CLASS_PARTS[name]))
+    fields, named = scratchbert_fields(checkpoint.fields, checkpoint.source), checkpoint.named_class
+    classes = classes_in(fields.get("is_encoder_decoder", False), fields.get("is_decoder", False))
+    in_source = {name: class_name(name, checkpoint.kind) for name in classes}
+    if named is not None and named not in classes:
+        known = ", ".join(in_source.values())
+        raise ValueError(
+            f"{checkpoint.source} is of the class {checkpoint.fields['architectures'][0]}; converted are {known}."
+        )
+    best = max((name for name, needs in classes.items() if needs <= parts), key=lambda name: len(classes[name]))
     heads = parts - {"pooler"}
     if named is None:
-        return best, [f"config.json names no architectures; by its tensors it is a {prefix}{best}"]
-    needs, better = CLASS_PARTS[named], CLASS_PARTS[best]
+        return best, [f"config.json names no architectures; its tensors are those of {in_source[best]}"]
+    needs, better = classes[named], classes[best]
     if needs <= parts and heads <= better and not heads <= needs:
-        return best, [f"config.json names {prefix}{named}; the file holds, and the target keeps, all of {prefix}{best}"]
+        return best, [
+            f"config.json names {in_source[named]}; the file holds, and the target keeps, all of {in_source[best]}"
+        ]
     return named, []
 
 
-def load_whole(checkpoint: Checkpoint, class_name: str, dtype: torch.dtype, with_pooler: bool) -> PreTrainedModel:
+def load_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype, with_pooler: bool) -> PreTrainedModel:
     """Opens the checkpoint by a class of ours.
 
     Raises:
         ValueError: the class has a weight that the checkpoint lacks, or has in another size.
     """
-    options = {"add_pooling_layer": with_pooler} if class_name == "Model" else {}
+    options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
     with quiet():
-        model, info = getattr(modeling_scratchbert, f"ScratchBert{class_name}").from_pretrained(
+        model, info = getattr(modeling_scratchbert, f"ScratchBert{name}").from_pretrained(
             checkpoint.folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
 
-    def source_name(name: str) -> str:
-        return name if checkpoint.kind == "scratchbert" else to_bert(name) or to_bert(f"model.{name}")
+    def source_name(tensor: str) -> str:
+        return name_in_file(canonical_name(tensor, "scratchbert"), checkpoint.kind)
 
-    wrong = [f"{source_name(name)} is not in the file" for name in sorted(info["missing_keys"])]
-    for name, in_file, in_model in sorted(info["mismatched_keys"]):
-        wrong.append(f"{source_name(name)} is {tuple(in_file)} and not {tuple(in_model)}")
+    wrong = [f"{source_name(tensor)} is not in the file" for tensor in sorted(info["missing_keys"])]
+    for tensor, in_file, in_model in sorted(info["mismatched_keys"]):
+        wrong.append(f"{source_name(tensor)} is {tuple(in_file)} and not {tuple(in_model)}")
     if wrong:
         raise ValueError(
-            f"{checkpoint.source} is not a whole {PREFIX[checkpoint.kind]}{class_name}, which its config.json "
+            f"{checkpoint.source} is not a whole {class_name(name, checkpoint.kind)}, which its config.json "
             f"describes: {'; '.join(wrong)}. Nothing is filled in at random; correct the class or the sizes there."
         )
     return model
 
 
-def compare(model: PreTrainedModel, tensors: dict, ours: dict, report: Report) -> None:
+def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report: Report) -> None:
     """Holds every tensor of the file against the model's, and notes in `report` those that the model has no place
     for.
 
@@ -331,13 +346,13 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, report: Report) -
     held = model.state_dict()
     for name, tensor in tensors.items():
         own = (ours[name] or "").removeprefix("model." if model.base_model is model else "")
-        if name.endswith("position_ids"):
-            report.left[f"tensor {name}"] = "the numbers 0, 1, 2, …, which the model counts by itself"
+        if why := why_unused(name, kind):
+            report.left[f"tensor {name}"] = why
         elif own not in held:
             report.left[f"tensor {name}"] = f"{report.model_class} has no place for it"
         elif same_bits(held[own], tensor.to(held[own].dtype)):
             report.tensors += 1
-        elif name == OUTPUT_BIAS_ALIAS:
+        elif without_half(name) == OUTPUT_BIAS_ALIAS:
             report.left[f"tensor {name}"] = (
                 "cls.predictions.decoder.bias differs, and is the one that BERT computes with"
             )
@@ -371,9 +386,10 @@ def restate_config(folder: Path, checkpoint: Checkpoint, to: str) -> None:
     kept = {name: value for name, value in checkpoint.fields.items() if name not in NOT_KEPT}
     fields = {**kept, **json.loads(path.read_text(encoding="utf-8"))}
     if checkpoint.named_class is not None:
-        fields["architectures"] = [PREFIX[to] + checkpoint.named_class]
-    if to == "scratchbert":  # AutoTokenizer knows by itself what "bert" has, and reads this for any other model type
-        fields.setdefault("tokenizer_class", "BertTokenizer")
+        fields["architectures"] = [class_name(checkpoint.named_class, to)]
+    # AutoTokenizer knows by itself what "bert" has, and reads this for any other model type.
+    if to == "scratchbert" and fields.get("tokenizer_class") is None:
+        fields["tokenizer_class"] = "BertTokenizer"
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -455,7 +471,7 @@ def update_metadata(card: RepoCard, checkpoint: Checkpoint, to: str, report: Rep
         data["language"] = "no" if language is False else ["no" if code is False else code for code in language]
     if checkpoint.on_hub:
         data["base_model"] = checkpoint.source
-    task = TASKS.get(report.model_class.removeprefix("ScratchBert"))
+    task = TASKS.get(short_name(report.model_class))
     for name, value in (("library_name", "transformers"), ("pipeline_tag", task)):
         if data.get(name) is None and value is not None:
             data[name] = value
@@ -466,7 +482,6 @@ def section(checkpoint: Checkpoint, to: str, title: str, report: Report) -> str:
     origin = f"`{checkpoint.source}`" if checkpoint.on_hub else f"`{checkpoint.folder.resolve().name}`"
     opens = f"modeling_scratchbert.{report.model_class}"
     auto_class = next(auto for auto, path in AUTO_MAP.items() if path == opens)
-    twin = report.model_class.removeprefix("Scratch")
     if to == "bert":
         what = f"A BERT checkpoint, converted from the ScratchBert {origin}: the same weights, under BERT's own names."
         trust = ""
@@ -474,7 +489,7 @@ def section(checkpoint: Checkpoint, to: str, title: str, report: Report) -> str:
         what = (
             f"{origin} as a ScratchBert: [BERT](https://arxiv.org/abs/1810.04805) written from scratch, in blocks that "
             f"one can read, with its code in this folder. The weights are the same, bit for bit, and it computes what "
-            f"`{twin}` computes, up to the rounding of float32."
+            f"`{twin(report.model_class)}` computes, up to the rounding of float32."
         )
         trust = ", trust_remote_code=True"
     text = f"""# {title}
@@ -503,7 +518,7 @@ model = SentenceTransformer("{title}"{trust})
 
 
 def print_report(report: Report, target: str, to: str) -> None:
-    name = report.model_class.removeprefix("Scratch") if to == "bert" else report.model_class
+    name = twin(report.model_class) if to == "bert" else report.model_class
     dtype = report.dtype.removeprefix("torch.")
     print(f"{target}: {name}, {report.tensors} tensors, {report.parameters:,} parameters, {dtype}")
     if report.carried:
@@ -528,7 +543,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint: a folder or a hub id")
     parser.add_argument("target", metavar="TARGET", help="the folder to write")
-    parser.add_argument("--to", choices=PREFIX, default="scratchbert", help="what to write (default: %(default)s)")
+    parser.add_argument("--to", choices=TARGETS, default="scratchbert", help="what to write (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it holds a checkpoint")
     parser.add_argument("--revision", help="of a hub id: the branch, tag or commit to convert")
     args = parser.parse_args(argv)

@@ -8,17 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from huggingface_hub import RepoCard
 from huggingface_hub.errors import DryRunError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer, GenerationConfig
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    EncoderDecoderModel,
+    GenerationConfig,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import modeling_scratchbert
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file
+from modeling_scratchbert.pretrained import NOT_IN_BERT
 
 import convert_checkpoint as script
-from heads import HEADS
+from checkpoint_kinds import assert_same_outputs, change_config, random_two_berts
+from heads import NEEDS, ONE_HALF, OURS, TWINS, TWO_HALVES
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_checkpoint.py"
 
@@ -32,7 +43,7 @@ def bert(tmp_path, tiny_config, randomise):
 
     def make(name="Model", fields=None, edit=None, dtype=torch.float32, **config):
         folder = tmp_path / "bert"
-        model = getattr(transformers, f"Bert{name}")(tiny_config(BertConfig, **config))
+        model = TWINS[name](tiny_config(BertConfig, **{**NEEDS.get(name, {}), **config}))
         randomise(model).to(dtype).save_pretrained(folder)
         if fields is not None:
             path = folder / "config.json"
@@ -138,30 +149,32 @@ def test_minilm_computes_what_bert_model_does(minilm, minilm_there_and_back, rev
 # ------------------------------------------------------------------------------------------------ classes and weights
 
 
-@pytest.mark.parametrize("name", HEADS)
+CROSSED = {f"{name} with cross-attention": name for name in ("Model", "ForCausalLM")}
+
+
+@pytest.mark.parametrize("name", [*ONE_HALF, *CROSSED])
 @torch.no_grad()
 def test_every_class_there_and_back(name, bert, tmp_path):
-    source = bert(name)
+    crossed, name = name in CROSSED, CROSSED.get(name, name)
+    source = bert(name, **({"is_decoder": True, "add_cross_attention": True} if crossed else {}))
     there, back, report, _ = there_and_back(source, tmp_path)
     assert (report.left, report.notes) == ({}, [])
     assert read_config(there)["architectures"] == [f"ScratchBert{name}"]
-    assert read_config(back)["architectures"] == [f"Bert{name}"]
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
+    config = read_config(back)
+    assert config["architectures"] == [TWINS[name].__name__]
+    assert (config["is_decoder"], config["add_cross_attention"]) == (crossed or name == "ForCausalLM", crossed)
+    assert set(config) - set(read_config(source)) == {"position_embedding_type", "tokenizer_class"}
 
     ids = torch.arange(5, 17).view(2, 6)
     ids = ids.view(1, 2, 6) if name == "ForMultipleChoice" else ids
-    expected = getattr(transformers, f"Bert{name}").from_pretrained(source)(ids).to_tuple()
-    outputs = getattr(modeling_scratchbert, f"ScratchBert{name}").from_pretrained(there)(ids).to_tuple()
+    options = {"encoder_hidden_states": torch.randn(2, 3, 32)} if crossed else {}
+    if crossed or name == "ForCausalLM":
+        options["use_cache"] = False
+    expected = TWINS[name].from_pretrained(source)(ids, **options).to_tuple()
+    outputs = OURS[name].from_pretrained(there)(ids, **options).to_tuple()
     for own, twin in zip(outputs, expected, strict=True):
         torch.testing.assert_close(own, twin, atol=1e-5, rtol=0)
-
-
-def test_a_decoder_keeps_its_cross_attention(bert, tmp_path):
-    source = bert("Model", is_decoder=True, add_cross_attention=True)
-    _, back, report, _ = there_and_back(source, tmp_path)
-    assert report.left == {}
-    assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
-    assert read_config(back)["add_cross_attention"] is True
 
 
 def test_heads_that_the_named_class_would_drop_are_kept(bert, tmp_path):
@@ -175,17 +188,32 @@ def test_heads_that_the_named_class_would_drop_are_kept(bert, tmp_path):
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if name != "ForMultipleChoice"])
+@pytest.mark.parametrize("name", [name for name in ONE_HALF if name != "ForMultipleChoice"])
 def test_without_architectures_the_tensors_decide(name, bert, tmp_path):
     source = bert(name, fields={"architectures": None})
     there, back, report, _ = there_and_back(source, tmp_path)
     assert report.model_class == f"ScratchBert{name}"
-    assert report.notes == [f"config.json names no architectures; by its tensors it is a Bert{name}"]
+    assert report.notes == [f"config.json names no architectures; its tensors are those of {TWINS[name].__name__}"]
     assert read_config(there)["architectures"] == [f"ScratchBert{name}"]
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize("name", ["ForMaskedLM", "ForCausalLM"])
+def test_the_named_class_stands_whichever_way_it_looks(name, bert, tmp_path):
+    """The two have the same tensors, and either may look both ways or back only."""
+    source = bert(name, is_decoder=name == "ForMaskedLM")
+    _, back, report, _ = there_and_back(source, tmp_path)
+    assert (report.model_class, report.notes) == (f"ScratchBert{name}", [])
+    assert read_config(back)["architectures"] == [TWINS[name].__name__]
+
+
+def test_a_head_that_the_named_class_would_drop_is_a_decoders(bert, tmp_path):
+    report = script.convert(bert("ForCausalLM", fields={"architectures": ["BertModel"]}), tmp_path / "there")
+    assert report.model_class == "ScratchBertForCausalLM"
+    assert report.notes == ["config.json names BertModel; the file holds, and the target keeps, all of BertLMHeadModel"]
+
+
+@pytest.mark.parametrize("name", ["ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForCausalLM"])
 def test_a_pooler_that_the_class_does_not_use_is_kept(name, bert, tmp_path):
     def add_pooler(tensors):
         tensors["bert.pooler.dense.weight"] = torch.randn(32, 32)
@@ -267,6 +295,191 @@ def test_tensors_that_no_class_has_are_named(bert, tmp_path, capsys):
     assert "tensor cls.predictions.bias: cls.predictions.decoder.bias differs" in told
 
 
+# ------------------------------------------------------------------------------------------------ two halves
+
+
+@pytest.fixture
+def two_berts(tmp_path):
+    """Makes the checkpoint of an EncoderDecoderModel, with random weights and a decoder of three layers."""
+
+    def make(edit=None, dtype=torch.float32, **fields):
+        folder = tmp_path / "bert2bert"
+        random_two_berts(decoder={"num_hidden_layers": 3}, **fields).to(dtype).save_pretrained(folder)
+        if edit is not None:
+            rewrite(folder, edit)
+        return folder
+
+    return make
+
+
+NEVER_USED = {
+    f"tensor encoder.pooler.dense.{leaf}": "the encoder's pooler, which EncoderDecoderModel never uses"
+    for leaf in ("bias", "weight")
+}
+
+
+def by_canonical_name(tensors):
+    named = {canonical_name(name, "encoder-decoder"): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if ".pooler." not in name}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_berts(dtype, two_berts, tmp_path):
+    source, there = two_berts(dtype=dtype), tmp_path / "there"
+    report = script.convert(source, there)
+    assert report.model_class == "ScratchBertForConditionalGeneration"
+    assert (report.left, report.notes) == (NEVER_USED, [])
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (there, source))
+    assert_same_tensors(ours, by_canonical_name(theirs))
+    assert report.tensors == len(ours) == len(theirs) - 2
+    assert (there / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+
+    config = read_config(there)
+    assert config["architectures"] == ["ScratchBertForConditionalGeneration"]
+    assert (config["num_hidden_layers"], config["num_decoder_layers"]) == (2, 3)
+    assert config["decoder_start_token_id"] == 2
+    assert not {"encoder", "decoder"} & set(config)
+    if dtype == torch.float32:
+        twin = EncoderDecoderModel.from_pretrained(source)
+        remote = get_class_from_dynamic_module("modeling_scratchbert.ScratchBertForConditionalGeneration", there)
+        assert remote is not OURS["ForConditionalGeneration"]
+        for model in (AutoModelForSeq2SeqLM.from_pretrained(there), remote.from_pretrained(there)):
+            assert_same_outputs(model, twin)
+
+
+def test_what_lies_beside_two_berts(two_berts, tmp_path):
+    source, there = two_berts(), tmp_path / "there"
+    (tmp_path / "words").write_text("\n".join(VOCABULARY) + "\n")
+    tokenizer = BertTokenizer(str(tmp_path / "words"))
+    tokenizer.save_pretrained(source)
+    write_readme(source, "license: mit\n", "\nA summariser.\n")
+    (source / "notes").mkdir()
+    (source / "notes" / "1.txt").write_text("as it was")
+    script.convert(source, there)
+
+    for name in files_in(source) - REWRITTEN:
+        assert (there / name).read_bytes() == (source / name).read_bytes(), name
+    card = RepoCard((there / "README.md").read_text())
+    assert card.data.pipeline_tag == "text2text-generation"
+    assert card.data.license == "mit"
+    assert card.text.endswith("\nA summariser.\n")
+    text = " ".join(card.text.split())
+    assert "computes what `EncoderDecoderModel` computes" in text
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("there", trust_remote_code=True)' in text
+    own = AutoTokenizer.from_pretrained(there)
+    assert own("a boats sinking") == tokenizer("a boats sinking")
+
+    summarise = {"max_new_tokens": 8, "num_beams": 2}
+    inputs = tokenizer(["a boat sinking", "boats"], padding=True, return_tensors="pt")
+    expected = EncoderDecoderModel.from_pretrained(source).eval().generate(**inputs, **summarise)
+    assert torch.equal(AutoModelForSeq2SeqLM.from_pretrained(there).generate(**inputs, **summarise), expected)
+
+
+def test_two_berts_as_transformers_4_wrote_them(two_berts, tmp_path):
+    """All fields of either half, settings of `generate` beside them; here, halves that are the same tensors."""
+    source, there = tmp_path / "old", tmp_path / "there"
+    source.mkdir()
+    model = random_two_berts()
+    for name, tensor in model.decoder.bert.state_dict().items():
+        if ".crossattention." not in name:
+            tensor.copy_(model.encoder.state_dict()[name])
+    tensors = model.state_dict()
+    for half in ("encoder", "decoder.bert"):
+        tensors[f"{half}.embeddings.position_ids"] = torch.arange(20)[None]
+    torch.save(tensors, source / "pytorch_model.bin")
+    every_field = {"max_length": 20, "num_beams": 1, "is_encoder_decoder": False, "decoder_start_token_id": None,
+                   "tokenizer_class": None, "tie_encoder_decoder": False, "gradient_checkpointing": False}  # fmt: skip
+    fields = model.config.to_dict()
+    halves = {half: {**fields[half], **every_field} for half in ("encoder", "decoder")}
+    settings = {"num_beams": 4, "max_length": 14, "no_repeat_ngram_size": 3}
+    (source / "config.json").write_text(json.dumps({**fields, **halves, **settings, "tie_encoder_decoder": True}))
+
+    report = script.convert(source, there)
+    left = {why for name, why in report.left.items() if name.endswith("position_ids")}
+    assert left == {"the numbers 0, 1, 2, …, which the model counts by itself"}
+    assert set(report.left) - set(NEVER_USED) == {f"tensor {name}" for name in tensors if "position_ids" in name}
+    stored = load_file(there / "model.safetensors")
+    assert not [name for name in stored if name.startswith("model.decoder.") and "cross_attention" not in name]
+    expected = by_canonical_name({name: t for name, t in tensors.items() if "position_ids" not in name})
+    assert_same_tensors(stored, {name: tensor for name, tensor in expected.items() if name in stored})
+
+    config = read_config(there)
+    assert {name: config[name] for name in settings} == settings
+    assert config["tokenizer_class"] == "BertTokenizer"
+    assert config["tie_encoder_decoder"] is True
+    assert not (there / "generation_config.json").exists()
+    ids = torch.randint(5, 90, (2, 7))
+    twin = EncoderDecoderModel.from_pretrained(source).eval()
+    assert torch.equal(OURS["ForConditionalGeneration"].from_pretrained(there).generate(ids), twin.generate(ids))
+
+
+def test_two_berts_without_architectures(two_berts, tmp_path):
+    source = two_berts()
+    change_config(source, architectures=None)
+    report = script.convert(source, tmp_path / "there")
+    assert report.notes == ["config.json names no architectures; its tensors are those of EncoderDecoderModel"]
+    assert read_config(tmp_path / "there")["architectures"] == ["ScratchBertForConditionalGeneration"]
+
+
+def test_the_bias_that_two_berts_compute_with(two_berts, tmp_path):
+    def add(tensors):
+        tensors["decoder.cls.predictions.decoder.bias"] = tensors["decoder.cls.predictions.bias"] + 1
+
+    report = script.convert(two_berts(edit=add, tie_word_embeddings=False), tmp_path / "there")
+    (alias,) = set(report.left) - set(NEVER_USED)
+    assert alias == f"tensor decoder.{OUTPUT_BIAS_ALIAS}"
+    assert "differs" in report.left[alias]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (drop("encoder.encoder.layer.1"), "encoder.encoder.layer.1.attention.self.query.weight is not in the file"),
+        (drop("encoder.embeddings.word"), "encoder.embeddings.word_embeddings.weight is not in the file"),
+        (
+            drop("decoder.bert.encoder.layer.2.cross"),
+            "decoder.bert.encoder.layer.2.crossattention.self.key.bias is not",
+        ),
+        (drop("decoder.cls"), "decoder.cls.predictions.transform.dense.weight is not in the file"),
+        (
+            lambda tensors: tensors.update({"decoder.bert.embeddings.LayerNorm.bias": torch.ones(3)}),
+            "decoder.bert.embeddings.LayerNorm.bias is (3,) and not (32,)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("quiet_only_here")
+def test_nothing_of_two_berts_is_filled_in_at_random(edit, says, two_berts, tmp_path, capsys):
+    assert_refused([two_berts(edit=edit), tmp_path / "there"], says, capsys)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.usefixtures("quiet_only_here")
+def test_two_halves_that_are_refused(two_berts, tmp_path, tiny_config, capsys):
+    source, target = two_berts(), tmp_path / "there"
+    assert_refused([source, target, "--to", "bert"], "is a Bert checkpoint already; --to scratchbert", capsys)
+    change_config(source, decoder={**read_config(source)["decoder"], "hidden_size": 64})
+    assert_refused([source, target], "whose halves differ: hidden_size is 32 in the encoder and 64", capsys)
+    for name in TWO_HALVES:
+        ours = tmp_path / name
+        OURS[name](tiny_config(is_encoder_decoder=True)).save_pretrained(ours)
+        assert_refused([ours, target], "is a ScratchBert checkpoint already; --to bert", capsys)
+        assert_refused([ours, target, "--to", "bert"], f"ScratchBert{name} has two halves, and a BERT", capsys)
+    assert not target.exists()
+
+
+def test_each_name_in_a_file_of_two_berts_has_one_of_ours():
+    theirs, ours = random_two_berts(), OURS["ForConditionalGeneration"]
+    config = modeling_scratchbert.ScratchBertConfig.from_bert(theirs.config)
+    names = {name: canonical_name(name, "encoder-decoder") for name in theirs.state_dict() if "pooler" not in name}
+    del names[f"decoder.{OUTPUT_BIAS_ALIAS}"]  # one more name for the decoder's
+    assert sorted(names.values()) == sorted(ours(config).state_dict())
+    assert {name: name_in_file(own, "encoder-decoder") for name, own in names.items()} == {name: name for name in names}
+    for stray in ("encoder.cls.predictions.bias", "decoder.bert.x.weight", "enc_to_dec_proj.weight"):
+        assert canonical_name(stray, "encoder-decoder") is None
+    for stray in ("model.encoder.encoder.final_norm.weight", "model.decoder.x.weight", "gate.weight"):
+        assert name_in_file(stray, "encoder-decoder") is None
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -291,7 +504,11 @@ def test_nothing_is_filled_in_at_random(name, fields, edit, says, bert, tmp_path
     [
         ({"model_type": "roberta", "architectures": ["RobertaModel"]}, "has model_type 'roberta'"),
         ({"position_embedding_type": "relative_key"}, "'relative_key'"),
-        ({"architectures": ["BertLMHeadModel"]}, "is a BertLMHeadModel; converted are BertForPreTraining"),
+        ({"architectures": ["BertForRanking"]}, "is of the class BertForRanking; converted are BertForPreTraining"),
+        (
+            {"architectures": ["EncoderDecoderModel"]},
+            "is of the class EncoderDecoderModel; converted are BertForPreTraining",
+        ),
         ({"auto_map": {"AutoModel": "modeling_x.BertModel"}}, "brings its own code"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised"),
         ({"model_type": "scratchbert"}, "is a ScratchBert checkpoint already; --to bert"),
@@ -367,7 +584,7 @@ def test_what_bert_cannot_express_is_refused(tmp_path, tiny_config, capsys):
 
     config = read_config(source)
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["MyGatedBert"]}))
-    assert_refused([source, target, "--to", "bert"], "is a MyGatedBert; converted are ScratchBert", capsys)
+    assert_refused([source, target, "--to", "bert"], "is of the class MyGatedBert; converted are ScratchBert", capsys)
     assert not target.exists()
 
 
@@ -528,8 +745,28 @@ def test_label_maps_and_settings_are_kept(bert, tmp_path):
         assert GenerationConfig.from_pretrained(folder, "config.json").num_beams == 4
     model = modeling_scratchbert.ScratchBertForSequenceClassification.from_pretrained(there)
     assert model.config.id2label == labels
-    assert "auto_map" not in read_config(back)
-    assert "norm_first" not in read_config(back)
+    assert not {"auto_map", *NOT_IN_BERT} & set(read_config(back))
+
+
+SETTINGS = {"num_beams": 4, "max_length": 17, "early_stopping": True, "temperature": 0.5}
+
+
+@pytest.mark.parametrize("where", ["in a file of their own", "in config.json", "nowhere"])
+def test_generation_settings_are_the_sources(where, bert, tmp_path):
+    """To the letter, even one that means nothing: a temperature without sampling."""
+    source = bert("ForCausalLM")
+    (source / "generation_config.json").unlink()
+    if where == "in config.json":
+        change_config(source, **SETTINGS)
+    elif where == "in a file of their own":
+        (source / "generation_config.json").write_text(json.dumps(SETTINGS))
+    for folder in there_and_back(source, tmp_path)[:2]:
+        own = folder / "generation_config.json"
+        assert own.exists() == (where == "in a file of their own")
+        assert not own.exists() or own.read_text() == json.dumps(SETTINGS)
+        settings = OURS["ForCausalLM"].from_pretrained(folder).generation_config.to_dict()
+        for name, value in SETTINGS.items():
+            assert settings[name] == (None if where == "nowhere" else value), name
 
 
 # ------------------------------------------------------------------------------------------------ the tokenizer
