@@ -17,7 +17,7 @@ from torch import nn
 
 import modeling_scratchbert
 
-from heads import OURS, TWINS
+from heads import NEEDS, OURS, TWINS
 
 TINY = {
     "vocab_size": 99,
@@ -55,11 +55,26 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def random_bert(head: str = "ForPreTraining", seed: int = 0, **fields) -> transformers.PreTrainedModel:
-    return randomised(TWINS[head](transformers.BertConfig(**{**TINY, **fields})), seed)
+    return randomised(TWINS[head](transformers.BertConfig(**{**TINY, **NEEDS.get(head, {}), **fields})), seed)
 
 
 def random_scratchbert(head: str = "ForPreTraining", seed: int = 0, **fields):
-    return randomised(OURS[head](modeling_scratchbert.ScratchBertConfig(**{**TINY, **fields})), seed)
+    fields = {**TINY, **NEEDS.get(head, {}), **fields}
+    return randomised(OURS[head](modeling_scratchbert.ScratchBertConfig(**fields)), seed)
+
+
+# What a seq2seq model of this vocabulary, which is too small for Google's ids, starts, ends and pads with.
+SPECIAL = {"decoder_start_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+
+
+def random_two_berts(seed: int = 0, decoder: dict | None = None, **fields) -> transformers.EncoderDecoderModel:
+    """Two random BERTs, with the fields of `decoder` where the second is not like the first."""
+    encoder = transformers.BertConfig(**{**TINY, **fields})
+    decoder = {**TINY, **fields, "is_decoder": True, "add_cross_attention": True, **(decoder or {})}
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder, transformers.BertConfig(**decoder), **SPECIAL
+    )
+    return randomised(transformers.EncoderDecoderModel(config), seed)
 
 
 # --- what a model computes
@@ -76,16 +91,19 @@ def outputs(model) -> dict[str, torch.Tensor]:
         "attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] * 2 + [0] * 5]),
     }
     real = batch["attention_mask"].bool()
-    if model.config.add_cross_attention:
+    if getattr(model.config, "add_cross_attention", False):
         batch["encoder_hidden_states"] = torch.randn(3, 4, model.config.hidden_size, generator=generator)
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(1, 50, (3, 6), generator=generator)
     if "MultipleChoice" in type(model).__name__:
         batch = {name: tensor[None] for name, tensor in batch.items()}
     was_training = model.training
     with torch.no_grad():
         result = model.eval()(**batch, output_hidden_states=True, use_cache=False)
     model.train(was_training)
-    tensors = {f"hidden_states.{i}": states for i, states in enumerate(result.hidden_states)}
-    tensors |= {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    for kind in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        tensors |= {f"{kind}.{i}": states for i, states in enumerate(result.get(kind) or ())}
     return {name: tensor[real] if tensor.shape[:2] == (3, 7) else tensor for name, tensor in tensors.items()}
 
 
@@ -133,6 +151,12 @@ def bert_tensors(model, prefix=True, layer_norm="weight", decoder="left out", po
     return tensors
 
 
+def two_bert_tensors(model, **form) -> dict[str, torch.Tensor]:
+    """The tensors of `model`, an `EncoderDecoderModel` of two BERTs; `form` as in `bert_tensors`."""
+    halves = {"encoder": model.encoder, "decoder": model.decoder}
+    return {f"{half}.{name}": t for half, bert in halves.items() for name, t in bert_tensors(bert, **form).items()}
+
+
 def bert_fields(model, **changes) -> dict:
     """What the config.json of `model` holds; a change to None takes a field out."""
     fields = {**model.config.to_diff_dict(), "architectures": [type(model).__name__], **changes}
@@ -172,6 +196,16 @@ def write_bert(folder: Path, model=None, container="safetensors", variant=None, 
     model = random_bert() if model is None else model
     write_weights(folder, bert_tensors(model, **form), container, variant)
     (folder / "config.json").write_text(json.dumps(bert_fields(model, **(fields or {}))))
+    return folder
+
+
+def write_two_berts(folder: Path, model=None, container="safetensors", fields=None, **form) -> Path:
+    """An `EncoderDecoderModel` of two BERTs, random ones if left out; `form` as in `bert_tensors`."""
+    model = random_two_berts() if model is None else model
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    write_weights(folder, two_bert_tensors(model, **form), container)
+    change_config(folder, **(fields or {}))
     return folder
 
 

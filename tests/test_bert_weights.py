@@ -6,26 +6,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertModel
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
 from modeling_scratchbert.bert_weights import (
     BERT_TO_SCRATCHBERT,
+    HEADS_OF_DECODER,
     LEAVES,
     OUTPUT_BIAS,
     OUTPUT_BIAS_ALIAS,
+    canonical_name,
     loading_patterns,
+    name_in_file,
+    seq2seq_loading_patterns,
     to_bert,
     to_scratchbert,
+    twin,
+    without_half,
 )
 
-from checkpoint_kinds import TINY
-from heads import HEADS, OURS, TWINS
+from checkpoint_kinds import TINY, random_two_berts
+from heads import ONE_HALF, OURS, TWINS
 
 DECODER = {"is_decoder": True, "add_cross_attention": True}
 # Each of our models and its twin: every class, and with cross-attention those that may have it.
 PAIRS = {
-    **{head: (OURS[head], TWINS[head], {}) for head in HEADS},
+    **{head: (OURS[head], TWINS[head], {}) for head in ONE_HALF},
     "Model, decoder": (ScratchBertModel, transformers.BertModel, DECODER),
-    "LMHeadModel, decoder": (ScratchBertForMaskedLM, transformers.BertLMHeadModel, DECODER),
+    "ForCausalLM, decoder": (OURS["ForCausalLM"], TWINS["ForCausalLM"], DECODER),
     "an activation with a weight": (OURS["ForPreTraining"], TWINS["ForPreTraining"], {"hidden_act": "prelu"}),
 }
 
@@ -117,6 +123,113 @@ def test_the_output_bias_has_two_names_and_the_decoder_s_goes_first():
     assert renamed({OUTPUT_BIAS_ALIAS}) == {OUTPUT_BIAS_ALIAS: ours}
     assert renamed({OUTPUT_BIAS}) == {OUTPUT_BIAS: ours}
     assert renamed({OUTPUT_BIAS, OUTPUT_BIAS_ALIAS}) == {OUTPUT_BIAS: ours, OUTPUT_BIAS_ALIAS: OUTPUT_BIAS_ALIAS}
+
+
+@pytest.mark.parametrize("head", ONE_HALF)
+def test_the_canonical_name_is_ours_as_in_a_model_with_a_head(head):
+    ours = OURS[head](ScratchBertConfig(**TINY)).state_dict()
+    wanted = {f"model.{name}" if head == "Model" else name for name in ours}
+    assert {canonical_name(name, "scratchbert") for name in ours} == wanted
+    theirs = set(TWINS[head](transformers.BertConfig(**TINY)).state_dict()) - {OUTPUT_BIAS_ALIAS}
+    assert {canonical_name(name, "bert") for name in theirs} == wanted
+    for name in wanted:
+        assert canonical_name(name_in_file(name, "bert"), "bert") == name
+        assert name_in_file(name, "scratchbert") == name
+    assert canonical_name("something.else", "bert") is None
+    assert name_in_file("something.else", "bert") is None
+
+
+@pytest.mark.parametrize("head", OURS)
+def test_the_twin_of_a_class_is_known_by_name(head):
+    name = OURS[head].__name__
+    if head == "Seq2SeqModel":
+        assert not hasattr(transformers, twin(name))  # transformers has no such class without a head
+    else:
+        assert twin(name) == TWINS.get(head, transformers.EncoderDecoderModel).__name__
+
+
+# --- two halves
+
+
+def names_of_two_berts():
+    return set(random_two_berts().state_dict())
+
+
+def test_every_tensor_of_two_berts_has_its_place():
+    """And two that differ have two."""
+    config = ScratchBertConfig(**TINY, is_encoder_decoder=True, share_embeddings=False)
+    ours = set(ScratchBertForConditionalGeneration(config).state_dict())
+    theirs = names_of_two_berts()
+    renamings = [WeightRenaming(source, target) for source, target in seq2seq_loading_patterns(theirs).items()]
+    renamed = {name: apply_renamings(name, renamings) for name in theirs}
+    unused = {name for name, new in renamed.items() if new not in ours}
+    poolers = {f"encoder.pooler.dense.{leaf}" for leaf in LEAVES}
+    assert unused == poolers | {HEADS_OF_DECODER + OUTPUT_BIAS_ALIAS}  # the other of the bias's two names
+    assert {renamed[name] for name in theirs - unused} == ours
+    assert len(theirs - unused) == len(ours)
+    # A second time, or on a checkpoint of ours, there is nothing left to rename.
+    assert {apply_renamings(name, renamings) for name in ours} == ours
+    # Name by name it is the same
+    for name in theirs - unused:
+        assert canonical_name(name, "encoder-decoder") == renamed[name]
+        assert name_in_file(renamed[name], "encoder-decoder") == name
+    assert {canonical_name(name, "scratchbert") for name in ours} == ours
+    bare_names = {name.removeprefix("model.") for name in ours}
+    assert {canonical_name(name, "scratchbert") for name in bare_names} == ours
+
+
+OF_TWO_BERTS = st.tuples(st.sampled_from(["encoder", "decoder"]), BERT_NAMES).filter(
+    lambda drawn: drawn[1].startswith(("bert.", "cls.predictions.")[: 1 if drawn[0] == "encoder" else 2])
+)
+
+
+@given(OF_TWO_BERTS, st.booleans())
+def test_a_tensor_of_either_half_is_renamed_as_in_one_bert(drawn, tensorflow):
+    half, name = drawn
+    alone = to_scratchbert(name)
+    is_head = not name.startswith("bert.")
+    before = "encoder." if half == "encoder" else HEADS_OF_DECODER if is_head else "decoder.bert."
+    spelling, wanted = before + bare(name, "bert"), alone.replace("model.", f"model.{half}.")
+    assert without_half(spelling) == name
+    assert without_half(wanted) == alone
+    if tensorflow:
+        module, _, leaf = spelling.rpartition(".")
+        spelling = f"{module}.{LEAVES[leaf]}"
+    renamings = [WeightRenaming(source, target) for source, target in seq2seq_loading_patterns({spelling}).items()]
+    assert apply_renamings(spelling, renamings) == wanted
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{OUTPUT_BIAS_ALIAS}, {OUTPUT_BIAS}, {OUTPUT_BIAS, OUTPUT_BIAS_ALIAS}],
+    ids=["the old name", "the new name", "both"],
+)
+def test_the_decoder_s_output_bias_has_two_names_too(names):
+    names = {HEADS_OF_DECODER + name for name in names}
+    renamings = [WeightRenaming(source, target) for source, target in seq2seq_loading_patterns(names).items()]
+    renamed = {name: apply_renamings(name, renamings) for name in names}
+    assert list(renamed.values()).count("lm_head.decoder.bias") == 1
+    if len(names) == 2:
+        assert renamed[HEADS_OF_DECODER + OUTPUT_BIAS] == "lm_head.decoder.bias"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.encoder.blocks.0.attention.query.weight",
+        "encoder.blocks.0.attention.query.weight",
+        "bert.encoder.layer.0.attention.self.query.weight",
+        "encoder.layer.0.attention.self.query.weight",
+        "embeddings.word_embeddings.weight",
+        "model.embeddings.norm.bias",
+        "lm_head.decoder.bias",
+        "cls.predictions.bias",
+        "decoder.something.weight",
+        "",
+    ],
+)
+def test_a_tensor_of_one_half_keeps_its_name(name):
+    assert without_half(name) == name
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,25 @@ from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 from checkpoint_kinds import TINY, config_json, random_bert, write_bert
 
-OUR_OWN = {"norm_first": False, "position_embedding_type": "absolute"}
+OUR_OWN = {
+    "norm_first": False,
+    "position_embedding_type": "absolute",
+    "num_decoder_layers": None,
+    "tie_encoder_decoder": False,
+    "share_embeddings": True,
+    "decoder_start_token_id": None,
+}
 
 
 def fields_of(config_class):
-    return {field.name: (field.type, field.default) for field in dataclasses.fields(config_class)}
+    """Types by name: where they are inherited, they are text."""
+    return {
+        field.name: (getattr(field.type, "__name__", str(field.type)), field.default)
+        for field in dataclasses.fields(config_class)
+    }
 
 
-def test_fields_and_defaults_are_bert_s_and_two_of_our_own():
+def test_fields_and_defaults_are_bert_s_and_a_few_of_our_own():
     theirs, ours = fields_of(transformers.BertConfig), fields_of(ScratchBertConfig)
     assert {name: ours[name] for name in theirs} == theirs
     assert {name: ours[name][1] for name in set(ours) - set(theirs)} == OUR_OWN
@@ -93,6 +104,17 @@ UNFIT = [
     ("add_cross_attention", True, "is_decoder"),
 ]
 
+TWO_HALVES = {"is_encoder_decoder": True}
+UNFIT_HALVES = [
+    ("is_decoder", True, "both halves"),
+    ("num_decoder_layers", 0, "at least 1"),
+    ("num_decoder_layers", -2, "at least 1"),
+    ("decoder_start_token_id", 99, "0 to 98"),
+    ("decoder_start_token_id", -1, "0 to 98"),
+    ("num_hidden_layers", -1, "negative"),
+    ("pad_token_id", 99, "0 to 98"),
+]
+
 
 @pytest.mark.parametrize(("field", "value", "wants"), UNFIT, ids=lambda part: str(part).replace(" ", "_"))
 def test_an_unfit_value_is_named_with_what_is_wanted(field, value, wants):
@@ -100,6 +122,26 @@ def test_an_unfit_value_is_named_with_what_is_wanted(field, value, wants):
         ScratchBertConfig(**{**TINY, field: value})
     assert str(value) in str(error.value)
     assert wants in str(error.value)
+
+
+@pytest.mark.parametrize(("field", "value", "wants"), UNFIT_HALVES, ids=str)
+def test_an_unfit_value_of_two_halves_is_named_with_what_is_wanted(field, value, wants):
+    with pytest.raises(ValueError, match=field) as error:
+        ScratchBertConfig(**{**TINY, **TWO_HALVES, field: value})
+    assert str(value) in str(error.value)
+    assert wants in str(error.value)
+    if field in ("num_decoder_layers", "decoder_start_token_id"):  # which mean nothing to one half
+        ScratchBertConfig(**{**TINY, field: value})
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_halves_that_are_the_same_tensors_are_as_deep(depth):
+    fields = {**TINY, **TWO_HALVES, "tie_encoder_decoder": True}
+    ScratchBertConfig(**fields, num_decoder_layers=2)
+    ScratchBertConfig(**fields)
+    with pytest.raises(ValueError, match=f"num_hidden_layers is 2 and num_decoder_layers is {depth}") as error:
+        ScratchBertConfig(**fields, num_decoder_layers=depth)
+    assert "tie_encoder_decoder is True" in str(error.value)
 
 
 def test_the_width_of_sinusoidal_positions_is_even():
@@ -126,6 +168,11 @@ WRONG_TYPES = [
     ("pad_token_id", "[PAD]"),
     ("use_cache", "no"),
     ("tie_word_embeddings", "no"),
+    ("is_encoder_decoder", "no"),
+    ("num_decoder_layers", 2.0),
+    ("tie_encoder_decoder", None),
+    ("share_embeddings", "no"),
+    ("decoder_start_token_id", "[CLS]"),
 ]
 
 
@@ -242,6 +289,17 @@ VALID = st.fixed_dictionaries(
         "something_else": st.text(max_size=5),
     },
 )
+HALVES = st.fixed_dictionaries(
+    {"is_encoder_decoder": st.just(True), "num_hidden_layers": st.just(2)},
+    optional={
+        "num_decoder_layers": st.sampled_from([None, 2]),
+        "tie_encoder_decoder": st.booleans(),
+        "share_embeddings": st.booleans(),
+        "decoder_start_token_id": st.integers(0, 9),
+        "bos_token_id": st.none() | st.integers(0, 9),
+    },
+)
+VALID |= st.builds(lambda fields, halves: {**fields, **halves, "is_decoder": False}, VALID, HALVES)
 
 
 @settings(max_examples=50, deadline=None)
@@ -249,7 +307,7 @@ VALID = st.fixed_dictionaries(
 def test_there_and_back(tmp_path_factory, fields):
     config = ScratchBertConfig(**fields)
     for name, value in fields.items():
-        assert getattr(config, name) == value or name == "dtype"
+        assert getattr(config, name) == value or name == "dtype" or (value is None and config.is_encoder_decoder)
     folder = tmp_path_factory.mktemp("config")
     config.save_pretrained(folder)
     config.to_json_file(folder / "whole.json", use_diff=False)
@@ -268,6 +326,88 @@ def test_there_and_back(tmp_path_factory, fields):
     for way, again in copies.items():
         assert type(again) is ScratchBertConfig
         assert comparable(again) == wanted, way
+
+
+# --- two halves
+
+
+@pytest.mark.parametrize(
+    ("fields", "start", "end"),
+    [
+        ({}, 101, 102),
+        ({"vocab_size": 103}, 101, 102),
+        ({"vocab_size": 102}, None, None),
+        ({"bos_token_id": 7}, 7, 102),
+        ({"bos_token_id": 0, "vocab_size": 20}, 0, None),
+        ({"decoder_start_token_id": 5, "bos_token_id": 7}, 5, 102),
+        ({"decoder_start_token_id": 0}, 0, 102),
+        ({"eos_token_id": 9}, 101, 9),
+        ({"eos_token_id": 0}, 101, 0),
+        ({"eos_token_id": [3, 9]}, 101, [3, 9]),
+    ],
+    ids=str,
+)
+def test_two_halves_start_and_end_with_google_s_ids_unless_told_otherwise(tmp_path, fields, start, end):
+    config = ScratchBertConfig(**fields, **TWO_HALVES)
+    assert (config.decoder_start_token_id, config.eos_token_id) == (start, end)
+    assert config.pad_token_id == 0
+    one_half = ScratchBertConfig(**fields)
+    assert one_half.decoder_start_token_id == fields.get("decoder_start_token_id")
+    assert one_half.eos_token_id == fields.get("eos_token_id")
+    # As arguments beside a checkpoint of one half, which are set when the configuration is there already
+    one_half.save_pretrained(tmp_path)
+    later = ScratchBertConfig.from_pretrained(tmp_path, **TWO_HALVES)
+    assert (later.decoder_start_token_id, later.eos_token_id) == (start, end)
+
+
+def test_an_argument_beside_a_checkpoint_is_checked_with_its_other_half(tmp_path):
+    ScratchBertConfig(**TINY, **TWO_HALVES, tie_encoder_decoder=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="num_decoder_layers is 1"):
+        ScratchBertConfig.from_pretrained(tmp_path, num_decoder_layers=1)
+    ScratchBertConfig.from_pretrained(tmp_path, num_decoder_layers=1, tie_encoder_decoder=False)
+
+
+@pytest.mark.parametrize("depth", [None, 1, 2, 5])
+def test_a_half_is_a_configuration_of_its_own(depth):
+    fields = {"norm_first": True, "layer_norm_eps": 1e-5, "bos_token_id": 4, "attn_implementation": "eager"}
+    config = ScratchBertConfig(
+        **TINY, **TWO_HALVES, **fields, num_decoder_layers=depth, tie_encoder_decoder=depth in (None, 2)
+    )
+    before = copy.deepcopy(comparable(config))
+    encoder, decoder = config.encoder_config(), config.decoder_config()
+    assert encoder.num_hidden_layers == 2
+    assert decoder.num_hidden_layers == (depth or 2)
+    assert (encoder.is_decoder, encoder.add_cross_attention) == (False, False)
+    assert (decoder.is_decoder, decoder.add_cross_attention) == (True, True)
+    of_the_half = {"is_encoder_decoder", "num_decoder_layers", "tie_encoder_decoder", "is_decoder"}
+    of_the_half |= {"add_cross_attention", "num_hidden_layers"}
+    for half in (encoder, decoder):
+        half.check()
+        assert (half.is_encoder_decoder, half.num_decoder_layers, half.tie_encoder_decoder) == (False, None, False)
+        assert {k: v for k, v in comparable(half).items() if k not in of_the_half} == {
+            k: v for k, v in before.items() if k not in of_the_half
+        }
+        assert half._attn_implementation == "eager"
+        assert comparable(ScratchBertConfig.from_dict(half.to_dict())) == comparable(half)
+    assert comparable(config) == before
+    # What is changed in a half, however deep in it, is changed there alone
+    encoder.hidden_act = "relu"
+    encoder.id2label[0] = "changed"
+    assert comparable(config) == before
+
+
+def test_the_text_configuration_is_that_of_the_half_that_is_asked_for():
+    """By it `generate` makes as many layers of its caches as the decoder has."""
+    config = ScratchBertConfig(**TINY, **TWO_HALVES, num_decoder_layers=5)
+    assert config.get_text_config() is config
+    assert config.get_text_config(decoder=True, encoder=True) is config
+    decoder, encoder = config.get_text_config(decoder=True), config.get_text_config(encoder=True)
+    assert (decoder.num_hidden_layers, decoder.is_decoder) == (5, True)
+    assert (encoder.num_hidden_layers, encoder.is_decoder) == (2, False)
+    assert len(transformers.DynamicCache(config=config).layers) == 5
+    one_half = ScratchBertConfig(**TINY, is_decoder=True)
+    for asked in ({}, {"decoder": True}, {"encoder": True}):
+        assert one_half.get_text_config(**asked) is one_half
 
 
 def comparable(config):

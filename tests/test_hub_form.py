@@ -19,6 +19,7 @@ from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, Scra
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 from checkpoint_kinds import (
+    SPECIAL,
     TINY,
     assert_same_outputs,
     config_json,
@@ -26,17 +27,18 @@ from checkpoint_kinds import (
     outputs,
     random_bert,
     random_scratchbert,
+    random_two_berts,
     write_bert,
     write_hub_cache,
 )
-from heads import HEADS
+from heads import NEEDS, ONE_HALF
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
 MODEL_CLASSES = {
     auto: path.split(".")[1]
     for auto, path in AUTO_MAP.items()
-    if path.split(".")[1].removeprefix("ScratchBert") in HEADS
+    if path.split(".")[1].removeprefix("ScratchBert") in ONE_HALF
 }
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 
@@ -44,9 +46,9 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on"
 def test_the_auto_map_is_complete():
     """Every public model class is opened by some Auto class, and by every one that opens its twin."""
     public = {name for name in modeling_scratchbert.__all__ if name.endswith("Model") or "BertFor" in name}
-    assert {path.split(".")[1] for auto, path in AUTO_MAP.items() if auto != "AutoConfig"} == public - {
-        "ScratchBertPreTrainedModel"
-    }
+    public.remove("ScratchBertPreTrainedModel")
+    public.remove("ScratchBertSeq2SeqModel")  # which AutoModel opens by way of ScratchBertModel
+    assert {path.split(".")[1] for auto, path in AUTO_MAP.items() if auto != "AutoConfig"} == public
     twin = transformers.BertConfig
     for name in dir(transformers):
         mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
@@ -240,6 +242,76 @@ def a_bert_loads_into_the_copy_and_goes_out_again():
         return
     raise AssertionError("a RoBERTa was loaded")
 
+def generated(model):
+    return model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5, do_sample=False)
+
+@check()
+def a_causal_model_generates():
+    for folder in ("saved/ForCausalLM", "second/ForCausalLM"):
+        model = open_as("AutoModelForCausalLM", folder)[0]
+        assert torch.equal(generated(model), reference["generated"]["ForCausalLM"])
+
+def compute_halves(model):
+    with torch.no_grad():
+        result = model(**batch, decoder_input_ids=batch["input_ids"].flip(1), output_hidden_states=True)
+    hidden = {"decoder": result.decoder_hidden_states[-1], "encoder": result.encoder_hidden_states[-1]}
+    return {**hidden, **{k: v for k, v in result.items() if torch.is_tensor(v)}}
+
+@check()
+def two_halves():
+    model, info = open_as("AutoModelForSeq2SeqLM", "two halves")
+    for generation in ("second", "third"):
+        assert type(model).__name__ == "ScratchBertForConditionalGeneration"
+        assert type(model).__module__.startswith("transformers_modules")
+        assert info == NOTHING, info
+        assert not model.training
+        same(compute_halves(model), reference["two halves"])
+        assert torch.equal(generated(model), reference["generated"]["two halves"])
+        model.save_pretrained(f"{generation}/two halves")
+        complete(f"{generation}/two halves", "ForConditionalGeneration")
+        base, info = open_as("AutoModel", f"{generation}/two halves")
+        assert type(base).__name__ == "ScratchBertSeq2SeqModel", type(base).__name__
+        assert not info["missing_keys"], info
+        same(compute_halves(base), compute_halves(model.model))
+        model, info = open_as("AutoModelForSeq2SeqLM", f"{generation}/two halves")
+    base.save_pretrained("base/two halves")
+    complete("base/two halves", "Seq2SeqModel")
+    again, info = open_as("AutoModel", "base/two halves")
+    assert info == NOTHING, info
+    same(compute_halves(again), compute_halves(base))
+
+@check()
+def two_halves_are_not_opened_as_one():
+    for auto in ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+        try:
+            open_as(auto, "two halves")
+        except ValueError as error:
+            assert "ScratchBertForConditionalGeneration" in str(error), error
+        else:
+            raise AssertionError(auto)
+
+@check()
+def two_halves_from_a_bert_and_from_two():
+    copy = type(open_as("AutoModelForSeq2SeqLM", "two halves")[0])
+    model = copy.from_bert("bert", decoder_start_token_id=2, eos_token_id=3)
+    twin = transformers.BertModel.from_pretrained("bert")
+    with torch.no_grad():
+        same(model.get_encoder()(**batch), twin(**batch), "last_hidden_state")
+    assert generated(model).shape[0] == 2
+    model, info = copy.from_pretrained("two berts", output_loading_info=True)
+    assert info == NOTHING, info
+    assert torch.equal(generated(model), generated(transformers.EncoderDecoderModel.from_pretrained("two berts")))
+    model.save_pretrained("two berts as ours")
+    complete("two berts as ours", "ForConditionalGeneration")
+
+@check()
+def two_halves_from_a_configuration():
+    config = transformers.AutoConfig.from_pretrained("two halves", **TRUST)
+    made = transformers.AutoModel.from_config(config, **TRUST)
+    assert type(made).__name__ == "ScratchBertSeq2SeqModel"
+    made = transformers.AutoModelForSeq2SeqLM.from_config(config, **TRUST)
+    assert made.lm_head.decoder.weight is made.get_decoder().get_input_embeddings().weight
+
 @check()
 def code_changed_in_the_folder_is_the_code_that_runs_and_is_saved():
     shutil.copytree("saved/Model", "changed")
@@ -269,6 +341,7 @@ def a_configuration_saved_alone_from_here():
 
 # From here on the package can be imported, as in a notebook that has opened a model from the Hub before.
 copies = {head: open_as(AUTO_OF[head], f"saved/{head}")[0] for head in ("Model", "ForMaskedLM")}
+copies["ForConditionalGeneration"] = open_as("AutoModelForSeq2SeqLM", "two halves")[0]
 copied_config = transformers.AutoConfig.from_pretrained("saved/Model", **TRUST)
 sys.meta_path.pop(0)
 import modeling_scratchbert
@@ -319,6 +392,24 @@ def weights_go_from_one_copy_to_the_other():
     same(compute(model), reference["ForMaskedLM"])
 
 @check()
+def two_halves_of_one_copy_in_the_other():
+    ours = modeling_scratchbert.ScratchBertForConditionalGeneration
+    config = transformers.AutoConfig.from_pretrained("two halves", **TRUST)
+    assert type(config) is modeling_scratchbert.ScratchBertConfig
+    copied = copies["ForConditionalGeneration"]
+    assert type(copied) is not ours and type(copied.config) is not type(config)
+    model = ours(copied.config)
+    model.load_state_dict(copied.state_dict())
+    assert torch.equal(generated(model.eval()), reference["generated"]["two halves"])
+    model.save_pretrained("crossed two halves")
+    complete("crossed two halves", "ForConditionalGeneration")
+    copied.save_pretrained("after two halves")
+    complete("after two halves", "ForConditionalGeneration")
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained("after two halves")
+    assert type(again) is ours
+    assert torch.equal(generated(again), reference["generated"]["two halves"])
+
+@check()
 def the_copy_still_saves():
     copies["ForMaskedLM"].save_pretrained("after")
     complete("after", "ForMaskedLM")
@@ -330,9 +421,9 @@ Path("notes.json").write_text(json.dumps(notes))
 
 CHECKS = [
     "the package is out of reach",
-    *(f"opens {head} by {auto}" for head in HEADS for auto in MODEL_CLASSES),
-    *(f"configuration and tokenizer {head}" for head in HEADS),
-    *(f"saved again and opened again {head}" for head in HEADS),
+    *(f"opens {head} by {auto}" for head in ONE_HALF for auto in MODEL_CLASSES),
+    *(f"configuration and tokenizer {head}" for head in ONE_HALF),
+    *(f"saved again and opened again {head}" for head in ONE_HALF),
     "it asks for trust",
     "in shards",
     "by hub id",
@@ -340,6 +431,11 @@ CHECKS = [
     "with its own configuration",
     "in a pipeline",
     "a bert loads into the copy and goes out again",
+    "a causal model generates",
+    "two halves",
+    "two halves are not opened as one",
+    "two halves from a bert and from two",
+    "two halves from a configuration",
     "code changed in the folder is the code that runs and is saved",
     "a configuration saved alone",
     "a configuration saved alone from here",
@@ -348,12 +444,31 @@ CHECKS = [
     "the copy s configuration in the package s model",
     "the package s configuration in the copy s model",
     "weights go from one copy to the other",
+    "two halves of one copy in the other",
     "the copy still saves",
 ]
 
 
 def add_tokenizer(folder):
     transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained(folder)
+
+
+def references_of_generators(root, batch):
+    """What a model of two halves, saved in `root`, and the causal one compute and generate."""
+    fields = {**SPECIAL, "num_decoder_layers": 1, "hidden_dropout_prob": 0.0}
+    two_halves = random_scratchbert("ForConditionalGeneration", **fields)
+    two_halves.save_pretrained(root / "two halves")
+    random_two_berts().save_pretrained(root / "two berts")
+    causal = random_scratchbert("ForCausalLM")
+    generated = {
+        name: model.generate(**batch, max_new_tokens=5, do_sample=False)
+        for name, model in (("ForCausalLM", causal), ("two halves", two_halves))
+    }
+    with torch.no_grad():
+        result = two_halves(**batch, decoder_input_ids=batch["input_ids"].flip(1), output_hidden_states=True)
+    tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    tensors |= {"decoder": result.decoder_hidden_states[-1], "encoder": result.encoder_hidden_states[-1]}
+    return {"generated": generated, "two halves": tensors}
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +480,7 @@ def notes(tmp_path_factory):
         "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2]),
     }
     reference = {"batch": batch}
-    for head in HEADS:
+    for head in ONE_HALF:
         model = random_scratchbert(head)
         model.save_pretrained(root / "saved" / head)
         add_tokenizer(root / "saved" / head)
@@ -374,13 +489,14 @@ def notes(tmp_path_factory):
             result = model(**inputs, output_hidden_states=True)
         reference[head] = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
         reference[head]["hidden"] = result.hidden_states[-1]
+    reference |= references_of_generators(root, batch)
     torch.save(reference, root / "reference.pt")
     random_scratchbert("ForPreTraining").save_pretrained(root / "sharded", max_shard_size="10KB")
     write_bert(root / "bert", random_bert(seed=5), "sharded bin", layer_norm="gamma")
     write_bert(root / "roberta", fields={"model_type": "roberta"})
     ScratchBertConfig(**TINY).save_pretrained(root / "config")
     write_hub_cache(root / "home" / "hub", "someone/scratch.bert-1", root / "saved" / "ForMaskedLM")
-    (root / "constants.json").write_text(json.dumps([AUTO_MAP, HEADS, sorted(CODE)]))
+    (root / "constants.json").write_text(json.dumps([AUTO_MAP, ONE_HALF, sorted(CODE)]))
     (root / "check.py").write_text(SCRIPT)
 
     environment = {
@@ -435,7 +551,8 @@ def test_with_the_package_the_configuration_and_the_tokenizer_open_too(tmp_path)
     assert tokenizer("The cat sat.")["input_ids"] == [2, 5, 6, 7, 10, 3]
     assert not warnings
     for auto, name in MODEL_CLASSES.items():
-        model = getattr(transformers, auto).from_config(ScratchBertConfig(**TINY))
+        head = name.removeprefix("ScratchBert")
+        model = getattr(transformers, auto).from_config(ScratchBertConfig(**TINY, **NEEDS.get(head, {})))
         assert type(model).__name__ == name
 
 

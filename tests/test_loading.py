@@ -36,11 +36,14 @@ from checkpoint_kinds import (
     pairwise,
     random_bert,
     random_scratchbert,
+    random_two_berts,
+    two_bert_tensors,
     write_bert,
     write_hub_cache,
+    write_two_berts,
     write_weights,
 )
-from heads import HEADS, OURS, TWINS
+from heads import ONE_HALF, OURS, TWINS
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 SUPPORTED = ("model_type 'bert'", "model_type 'scratchbert'")
@@ -132,14 +135,14 @@ def test_a_bare_encoder_of_the_original_names(tmp_path, container, layer_norm):
 def every_head(tmp_path_factory):
     """A BERT checkpoint of every class, as `transformers` writes it today, the encoder's weights the same in all."""
     folders = {}
-    for head in HEADS:
+    for head in ONE_HALF:
         folders[head] = tmp_path_factory.mktemp(head)
         random_bert(head, num_labels=3 if "Classification" in head else 2).save_pretrained(folders[head])
     return folders
 
 
-@pytest.mark.parametrize("loaded", HEADS)
-@pytest.mark.parametrize("stored", HEADS)
+@pytest.mark.parametrize("loaded", ONE_HALF)
+@pytest.mark.parametrize("stored", ONE_HALF)
 def test_any_head_into_any_other(every_head, stored, loaded):
     fields = {"num_labels": 2} if loaded == "ForQuestionAnswering" else {}
     fields |= {"ignore_mismatched_sizes": True}
@@ -163,7 +166,7 @@ def renamed(names, bare):
     return {to_scratchbert(name).removeprefix("model." if bare else "") for name in names}
 
 
-@pytest.mark.parametrize("stored", HEADS)
+@pytest.mark.parametrize("stored", ONE_HALF)
 def test_any_head_of_our_own_into_any_other(tmp_path, stored):
     def names(model):
         held = {name.removeprefix("model.") for name in model.state_dict()}
@@ -174,7 +177,7 @@ def test_any_head_of_our_own_into_any_other(tmp_path, stored):
 
     model = random_scratchbert(stored)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    for loaded in HEADS:
+    for loaded in ONE_HALF:
         ours, info, warnings = load(tmp_path, loaded, ignore_mismatched_sizes=True)
         assert bare(info["missing_keys"]) == names(ours) - names(model)
         assert bare(info["unexpected_keys"]) == names(model) - names(ours)
@@ -1125,3 +1128,284 @@ def test_blocks_of_another_make_are_refused(tmp_path, prefix, config):
     write_bert(tmp_path, bert)
     write_weights(tmp_path, tensors)
     assert_refused(tmp_path, tmp_path, foreign, "another make", config=config)
+
+
+# --- two BERTs: the checkpoint of an EncoderDecoderModel
+
+
+def load_two_berts(source, head="ForConditionalGeneration", **kwargs):
+    return load(source, head, **kwargs)
+
+
+def their_config(source):
+    return transformers.EncoderDecoderConfig.from_pretrained(source)
+
+
+def load_their_twin(source, **kwargs):
+    return transformers.EncoderDecoderModel.from_pretrained(source, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "form",
+    pairwise(
+        container=CONTAINERS,
+        dtype=(torch.float32, torch.float16, torch.bfloat16),
+        layer_norm=("weight", "gamma"),
+        decoder=("left out", "weight", "weight and bias"),
+        position_ids=(False, True),
+        layers=(1, 2, 3),
+    ),
+    ids=lambda form: "-".join(map(str, form.values())).replace(" ", "_"),
+)
+def test_every_form_of_two_berts(tmp_path, form):
+    form = dict(form)
+    container, layers = form.pop("container"), form.pop("layers")
+    twin = random_two_berts(decoder={"num_hidden_layers": layers})
+    dtype = str(form["dtype"]).removeprefix("torch.")
+    write_two_berts(tmp_path, twin, container, fields={"dtype": dtype}, **form)
+    ours, info, warnings = load_two_berts(tmp_path)
+    assert info == NOTHING
+    assert not warnings
+    assert ours.dtype == form["dtype"]
+    assert not ours.training
+    assert_same_outputs(ours, twin.to(form["dtype"]), tolerance=1e-5)
+    assert_same_outputs(ours, load_their_twin(tmp_path), tolerance=1e-5)
+    assert ours.lm_head.decoder.weight is ours.get_decoder().get_input_embeddings().weight
+    assert ours.get_encoder().get_input_embeddings() is not ours.get_decoder().get_input_embeddings()
+    base, info, _ = load_two_berts(tmp_path, "Seq2SeqModel")
+    assert not info["missing_keys"]
+    assert {name.partition(".")[0] for name in info["unexpected_keys"]} == {"lm_head"}
+    assert_same_outputs(base, ours.model)
+
+
+@pytest.mark.parametrize("head", ["Model", "Seq2SeqModel", "ForConditionalGeneration"])
+def test_two_berts_open_by_every_class_of_two_halves_and_are_ours_from_then_on(tmp_path, head):
+    random_two_berts().save_pretrained(tmp_path / "theirs")
+    ours, _, _ = load_two_berts(tmp_path / "theirs", head)
+    assert type(ours) is OURS["Seq2SeqModel" if head == "Model" else head]
+    ours.save_pretrained(tmp_path / "ours")
+    again, info, warnings = load_two_berts(tmp_path / "ours", head)
+    assert info == NOTHING
+    assert not warnings
+    assert type(again) is type(ours)
+    assert_same_outputs(again, ours)
+    config = config_json(tmp_path / "ours")
+    assert config["model_type"] == "scratchbert"
+    assert not {"encoder", "decoder"} & set(config)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("left_out", [(), (OUTPUT_BIAS,), (DECODER_BIAS,)], ids=["both", "new name", "old name"])
+def test_the_matrix_and_the_bias_of_two_berts(tmp_path, left_out, tied):
+    twin = random_two_berts(decoder={"tie_word_embeddings": tied})
+    tensors = two_bert_tensors(twin, decoder="left out" if tied else "weight and bias")
+    tensors["decoder." + OUTPUT_BIAS] = tensors["decoder." + DECODER_BIAS] = torch.randn(TINY["vocab_size"])
+    write_two_berts(tmp_path, twin)
+    write_weights(tmp_path, {k: v for k, v in tensors.items() if k.removeprefix("decoder.") not in left_out})
+    ours, info, warnings = load_two_berts(tmp_path)
+    assert info == NOTHING
+    assert not warnings
+    assert torch.equal(ours.lm_head.decoder.bias, tensors["decoder." + OUTPUT_BIAS])
+    assert ours.config.tie_word_embeddings == tied
+    with torch.no_grad():
+        twin.decoder.cls.predictions.decoder.bias.copy_(tensors["decoder." + OUTPUT_BIAS])
+    assert_same_outputs(ours, twin, tolerance=1e-5)
+
+
+def shared_by_transformers_4(names, kept):
+    """What its `tie_encoder_decoder` made one tensor, as far as it stored it once: under the other half's name."""
+    other = {"encoder": "decoder.bert.", "decoder": "encoder."}[kept]
+    return {
+        name for name in names if name.startswith(other) and ".crossattention." not in name and "pooler" not in name
+    }
+
+
+@pytest.mark.parametrize("kept", ["encoder", "decoder", "both"])
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded safetensors"])
+def test_two_berts_that_transformers_4_tied(tmp_path, container, kept):
+    twin = random_two_berts()
+    twin.decoder.bert.load_state_dict(twin.encoder.state_dict(), strict=False)  # the pooler is not the decoder's
+    tensors = two_bert_tensors(twin)
+    dropped = shared_by_transformers_4(tensors, kept) if kept != "both" else set()
+    assert kept == "both" or len(dropped) == 2 * 16 + 5
+    write_two_berts(tmp_path, twin, container)
+    write_weights(tmp_path, {name: t for name, t in tensors.items() if name not in dropped}, container)
+    change_config(tmp_path, tie_encoder_decoder=True)
+    ours, info, warnings = load_two_berts(tmp_path)
+    assert info == NOTHING
+    assert not warnings
+    assert_same_outputs(ours, twin, tolerance=1e-5)
+    encoder, decoder = ours.get_encoder(), ours.get_decoder()
+    assert all(weight is dict(decoder.named_parameters())[name] for name, weight in encoder.named_parameters())
+    ours.save_pretrained(tmp_path / "ours")
+    assert_same_outputs(load_two_berts(tmp_path / "ours")[0], ours)
+
+
+def test_two_berts_by_every_way_to_name_them(tmp_path):
+    twin = random_two_berts()
+    folder = write_two_berts(tmp_path / "folder", twin, "sharded bin", layer_norm="gamma")
+    write_two_berts(folder / "inner", random_two_berts(seed=2))
+    write_hub_cache(tmp_path, "someone/two-berts", folder)
+    config = their_config(folder)
+    for source, kwargs in (
+        (str(folder), {}),
+        (folder, {"config": config}),
+        (folder, {"config": ScratchBertConfig.from_pretrained(folder)}),
+        (folder, {"config": ScratchBertConfig.from_bert(config)}),
+        (folder, {"device_map": "auto"}),
+        ("someone/two-berts", {"cache_dir": tmp_path}),
+    ):
+        ours, info, warnings = load_two_berts(source, **kwargs)
+        assert info == NOTHING
+        assert not warnings
+        assert_same_outputs(ours, twin, tolerance=1e-5)
+    inner, _, _ = load_two_berts(folder, subfolder="inner")
+    assert_same_outputs(inner, random_two_berts(seed=2), tolerance=1e-5)
+
+
+def test_a_state_dict_of_two_berts():
+    twin = random_two_berts()
+    for tensors in (twin.state_dict(), two_bert_tensors(twin), two_bert_tensors(twin, layer_norm="gamma")):
+        ours, info, _ = load_two_berts(None, config=twin.config, state_dict=tensors)
+        assert info == NOTHING
+        assert_same_outputs(ours, twin, tolerance=1e-5)
+    own, info, _ = load_two_berts(None, config=ours.config, state_dict=ours.state_dict())
+    assert info == NOTHING
+    assert_same_outputs(own, twin, tolerance=1e-5)
+
+
+def test_how_two_berts_generate_is_kept(tmp_path):
+    """Whether it stands in generation_config.json, or, as transformers 4 left it, in config.json."""
+    wanted = {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2}
+    twin = random_two_berts()
+    twin.generation_config.update(**wanted)
+    twin.save_pretrained(tmp_path / "new")
+    write_two_berts(tmp_path / "old", twin, fields=wanted)
+    (tmp_path / "old" / "generation_config.json").unlink()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = load_their_twin(tmp_path / "new").generate(ids)
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        ours, _, _ = load_two_berts(folder)
+        ours.save_pretrained(tmp_path / "ours")
+        for model in (ours, load_two_berts(tmp_path / "ours")[0]):
+            config = model.generation_config
+            assert {name: getattr(config, name) for name in wanted} == wanted
+            assert (config.decoder_start_token_id, config.eos_token_id, config.pad_token_id) == (2, 3, 0)
+            assert torch.equal(model.generate(ids), expected)
+
+
+@pytest.mark.parametrize("said_in", ["the whole", "the decoder", "nowhere"])
+def test_the_special_ids_of_two_berts(tmp_path, said_in):
+    ids = {"decoder_start_token_id": 7, "bos_token_id": 6, "eos_token_id": 8, "pad_token_id": 9}
+    folder = write_two_berts(tmp_path)
+    fields = config_json(folder)
+    for name in ids:
+        fields.pop(name, None)
+        fields["encoder"].pop(name, None)
+        fields["decoder"].pop(name, None)
+    if said_in != "nowhere":
+        (fields if said_in == "the whole" else fields["decoder"]).update(ids)
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = ScratchBertConfig.from_pretrained(folder)
+    nothing = {"decoder_start_token_id": None, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    assert {name: getattr(config, name) for name in ids} == (nothing if said_in == "nowhere" else ids)
+
+
+@pytest.mark.parametrize("field", ["output_hidden_states", "output_attentions", "return_dict"])
+def test_what_two_berts_return_is_said_by_the_whole_and_not_by_a_half(tmp_path, field):
+    usual = field == "return_dict"
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[2, 9]]), "use_cache": False}
+    folder = write_two_berts(tmp_path, fields={field: not usual})
+    ours, twin = (load(folder) for load in (ScratchBertConfig.from_pretrained, their_config))
+    assert getattr(ours, field) == getattr(twin, field) == (not usual)
+    for half in ("encoder", "decoder"):
+        folder = write_two_berts(tmp_path)
+        change_config(folder, **{half: {**config_json(folder)[half], field: not usual}})
+        outputs = load_two_berts(folder, attn_implementation="eager")[0](**inputs)
+        assert list(outputs) == ["logits", "encoder_last_hidden_state"]
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+def test_whether_two_berts_fill_a_cache_is_the_decoder_s_to_say(tmp_path, half):
+    folder = write_two_berts(tmp_path)
+    change_config(folder, **{half: {**config_json(folder)[half], "use_cache": False}})
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[2, 9]])}
+    ours, twin = load_two_berts(folder)[0], load_their_twin(folder)
+    assert ("past_key_values" in ours(**inputs)) == ("past_key_values" in twin(**inputs)) == (half == "encoder")
+
+
+HALVES_THAT_DIFFER = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "intermediate_size": 41,
+    "hidden_act": "relu",
+    "hidden_dropout_prob": 0.3,
+    "attention_probs_dropout_prob": 0.3,
+    "max_position_embeddings": 30,
+    "type_vocab_size": 3,
+    "layer_norm_eps": 1e-5,
+}
+
+
+@pytest.mark.parametrize("head", ["Model", "ForConditionalGeneration"])
+@pytest.mark.parametrize("field", HALVES_THAT_DIFFER)
+def test_two_berts_that_differ_in_more_than_depth_are_refused(tmp_path, field, head):
+    value = HALVES_THAT_DIFFER[field]
+    random_two_berts(decoder={field: value}).save_pretrained(tmp_path)
+    usual = getattr(transformers.BertConfig(**TINY), field)
+    parts = ("EncoderDecoderModel", field, f"{usual} in the encoder", f"{value} in the decoder", "depth alone")
+    assert_refused(tmp_path, tmp_path, *parts, head=head)
+    assert_refused_config(tmp_path, field)
+
+
+def test_a_decoder_that_does_not_look_at_the_encoder_is_refused(tmp_path):
+    random_two_berts().save_pretrained(tmp_path)
+    decoder = config_json(tmp_path)["decoder"]
+    change_config(tmp_path, decoder={**decoder, "add_cross_attention": False})
+    assert_refused(tmp_path, tmp_path, "no cross-attention", head="ForConditionalGeneration")
+
+
+OTHER_HALVES = {
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99, add_cross_attention=True),
+    "roberta": transformers.RobertaConfig(**TINY, is_decoder=True, add_cross_attention=True),
+    "t5": transformers.T5Config(d_model=32),
+}
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind", OTHER_HALVES)
+def test_a_half_that_is_no_bert_is_refused(tmp_path, kind, half):
+    random_two_berts().save_pretrained(tmp_path)
+    change_config(tmp_path, **{half: OTHER_HALVES[kind].to_dict()})
+    assert_refused(tmp_path, tmp_path, "two BERTs", half, repr(kind), *SUPPORTED, head="ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+def test_two_berts_with_relative_positions_are_refused(tmp_path, half):
+    random_two_berts().save_pretrained(tmp_path)
+    fields = config_json(tmp_path)[half]
+    change_config(tmp_path, **{half: {**fields, "position_embedding_type": "relative_key"}})
+    assert_refused(tmp_path, tmp_path, "'relative_key'", "absolute", head="ForConditionalGeneration")
+    change_config(tmp_path, **{half: fields})
+    tensors = two_bert_tensors(random_two_berts())
+    before = "encoder." if half == "encoder" else "decoder.bert."
+    tensors[f"{before}encoder.layer.0.attention.self.distance_embedding.weight"] = torch.zeros(39, 8)
+    write_weights(tmp_path, tensors)
+    assert_refused(tmp_path, tmp_path, "distance_embedding", "relative", head="ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("head", [head for head in ONE_HALF if head != "Model"])
+def test_two_berts_are_not_opened_as_one(tmp_path, head):
+    random_two_berts().save_pretrained(tmp_path)
+    assert_refused(tmp_path, tmp_path, "an encoder and a decoder", "AutoModel", "get_encoder()", head=head)
+
+
+def test_two_berts_that_lack_a_weight_name_it(tmp_path):
+    write_two_berts(tmp_path)
+    tensors = two_bert_tensors(random_two_berts())
+    lost = "decoder.bert.encoder.layer.1.crossattention.self.query.weight"
+    write_weights(tmp_path, {name: tensor for name, tensor in tensors.items() if name != lost})
+    _, info, warnings = load_two_berts(tmp_path)
+    assert info["missing_keys"] == {"model.decoder.encoder.blocks.1.cross_attention.query.weight"}
+    assert "cross_attention.query.weight" in warnings

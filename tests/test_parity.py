@@ -13,17 +13,14 @@ import pytest
 import torch
 import transformers
 from transformers import AutoTokenizer, BertConfig, BertModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache
 
-import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.bert_weights import to_scratchbert
 
-from heads import HEADS
-
-TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 1e-5  # of a tensor's gradient; below 1e-7 of the whole model's, a gradient is noise
-GRADIENT_FLOOR = 1e-7
+import comparison
+from comparison import TOLERANCE, as_doubles, assert_same_tensors, flat, of_real_tokens
+from heads import NEEDS, ONE_HALF, OURS, TWINS
 
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
 
@@ -33,11 +30,6 @@ paddings = pytest.mark.parametrize("padding", ["none", "right", "left"])
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Twins, what goes into them, and what comes out
-
-
-def classes(head):
-    """Our class and the twin's."""
-    return getattr(modeling_scratchbert, f"ScratchBert{head}"), getattr(transformers, f"Bert{head}")
 
 
 def our_name(name: str, model) -> str:
@@ -55,9 +47,9 @@ def twins(tiny_config, randomise):
     """Makes our model and its twin, with the same large random weights, ready for inference."""
 
     def make(head="Model", attention="eager", **fields):
-        our_class, twin_class = classes(head)
-        twin = randomise(twin_class(tiny_config(BertConfig, attn_implementation=attention, **fields)))
-        ours = our_class(tiny_config(attn_implementation=attention, **fields))
+        fields = {"attn_implementation": attention, **NEEDS.get(head, {}), **fields}
+        twin = randomise(TWINS[head](tiny_config(BertConfig, **fields)))
+        ours = OURS[head](tiny_config(**fields))
         copy_weights(twin, ours)
         return ours.eval(), twin.eval()
 
@@ -80,6 +72,11 @@ def draw_inputs(config, padding="none", choices=False) -> dict:
 
 def draw_word_labels(config, real):
     return torch.randint(0, config.vocab_size, (B, T)).masked_fill(~real | (torch.rand(B, T) < 0.5), -100)
+
+
+def draw_next_words(config, real):
+    """As `draw_word_labels`, and nothing is to be predicted from padding, before a sequence's first word."""
+    return draw_word_labels(config, real & real.roll(1, dims=1))
 
 
 @dataclass
@@ -106,6 +103,7 @@ TASKS = {
         },
     ),
     "masked LM": Task("ForMaskedLM", lambda config, real: {"labels": draw_word_labels(config, real)}),
+    "next word": Task("ForCausalLM", lambda config, real: {"labels": draw_next_words(config, real)}),
     "next sentence": Task("ForNextSentencePrediction", lambda config, real: {"labels": torch.randint(0, 2, (B,))}),
     "regression, 1 target": Task(
         "ForSequenceClassification", lambda config, real: {"labels": torch.randn(B)}, {"num_labels": 1}
@@ -141,65 +139,10 @@ TASKS = {
 tasks = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
-def flat(outputs) -> dict[str, torch.Tensor]:
-    """Every tensor of a model's outputs by its name, `hidden_states.2` for one in a tuple, caches included."""
-    tensors = {}
-    for name, value in outputs.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        elif isinstance(value, Cache):
-            tensors |= {f"{name}.{part}": tensor for part, tensor in flat_cache(value).items()}
-        else:
-            tensors |= {f"{name}.{i}": tensor for i, tensor in enumerate(value)}
-            tensors[f"len({name})"] = torch.tensor(len(value))
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def flat_cache(cache) -> dict[str, torch.Tensor]:
-    if isinstance(cache, EncoderDecoderCache):
-        parts = {"own": flat_cache(cache.self_attention_cache), "encoder": flat_cache(cache.cross_attention_cache)}
-        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-    return {f"{i}.{kind}": getattr(layer, kind) for i, layer in enumerate(cache.layers) for kind in ("keys", "values")}
-
-
-def of_real_tokens(tensor, real):
-    """The parts of `(…, T, …)` that belong to tokens; what a model says of padding means nothing. Anything that has no
-    `T` is returned whole."""
-    if real is None or tensor.ndim < 2:
-        return tensor
-    if tensor.shape[:2] == real.shape:
-        return tensor[real]
-    if tensor.ndim == 4 and tensor.shape[2] == real.shape[1]:  # attention weights, keys and values: (B, H, T, …)
-        return tensor.transpose(1, 2)[real]
-    return tensor
-
-
 def of_real_beginnings(pooled, real, config):
     """The pooled outputs that mean something. A decoder's first token, where it is padding, may look at nothing at all,
     and on what follows from that not even the twin's eager and sdpa attention agree."""
     return pooled if real is None or not config.is_decoder else pooled[real[:, 0]]
-
-
-def as_doubles(inputs):
-    return {
-        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-
-
-def assert_same_tensors(actual, expected, real=None, exact=None):
-    """Each of `actual` is within 1e-5 of its like in `expected`, the twin's; or within the twin's own error where that
-    is larger. `exact()` gives what the twin gives in float64."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].shape == tensor.shape, name
-        assert actual[name].dtype == tensor.dtype, name
-        mine, theirs = of_real_tokens(actual[name], real), of_real_tokens(tensor, real)
-        difference = (mine.double() - theirs.double()).abs().max().item()
-        tolerance = TOLERANCE
-        if exact is not None and difference > tolerance:
-            tolerance = max(tolerance, (theirs.double() - of_real_tokens(exact()[name], real)).abs().max().item())
-        assert difference <= tolerance, f"{name} differs by {difference:.1e}, and may by {tolerance:.1e}"
 
 
 def assert_same_outputs(ours, twin, inputs, **options):
@@ -238,16 +181,8 @@ def gradients(model, inputs) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(ours, twin, inputs):
-    """‖Δg‖ ≤ 1e-5 ‖g‖ for each tensor, with a floor: the gradient of a key's bias is zero but for rounding."""
-    actual = gradients(ours, inputs)
     expected = {our_name(name, twin): gradient for name, gradient in gradients(twin, inputs).items()}
-    assert actual.keys() == expected.keys()
-    floor = GRADIENT_FLOOR * sum(g.norm() ** 2 for g in expected.values() if g is not None).sqrt().item()
-    for name, gradient in expected.items():
-        assert (actual[name] is None) == (gradient is None), name
-        if gradient is not None:
-            difference, norm = (actual[name] - gradient).norm().item(), gradient.norm().item()
-            assert difference <= max(GRADIENT_TOLERANCE * norm, floor), f"{name}: {difference:.1e} of {norm:.1e}"
+    comparison.assert_same_gradients(gradients(ours, inputs), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,9 +194,9 @@ def signature(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ONE_HALF)
 def test_signatures(head):
-    ours, twin = classes(head)
+    ours, twin = OURS[head], TWINS[head]
     assert signature(ours.forward) == signature(twin.forward)
     assert signature(ours.__init__) == signature(twin.__init__)
 
@@ -269,7 +204,8 @@ def test_signatures(head):
 def test_configuration_has_berts_fields_and_defaults():
     ours, twin = ScratchBertConfig().to_dict(), BertConfig().to_dict()
     own = {"model_type": "scratchbert", "norm_first": False, "position_embedding_type": "absolute"}
-    assert ours == {**twin, **own}
+    two_halves = {"num_decoder_layers": None, "tie_encoder_decoder": False, "share_embeddings": True}
+    assert ours == {**twin, **own, **two_halves, "decoder_start_token_id": None}
     names = [f.name for f in dataclasses.fields(BertConfig)]
     assert [f.name for f in dataclasses.fields(ScratchBertConfig) if f.name in names] == names
 
@@ -538,7 +474,7 @@ def draw_encoder_output(config):
 crossings = pytest.mark.parametrize("cross", [False, True], ids=["self-attention only", "cross-attention"])
 
 
-@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForCausalLM"])
 @crossings
 @paddings
 @attentions
@@ -548,10 +484,10 @@ def test_decoder_outputs_and_gradients(attention, padding, cross, head, twins):
     inputs = draw_inputs(twin.config, padding) | (draw_encoder_output(twin.config) if cross else {})
     options = {"output_hidden_states": True, "output_attentions": attention == "eager"}
     assert_same_outputs(ours, twin, inputs, **options)
-    if head == "Model":
+    if head != "ForMaskedLM":
         assert_same_outputs(ours, twin, inputs, **options, use_cache=False)
-    else:
-        inputs |= TASKS["masked LM"].labels(twin.config, inputs["attention_mask"].bool())
+    if head != "Model":
+        inputs |= TASKS["next word"].labels(twin.config, inputs["attention_mask"].bool())
     assert_same_gradients(ours.train(), twin.train(), inputs)
 
 
@@ -581,16 +517,17 @@ def test_decoder_maps(attention, padding, cross, twins):
         assert not weights[~real.expand_as(weights)].any()
 
 
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
 @crossings
 @pytest.mark.parametrize("padding", ["none", "left"])
 @attentions
-def test_cached_steps_equal_the_whole(attention, padding, cross, twins):
-    ours, twin = twins("Model", attention, is_decoder=True, add_cross_attention=cross)
+def test_cached_steps_equal_the_whole(attention, padding, cross, head, twins):
+    ours, twin = twins(head, attention, is_decoder=True, add_cross_attention=cross)
     inputs = draw_inputs(twin.config, padding)
     encoded = draw_encoder_output(twin.config) if cross else {}
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
-        whole = ours(**inputs, **encoded, use_cache=False).last_hidden_state
+        whole = ours(**inputs, **encoded, use_cache=False)[0]
         caches, ends = [None, None], [0, 4, 5, 6, T]
         for start, end in pairwise(ends):
             step = {name: tensor[:, start:end] for name, tensor in inputs.items()}
@@ -603,18 +540,64 @@ def test_cached_steps_equal_the_whole(attention, padding, cross, twins):
             assert type(caches[0]) is type(caches[1])
             assert caches[0].get_seq_length() == end
             now = real[:, start:end]
-            for expected in (whole[:, start:end], theirs.last_hidden_state):
-                torch.testing.assert_close(mine.last_hidden_state[now], expected[now], rtol=0, atol=TOLERANCE)
+            for expected in (whole[:, start:end], theirs[0]):
+                torch.testing.assert_close(mine[0][now], expected[now], rtol=0, atol=TOLERANCE)
             if cross:  # from the second step on, the encoder's keys come from the cache and not from its output
                 encoded["encoder_hidden_states"] = torch.full_like(encoded["encoder_hidden_states"], float("nan"))
+
+
+KEPT = {"all": 0, "the last": 1, "the last four": 4, "some": torch.tensor([0, 3, 8])}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@crossings
+def test_logits_to_keep(kept, cross, twins):
+    ours, twin = twins("ForCausalLM", add_cross_attention=cross)
+    inputs = draw_inputs(twin.config) | (draw_encoder_output(twin.config) if cross else {})
+    with torch.no_grad():
+        mine, theirs = (flat(model(**inputs, logits_to_keep=kept)) for model in (ours, twin))
+        whole = ours(**inputs).logits
+    assert_same_tensors(mine, theirs)
+    chosen = kept if not isinstance(kept, int) else slice(-kept or None, None)
+    torch.testing.assert_close(mine["logits"], whole[:, chosen], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True], ids=["both ways", "looks back only"])
+@pytest.mark.parametrize("choose", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_of_a_causal_model(choose, is_decoder, twins):
+    ours, twin = twins("ForCausalLM", is_decoder=is_decoder)
+    inputs = choose(draw_inputs(twin.config), twin)
+    assert_same_outputs(ours, twin, inputs, output_hidden_states=True, use_cache=False)
+    labels = torch.randint(0, twin.config.vocab_size, (B, T))
+    if choose is not one_token:  # after which there is nothing left to predict
+        assert_same_gradients(ours, twin, inputs | {"labels": labels})
+
+
+def test_the_loss_is_that_of_the_next_word(twins):
+    ours, _ = twins("ForCausalLM")
+    inputs = draw_inputs(ours.config)
+    labels = inputs["input_ids"].masked_fill(torch.rand(B, T) < 0.3, -100)
+    outputs = ours(**inputs, labels=labels, use_cache=True)
+    predicted, words = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    expected = -predicted.log_softmax(dim=-1)[torch.arange(len(words)), words][words != -100].mean()
+    torch.testing.assert_close(outputs.loss, expected)
+    assert "past_key_values" not in outputs  # training has no use for one
+
+
+def test_a_causal_model_that_sees_what_it_is_to_predict_is_warned_of(tiny_config, caplog):
+    OURS["ForCausalLM"](tiny_config(is_decoder=True))
+    assert not caplog.records
+    OURS["ForCausalLM"](tiny_config())
+    assert "is_decoder=True" in caplog.text
 
 
 @pytest.mark.parametrize("is_decoder", [False, True], ids=["encoder", "decoder"])
 @pytest.mark.parametrize("use_cache", [None, False, True])
 @pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
-def test_who_returns_a_cache(given, use_cache, is_decoder, twins):
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
+def test_who_returns_a_cache(head, given, use_cache, is_decoder, twins):
     """A decoder does, unless told not to. An encoder does not, even if told to."""
-    ours, twin = twins("Model", is_decoder=is_decoder)
+    ours, twin = twins(head, is_decoder=is_decoder)
     inputs = draw_inputs(twin.config)
     returned = []
     for model in (ours, twin):
@@ -708,8 +691,7 @@ def test_learning_curve(attention, head, dropout, batches, tiny_config):
         "attention_probs_dropout_prob": dropout,
         "attn_implementation": attention,
     }
-    our_class, twin_class = classes(head)
-    twin, ours = twin_class(tiny_config(BertConfig, **fields)), our_class(tiny_config(**fields))
+    twin, ours = TWINS[head](tiny_config(BertConfig, **fields)), OURS[head](tiny_config(**fields))
     copy_weights(twin, ours)
     actual, expected = (train(model, batches[head], steps=50) for model in (ours, twin))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)

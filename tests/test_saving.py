@@ -38,7 +38,7 @@ from checkpoint_kinds import (
     write_bert,
     write_weights,
 )
-from heads import HEADS, OURS, TWINS
+from heads import NEEDS, ONE_HALF, OURS, TWINS
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
@@ -319,7 +319,7 @@ def test_the_names_are_ours_whichever_way_a_model_is_saved(tmp_path, hub, way):
     assert_ours(tmp_path / "saved", model)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ONE_HALF)
 def test_every_class_comes_back_as_it_was(tmp_path, head):
     model = random_scratchbert(head)
     model.save_pretrained(tmp_path)
@@ -566,12 +566,12 @@ def test_a_copy_is_a_model_of_its_own(tmp_path, way):
 
 def canonical(folder, head, **fields):
     """The names under which `transformers` itself stores the twin."""
-    TWINS[head](transformers.BertConfig(**TINY, **fields)).save_pretrained(folder)
+    TWINS[head](transformers.BertConfig(**TINY, **NEEDS.get(head, {}), **fields)).save_pretrained(folder)
     return set(load_file(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ONE_HALF)
 def test_as_bert_every_class_and_its_twin(tmp_path, head, tied):
     model = random_scratchbert(head, tie_word_embeddings=tied, num_labels=2)
     with logged_warnings() as warnings:
@@ -594,15 +594,18 @@ def test_as_bert_a_decoder(tmp_path, fields):
     assert info == NOTHING
     assert_same_outputs(twin, model)
     assert set(load_file(tmp_path / "model.safetensors")) == canonical(tmp_path / "twin", "Model", **fields)
-    causal = random_scratchbert("ForMaskedLM", **fields)
-    causal.save_as_bert(tmp_path / "causal")
-    twin, info = transformers.BertLMHeadModel.from_pretrained(tmp_path / "causal", output_loading_info=True)
-    assert info == NOTHING
-    assert_same_outputs(outputs(twin), outputs(causal))
+    for head in ("ForMaskedLM", "ForCausalLM"):
+        causal = random_scratchbert(head, **fields)
+        causal.save_as_bert(tmp_path / head)
+        twin, info = TWINS["ForCausalLM"].from_pretrained(tmp_path / head, output_loading_info=True)
+        assert info == NOTHING
+        assert_same_outputs(twin, causal)
+    assert config_json(tmp_path / "ForCausalLM")["architectures"] == ["BertLMHeadModel"]
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ForCausalLM")) is TWINS["ForCausalLM"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head", ["ForPreTraining", "ForTokenClassification"])
+@pytest.mark.parametrize("head", ["ForPreTraining", "ForTokenClassification", "ForCausalLM"])
 def test_bert_in_and_bert_out_bit_for_bit(tmp_path, head, dtype):
     random_bert(head).to(dtype).save_pretrained(tmp_path / "in")
     model = OURS[head].from_pretrained(tmp_path / "in")
@@ -634,7 +637,8 @@ def test_as_bert_the_configuration_is_one_that_others_read(tmp_path):
     # Readers outside of transformers, CTranslate2's among them, take it from there
     assert fields["position_embedding_type"] == "absolute"
     assert fields["layer_norm_eps"] == 1e-5
-    assert not {"auto_map", "norm_first"} & set(fields)
+    our_own = set(ScratchBertConfig().to_dict()) - set(transformers.BertConfig().to_dict())
+    assert not {"auto_map", *our_own} & set(fields) - {"position_embedding_type"}
     assert "scratch" not in json.dumps(fields).lower()
     auto = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(auto) is TWINS["ForSequenceClassification"]

@@ -117,23 +117,51 @@ def test_block_is_torchs_encoder_layer(
     torch.testing.assert_close(ours(x, our_mask), expected, rtol=0, atol=tolerance)
 
 
-@dtypes(3e-6)  # three sub-layers' roundings
+@dtypes(1e-6)  # three sub-layers' roundings
 @norm_places
 @activations
 @implementations
+@pytest.mark.parametrize("kind", mask_kinds)
 def test_block_is_torchs_decoder_layer(
-    implementation, activation, norm_first, dtype, tolerance, tiny_config, randomise
+    kind, implementation, activation, norm_first, dtype, tolerance, tiny_config, randomise
 ):
     theirs = randomise(nn.TransformerDecoderLayer(**their_arguments(norm_first, activation))).to(dtype).train()
     config = our_config(tiny_config, norm_first, activation, implementation, is_decoder=True, add_cross_attention=True)
     ours = TransformerBlock(config).to(dtype)
     copy_block(theirs, ours)
     x, memory = torch.randn(B, T, C, dtype=dtype), torch.randn(B, S, C, dtype=dtype)
-    _, their_causal, our_causal = draw_masks("causal")
+    padding, their_mask, our_mask = draw_masks(kind, dtype)
+    if our_mask is None:
+        our_mask = torch.ones(1, 1, T, T, dtype=torch.bool)  # without one, the block's own sdpa kernel looks back only
     real = padding_mask([S, 2, 1], S)
-    expected = theirs(x, memory, tgt_mask=their_causal, memory_key_padding_mask=~real)
-    actual = ours(x, our_causal, memory, encoder_attention_mask=real[:, None, None, :])
+    expected = theirs(x, memory, tgt_mask=their_mask, tgt_key_padding_mask=padding, memory_key_padding_mask=~real)
+    actual = ours(x, our_mask, memory, encoder_attention_mask=real[:, None, None, :])
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+# Width, heads, feed-forward, and how many sequences of how many words look at how many
+ODD_SHAPES = [(18, 3, 7, 2, 5, 11), (5, 1, 1, 1, 1, 1), (12, 12, 31, 4, 3, 1), (10, 5, 20, 1, 13, 2)]
+
+
+@norm_places
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
+def test_decoder_block_of_any_shape(shape, norm_first, tiny_config, randomise):
+    """All three masks at once: what comes later, the target's padding and the source's."""
+    width, heads, inner, batch, targets, sources = shape
+    arguments = their_arguments(norm_first, "gelu") | {"d_model": width, "nhead": heads, "dim_feedforward": inner}
+    theirs = randomise(nn.TransformerDecoderLayer(**arguments)).train()
+    sizes = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": inner}
+    config = our_config(tiny_config, norm_first, "gelu", "sdpa", is_decoder=True, add_cross_attention=True)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    ours = TransformerBlock(config)
+    copy_block(theirs, ours)
+    x, memory = torch.randn(batch, targets, width), torch.randn(batch, sources, width)
+    causal = torch.ones(targets, targets).tril().bool()
+    real, seen = (padding_mask(torch.randint(1, n + 1, (batch,)).tolist(), n) for n in (targets, sources))
+    expected = theirs(x, memory, tgt_mask=~causal, tgt_key_padding_mask=~real, memory_key_padding_mask=~seen)
+    actual = ours(x, real[:, None, None, :] & causal, memory, encoder_attention_mask=seen[:, None, None, :])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @dtypes(3e-6)  # eight sub-layers' roundings
@@ -155,6 +183,28 @@ def test_stack_is_torchs_encoder(implementation, activation, norm_first, dtype, 
     padding, their_mask, our_mask = draw_masks("padding and boolean")
     expected = theirs(x, mask=their_mask, src_key_padding_mask=padding)
     actual = ours(x, our_mask)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@dtypes(3e-6)  # nine sub-layers' roundings
+@norm_places
+@activations
+@implementations
+def test_stack_is_torchs_decoder(implementation, activation, norm_first, dtype, tolerance, tiny_config, randomise):
+    layer = nn.TransformerDecoderLayer(**their_arguments(norm_first, activation))
+    norm = nn.LayerNorm(C, eps=EPS) if norm_first else None
+    theirs = randomise(nn.TransformerDecoder(layer, 3, norm=norm)).to(dtype).train()
+    decoder = {"is_decoder": True, "add_cross_attention": True, "num_hidden_layers": 3}
+    ours = TransformerStack(our_config(tiny_config, norm_first, activation, implementation, **decoder)).to(dtype)
+    for their_block, our_block in zip(theirs.layers, ours.blocks, strict=True):
+        copy_block(their_block, our_block)
+    if norm_first:
+        ours.final_norm.load_state_dict(theirs.norm.state_dict())
+    x, memory = torch.randn(B, T, C, dtype=dtype), torch.randn(B, S, C, dtype=dtype)
+    _, their_causal, our_causal = draw_masks("causal")
+    real, seen = padding_mask([T, 4, 1], T), padding_mask([S, 2, 1], S)
+    expected = theirs(x, memory, tgt_mask=their_causal, tgt_key_padding_mask=~real, memory_key_padding_mask=~seen)
+    actual = ours(x, real[:, None, None, :] & our_causal, memory, encoder_attention_mask=seen[:, None, None, :])
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
