@@ -844,7 +844,9 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         return outputs
 
 
-class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertGenerationMixin):
+class ScratchBertForConditionalGeneration(
+    ScratchBertWithTwoHalves, ScratchBertWithLanguageModelHead, ScratchBertGenerationMixin
+):
     """An encoder, and a decoder under BERT's language-model head: text in, text out (Rothe et al. 2020).
 
     `from_bert` starts it from any BERT, `from_pretrained` opens its own checkpoints and those of an
@@ -877,12 +879,6 @@ class ScratchBertForConditionalGeneration(ScratchBertWithTwoHalves, ScratchBertG
         """
         config, tensors, options = seq2seq_start(cls.config_class, source, **kwargs)
         return cls.from_pretrained(None, config=config, state_dict=tensors, **options)
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear):
-        self.lm_head.decoder = new_embeddings
 
     @can_return_tuple
     def forward(

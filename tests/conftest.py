@@ -44,6 +44,17 @@ def quiet_only_here():
     transformers.logging.enable_progress_bar()
 
 
+@pytest.fixture
+def said(caplog):
+    """What transformers and this package log at warning or above. transformers' logger keeps its records to itself."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.WARNING, logger="transformers")
+    yield lambda: [record.getMessage() for record in caplog.records]
+    logger.removeHandler(caplog.handler)
+
+
 @pytest.fixture(scope="session")
 def tiny_config():
     """Makes the configuration of a model that runs in milliseconds; the arguments are the fields to change."""

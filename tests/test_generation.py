@@ -1,7 +1,6 @@
 """`generate`: the twins' ids, whatever the way of decoding; what a step costs; and what it says of bad input."""
 
 import copy
-import logging
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -801,17 +800,6 @@ def test_the_encoder_runs_once(twins):
 def tokenizer():
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(VOCABULARY - 5))]
     return BertTokenizer(vocab={word: number for number, word in enumerate(words)}, padding_side="left")
-
-
-@pytest.fixture
-def said(caplog):
-    """What transformers and this package log at warning or above. transformers' logger keeps its records to itself."""
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.WARNING)
-    caplog.set_level(logging.WARNING, logger="transformers")
-    yield lambda: [record.getMessage() for record in caplog.records]
-    logger.removeHandler(caplog.handler)
 
 
 def test_a_pipeline_writes_what_the_twins_does(tokenizer, twins, said, tmp_path):

@@ -1,8 +1,6 @@
 """`pipeline()` on a folder in Hub form gives what it gives for the BERT twin of the same weights, in every task that
 transformers has for an encoder."""
 
-import logging
-
 import pytest
 import torch
 import transformers
@@ -92,17 +90,6 @@ def save_both(model, tokenizer, folder):
     tokenizer.save_pretrained(ours)
     tokenizer.save_pretrained(twin)
     return ours, twin
-
-
-@pytest.fixture
-def said(caplog):
-    """What transformers and this package log at warning or above. transformers' logger keeps its records to itself."""
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.WARNING)
-    caplog.set_level(logging.WARNING, logger="transformers")
-    yield lambda: [record.getMessage() for record in caplog.records]
-    logger.removeHandler(caplog.handler)
 
 
 def run(folder, task, *args, arguments=None, **kwargs):
