@@ -191,7 +191,15 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             mask = create_bidirectional_mask(config, embeddings, mask)
         if encoder_hidden_states is not None:
             encoder_mask = create_bidirectional_mask(config, embeddings, encoder_mask, encoder_hidden_states)
+        if config._attn_implementation == "sdpa":  # it adds its masks, and would make them of booleans in every block
+            mask, encoder_mask = (_added_to_scores(each, embeddings.dtype) for each in (mask, encoder_mask))
         return mask, encoder_mask
+
+
+def _added_to_scores(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 class LanguageModelHead(nn.Module):
