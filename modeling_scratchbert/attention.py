@@ -1,9 +1,13 @@
 """Attention: the formula, and the multi-head layer around it (Vaswani et al. 2017, section 3.2)."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .packing import Packing
 
 
 def scaled_dot_product_attention(
@@ -99,7 +103,8 @@ class MultiHeadAttention(nn.Module):
         """
         Args:
             hidden_states: `(B, T, C)`, where the queries come from.
-            attention_mask: `(B, 1, T, S)`, boolean or additive, or what the chosen kernel takes in its place.
+            attention_mask: `(B, 1, T, S)`, boolean or additive, or what the chosen kernel takes in its place; or the
+                `Packing` of sequences that stand end to end, `(1, N, C)`, without padding.
             encoder_hidden_states: `(B, S, C)`, where keys and values come from; `hidden_states` if left out.
             past_key_values: the cache of keys and values of earlier tokens, and of the encoder's.
             output_attentions: run the formula itself, whatever kernel is set, since no other returns its weights.
@@ -110,8 +115,10 @@ class MultiHeadAttention(nn.Module):
         query = self._split_heads(self.query(hidden_states))
         key, value = self._keys_and_values(hidden_states, encoder_hidden_states, past_key_values)
 
-        implementation = "eager" if output_attentions else self.config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", eager_attention)
+        kernel = "eager" if output_attentions else self.config._attn_implementation or "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager_attention)
+        if isinstance(attention_mask, Packing):
+            attend, attention_mask = partial(attention_mask.attend, kernel, attend), None
         context, weights = attend(
             self,
             query,

@@ -62,6 +62,11 @@ class ScratchBertConfig(PreTrainedConfig):
             block (Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", figure 1).
         position_embedding_type (`str`, defaults to `"absolute"`): `"absolute"` is BERT's learned table,
             `"sinusoidal"` the fixed one of Vaswani et al. 2017, section 3.5.
+        padding_free (`bool`, defaults to `True`): an encoder's blocks see the real tokens of a batch alone, end to end,
+            `(1, N, C)`. `False`: they see padded tokens, `(B, T, C)`, and their mask, as in BERT; for forward hooks.
+        sparse_prediction (`bool`, defaults to `False`): with labels, `ScratchBertForMaskedLM` and
+            `ScratchBertForPreTraining` score the vocabulary for the labelled tokens alone, and their logits are
+            `(labelled tokens, V)`, as ModernBERT's. The loss is the same.
         is_encoder_decoder (`bool`, defaults to `False`): an encoder and a decoder, for `ScratchBertSeq2SeqModel` and
             `ScratchBertForConditionalGeneration`. The fields below count only then.
         num_decoder_layers (`int`, *optional*): the decoder's blocks; as many as `num_hidden_layers`, the encoder's,
@@ -106,6 +111,8 @@ class ScratchBertConfig(PreTrainedConfig):
 
     norm_first: bool = False
     position_embedding_type: str = "absolute"
+    padding_free: bool = True
+    sparse_prediction: bool = False
     is_encoder_decoder: bool = False
     num_decoder_layers: int | None = None
     tie_encoder_decoder: bool = False

@@ -33,10 +33,13 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention import MultiHeadAttention
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
+from .feed_forward import FeedForward
 from .input_checks import (
     cache_lengths,
     check_cache,
@@ -47,11 +50,15 @@ from .input_checks import (
     check_mask,
     check_states,
 )
+from .packing import KERNELS, Packing, without_padding
 from .pretrained import ScratchBertPreTrainedModel
-from .transformer import TransformerStack
+from .transformer import TransformerBlock, TransformerStack
 from .warm_start import seq2seq_start
 
 logger = logging.getLogger(__name__)
+
+# Kernels that add a mask to the scores.
+ADDING = ("sdpa", "flex_attention")
 
 
 class Pooler(nn.Module):
@@ -92,6 +99,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
+    @without_padding("last_hidden_state")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -120,15 +128,26 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 eager formula whatever attention is set, since no other kernel tells its weights.
             output_hidden_states: also return the embeddings and every block's output, `(B, T, C)`.
             return_dict: False for a plain tuple.
+            padding_free: False to have the blocks see the padding; `config.padding_free` if left out.
+            cu_seq_lens_q: `(S + 1,)`, for an encoder: S sequences come packed in one row, `(1, N)`, and start here, as
+                `DataCollatorWithFlattening` delivers them; so too `position_ids` that restart at 0. The outputs are
+                then `(1, N, C)`, and `pooler_output` is `(S, C)`.
+            max_length_q: the longest one's tokens, which spares the look at `cu_seq_lens_q`.
 
         Returns:
             `last_hidden_state` `(B, T, C)`, `pooler_output` `(B, C)` or None without a pooler, and what was asked for.
+            An encoder computes the real tokens alone, and its `last_hidden_state` is zero where there is padding,
+            unless attention maps or hidden states are asked for, the mask is a full one, or the model is compiled or
+            exported: there padding is computed, as in BERT.
 
         Raises:
             ValueError: an argument is unfit; the message names it, what it got and what it wants.
         """
+        packing = attention_mask if isinstance(attention_mask, Packing) else None
         past_length, slots = cache_lengths(past_key_values)
-        if "cache" in kwargs and attention_mask is not None:  # `generate_batch` keeps keys in pages of its own
+        if "cache" in kwargs and isinstance(
+            attention_mask, torch.Tensor
+        ):  # `generate_batch` keeps keys in pages of its own
             slots = attention_mask.shape[-1]
         # An adapter may have put a module without a size in the table's place.
         vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
@@ -173,10 +192,25 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             position_ids=position_ids,  # by which flash attention tells packed sequences apart
             **kwargs,
         )
+        first = packing.first_tokens(hidden_states) if packing is not None else hidden_states
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            pooler_output=self.pooler(hidden_states) if self.pooler is not None else None,
+            pooler_output=self.pooler(first) if self.pooler is not None else None,
             past_key_values=past_key_values if use_cache else None,
+        )
+
+    def takes_packed(self) -> bool:
+        """Whether tokens look at one another through our own attention alone, its kernel does without a mask, and no
+        number of tokens is too odd. Another's block may do anything, and is given padded tokens and their mask."""
+        blocks = self.encoder.blocks
+        parts = [(Embeddings, self.embeddings), *((TransformerBlock, block) for block in blocks)]
+        parts += [(MultiHeadAttention, getattr(block, "attention", None)) for block in blocks]
+        parts += [(FeedForward, getattr(block, "feed_forward", None)) for block in blocks]
+        # FSDP's classes, made on the fly, change nothing of the part.
+        fits = self.config._attn_implementation in KERNELS and not self.config.chunk_size_feed_forward
+        return fits and all(
+            type(part) is own or (isinstance(part, own) and type(part).__module__.startswith("torch."))
+            for own, part in parts
         )
 
     def _attention_masks(self, embeddings, mask, encoder_hidden_states, encoder_mask, cache, eager: bool):
@@ -185,19 +219,23 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         if eager and config._attn_implementation != "eager":
             config = copy.copy(config)
             config._attn_implementation = "eager"
-        if self.config.is_decoder:
+        if isinstance(mask, Packing):
+            # Compiled, packed attention knows no dropout.
+            drops = is_tracing(embeddings) and self.training and config.attention_probs_dropout_prob > 0
+            mask = mask.mask() if eager or drops or not self.takes_packed() else mask
+        elif self.config.is_decoder:
             mask = create_causal_mask(config, embeddings, mask, cache)
         else:
             mask = create_bidirectional_mask(config, embeddings, mask)
         if encoder_hidden_states is not None:
             encoder_mask = create_bidirectional_mask(config, embeddings, encoder_mask, encoder_hidden_states)
-        if config._attn_implementation == "sdpa":  # it adds its masks, and would make them of booleans in every block
+        if config._attn_implementation in ADDING:  # which would make numbers of booleans in every block, or not at all
             mask, encoder_mask = (_added_to_scores(each, embeddings.dtype) for each in (mask, encoder_mask))
         return mask, encoder_mask
 
 
 def _added_to_scores(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
@@ -227,6 +265,13 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
 
     def set_output_embeddings(self, new_embeddings: nn.Linear):
         self.lm_head.decoder = new_embeddings
+
+    def _labelled(self, states: torch.Tensor, labels: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states that are to be scored, and their labels: with `sparse_prediction`, of the labelled tokens."""
+        if labels is None or not self.config.sparse_prediction:
+            return states, labels
+        labelled = labels != -100
+        return states[labelled], labels[labelled]
 
 
 @dataclass
@@ -259,6 +304,7 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
+    @without_padding("prediction_logits", labels=True)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -280,7 +326,8 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         outputs = self.model(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
-        prediction_logits = self.lm_head(outputs.last_hidden_state)
+        states, labels = self._labelled(outputs.last_hidden_state, labels)
+        prediction_logits = self.lm_head(states)
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
@@ -307,6 +354,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
+    @without_padding("logits", labels=True)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -336,7 +384,8 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        states, labels = self._labelled(outputs.last_hidden_state, labels)
+        logits = self.lm_head(states)
         loss = None
         if labels is not None:
             loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.view(-1))
@@ -356,6 +405,7 @@ class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @without_padding()
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -405,6 +455,7 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @without_padding()
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -467,6 +518,7 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @without_padding("logits", labels=True)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -508,6 +560,7 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @without_padding("start_logits", "end_logits", unless="start_positions")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -30,6 +30,7 @@ from .bert_weights import (
 from .checkpoints import HUB_OPTIONS, staged, tensor_names
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig, copy_code, raw_config, scratchbert_fields
 from .embeddings import SinusoidalPositions, sinusoidal_table
+from .inference import InferenceMixin
 from .transformer import TransformerBlock
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,15 @@ logger = logging.getLogger(__name__)
 REVISION_OPTIONS = ("cache_dir", "local_files_only", "token")
 
 # Fields that the config.json of no BERT has.
-NOT_IN_BERT = {"norm_first", "num_decoder_layers", "tie_encoder_decoder", "share_embeddings", "decoder_start_token_id"}
+NOT_IN_BERT = {
+    "norm_first", "num_decoder_layers", "tie_encoder_decoder", "share_embeddings", "decoder_start_token_id",
+    "padding_free", "sparse_prediction",
+}  # fmt: skip
 
 IN_A_BLOCK = re.compile(r"(bert\.)?encoder\.layer\.\d+\.")
 
 
-class ScratchBertPreTrainedModel(PreTrainedModel):
+class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     """A model that loads from BERT's checkpoints and its own, and saves to either."""
 
     config: ScratchBertConfig

@@ -28,6 +28,9 @@ SIZES = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
     "use_cache": False,
+    # What is compiled or exported computes the padding, as BERT does, and is compared with such a pass. (That the
+    # others agree with it is for test_packing to say.)
+    "padding_free": False,
     "bos_token_id": 1,  # what a decoder starts with
 }
 SHAPES = ((3, 7), (2, 5), (5, 12), (4, 40))  # batch, length; the last at the length's limit

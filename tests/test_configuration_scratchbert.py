@@ -24,6 +24,8 @@ OUR_OWN = {
     "position_embedding_type": "absolute",
     "num_decoder_layers": None,
     "tie_encoder_decoder": False,
+    "padding_free": True,
+    "sparse_prediction": False,
     "share_embeddings": True,
     "decoder_start_token_id": None,
 }

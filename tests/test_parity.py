@@ -205,7 +205,8 @@ def test_configuration_has_berts_fields_and_defaults():
     ours, twin = ScratchBertConfig().to_dict(), BertConfig().to_dict()
     own = {"model_type": "scratchbert", "norm_first": False, "position_embedding_type": "absolute"}
     two_halves = {"num_decoder_layers": None, "tie_encoder_decoder": False, "share_embeddings": True}
-    assert ours == {**twin, **own, **two_halves, "decoder_start_token_id": None}
+    speed = {"padding_free": True, "sparse_prediction": False}
+    assert ours == {**twin, **own, **speed, **two_halves, "decoder_start_token_id": None}
     names = [f.name for f in dataclasses.fields(BertConfig)]
     assert [f.name for f in dataclasses.fields(ScratchBertConfig) if f.name in names] == names
 
@@ -340,6 +341,8 @@ def test_an_empty_sequence_in_the_batch(attention, twins):
     inputs["attention_mask"][2] = 0
     with torch.no_grad():
         mine, theirs, eager = (flat(model(**inputs)) for model in (ours, twin, eager_twin))
+        assert not mine["prediction_logits"][2].any()  # padding
+        mine = flat(ours(**inputs, padding_free=False))
     assert_same_tensors(mine, theirs)
     others = torch.arange(B) != 2
     assert_same_tensors(*({name: x[others] for name, x in tensors.items()} for tensors in (mine, eager)))
@@ -431,7 +434,7 @@ def test_maps_are_true(attention, padding, how, twins, tiny_config, uncompiled):
         assert weights.shape == (B, 4, T, T)
         torch.testing.assert_close(weights.sum(dim=-1), torch.ones(B, 4, T), rtol=0, atol=1e-6)
         assert not weights[~inputs["attention_mask"].bool()[:, None, None, :].expand_as(weights)].any()
-    plain = ours(**inputs, output_attentions=False)
+    plain = ours(**inputs, output_attentions=False, padding_free=False)
     assert "attentions" not in plain
     torch.testing.assert_close(outputs.last_hidden_state, plain.last_hidden_state, rtol=0, atol=TOLERANCE)
     assert ours.config._attn_implementation == attention
@@ -693,6 +696,7 @@ def test_learning_curve(attention, head, dropout, batches, tiny_config):
     }
     twin, ours = TWINS[head](tiny_config(BertConfig, **fields)), OURS[head](tiny_config(**fields))
     copy_weights(twin, ours)
+    ours.config.padding_free = dropout == 0  # else fewer random numbers are drawn
     actual, expected = (train(model, batches[head], steps=50) for model in (ours, twin))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     assert expected[-8:].mean() < 0.9 * expected[:8].mean()  # it did learn
@@ -702,8 +706,10 @@ def test_learning_curve(attention, head, dropout, batches, tiny_config):
 @tasks
 @attentions
 def test_dropout_with_the_same_seed(attention, task, classifier_dropout, twins):
-    """The twins draw the same random numbers in the same order, and so drop the same, forward and backward."""
+    """The twins draw the same random numbers in the same order, and so drop the same, forward and backward; as long as
+    padding is there to draw numbers for."""
     ours, twin = twins(task.head, attention, **task.fields, classifier_dropout=classifier_dropout)
+    ours.config.padding_free = False
     inputs = task.inputs(twin.config, "right")
 
     def run(model, seed):
