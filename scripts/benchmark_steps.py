@@ -1,0 +1,148 @@
+"""Two kinds of step that benchmark.py times beside whole batches: of training, and of decoding."""
+
+import gc
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import BertForSequenceClassification, EncoderDecoderModel, StoppingCriteria
+
+from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
+from modeling_scratchbert.bert_weights import canonical_name
+
+from benchmark_machine import packed_step, weights_of_a_step
+from benchmark_workloads import Batch, pad, random_rows
+
+WAYS = {"greedy": 1, "beam 4": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def trainees(folder: Path) -> dict[str, torch.nn.Module]:
+    """The twin and ours, with the same weights, the new classifier's included."""
+    classifier = folder / "classifier"
+    BertForSequenceClassification.from_pretrained(folder, num_labels=2, **NO_DROPOUT).save_pretrained(classifier)
+    classes = {"bert": BertForSequenceClassification, "ours": ScratchBertForSequenceClassification}
+    return {name: model_class.from_pretrained(classifier).train() for name, model_class in classes.items()}
+
+
+def training_step(model, optimizer, batch: Batch) -> tuple[float, float]:
+    """The seconds that a step takes, and its loss. The gradients stay for whoever wants to look."""
+    started = time.perf_counter()
+    optimizer.zero_grad()
+    loss = model(**batch.inputs, labels=batch.labels).loss
+    loss.backward()
+    optimizer.step()
+    return time.perf_counter() - started, loss.item()
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """By our names. Without the keys' biases: their gradient is 0, and what is there is rounding."""
+    found = {canonical_name(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if not name.endswith("key.bias")}
+
+
+def gradient_difference(models: dict[str, torch.nn.Module]) -> float:
+    """The largest ‖difference‖ / ‖gradient‖ of any tensor."""
+    theirs, ours = gradients(models["bert"]), gradients(models["ours"])
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
+    """A row: how long a step takes in either, and how far apart the losses and the first gradients are."""
+    models = trainees(folder)
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in models.items()}
+    seconds = {name: [] for name in models}
+    losses, difference = [], 0.0
+    for i, batch in enumerate(batches[j % len(batches)] for j in range(repetitions + 1)):
+        both = {}
+        for name in sorted(models, reverse=bool(i % 2)):
+            took, both[name] = training_step(models[name], optimizers[name], batch)
+            seconds[name] += [took] if i else []  # the first step warms up
+        losses.append(abs(both["bert"] - both["ours"]))
+        difference = difference if i else gradient_difference(models)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    del models, optimizers
+    gc.collect()
+    return {
+        "seconds": medians,
+        "vs_bert": medians["bert"] / medians["ours"],
+        "loss_difference": max(losses),
+        "gradient_difference": difference,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+
+class Clock(StoppingCriteria):
+    """Is asked after each token whether to stop; notes the time and never says yes."""
+
+    def __init__(self):
+        self.times = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def generators(folder: Path, seed: int) -> dict[str, torch.nn.Module]:
+    """The twin and ours, plain and optimised, with the same weights."""
+    torch.manual_seed(seed)
+    pair = folder / "encoder-decoder"
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder)
+    special = {"decoder_start_token_id": 101, "eos_token_id": 102, "pad_token_id": 0}
+    for name, value in special.items():
+        setattr(model.config, name, value)
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(pair)
+    # All from the file: how weights came into memory makes a difference of a few per cent.
+    return {
+        "bert": EncoderDecoderModel.from_pretrained(pair).eval(),
+        "ours": ScratchBertForConditionalGeneration.from_pretrained(pair).eval(),
+        "ours-optimised": ScratchBertForConditionalGeneration.from_pretrained(pair).eval().optimize_for_inference(),
+    }
+
+
+def steps(model, batch: Batch, tokens: int, beams: int) -> tuple[list[float], torch.Tensor]:
+    """The seconds that each token after the first took, and the tokens."""
+    clock = Clock()
+    ids = model.generate(**batch.inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False,
+                         num_beams=beams, stopping_criteria=[clock])  # fmt: skip
+    return [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)], ids
+
+
+def ragged(config, batch: int, length: int, generator: torch.Generator) -> Batch:
+    """Sources as text has them: the first is shorter than the rest."""
+    lengths = [length * 3 // 4, *[length] * (batch - 1)]
+    return pad(random_rows(config, lengths, generator))
+
+
+def decode(folder: Path, cases: list[tuple[int, str]], tokens: int, repetitions: int, bandwidth: float, seed: int):
+    """Yields a row for each case, a batch size and a way of decoding. Times are of one step."""
+    models = generators(folder, seed)
+    config = models["bert"].config.decoder
+    reading = weights_of_a_step(models["bert"]) / bandwidth
+    generator = torch.Generator().manual_seed(seed)
+    for batch_size, way in cases:
+        batch = ragged(config, batch_size, 64, generator)
+        seconds, same = {name: [] for name in models}, True
+        for repetition in range(repetitions + 1):
+            ids = {}
+            for name in sorted(models, reverse=bool(repetition % 2)):
+                took, ids[name] = steps(models[name], batch, tokens, WAYS[way])
+                seconds[name] += took if repetition else []  # the first one warms up
+            same = same and all(torch.equal(ids[name], ids["bert"]) for name in ids)
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        yield {
+            "batch": batch_size,
+            "decoding": way,
+            "seconds": medians,
+            "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
+            "reading_floor": reading,
+            "products_floor": packed_step(config, batch_size * WAYS[way]),
+            "same_tokens": same,
+        }
