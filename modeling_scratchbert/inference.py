@@ -5,6 +5,9 @@ own compiler uses. Their packed tensors can be neither copied, pickled, converte
 about giving the dense matrix back wherever one is asked for, and saying no where there is no answer.
 """
 
+import ctypes
+import mmap
+import sys
 import weakref
 
 import torch
@@ -149,6 +152,7 @@ class PackedLinear(nn.Module):
             self.matrix = PackedMatrix.of(weight)
             if not self.keeps_weight:
                 self._parameters["weight"] = None
+                _let_go(weight)
 
     def unpack(self) -> None:
         """Holds the dense weight alone."""
@@ -259,6 +263,19 @@ class InferenceMixin:
         for layer in _packed_layers(self):
             layer.device_after(fn)  # raises, before the first tensor is converted
         return super()._apply(fn, recurse)
+
+
+def _let_go(weight: torch.Tensor) -> None:
+    """Has Linux take the pages of a mapped file, as safetensors opens one, out of memory: else they would stay there
+    beside the packed matrices until the file's last tensor is gone. No value changes; whoever still reads them has
+    them read from the file again."""
+    if sys.platform != "linux" or weight.untyped_storage().resizable():  # memory of torch's own is freed as it is
+        return
+    page, start = mmap.PAGESIZE, weight.data_ptr()
+    first, end = -(-start // page) * page, (start + weight.nbytes) // page * page
+    if first < end:
+        advice = 21  # MADV_PAGEOUT, of Linux 5.4; an older one refuses it
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 def _packed_layers(model) -> list[PackedLinear]:

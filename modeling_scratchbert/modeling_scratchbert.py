@@ -266,6 +266,13 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear):
         self.lm_head.decoder = new_embeddings
 
+    def _scores(self, states: torch.Tensor, mask) -> torch.Tensor:
+        """The score of every word for each token. Where nothing more comes of them, those of packed tokens are padded
+        here: two tables of the whole vocabulary are much memory."""
+        if isinstance(mask, Packing) and mask.indices is not None and not torch.is_grad_enabled():
+            return mask.pad_scores(self.lm_head, states)
+        return self.lm_head(states)
+
     def _labelled(self, states: torch.Tensor, labels: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The states that are to be scored, and their labels: with `sparse_prediction`, of the labelled tokens."""
         if labels is None or not self.config.sparse_prediction:
@@ -327,7 +334,7 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         states, labels = self._labelled(outputs.last_hidden_state, labels)
-        prediction_logits = self.lm_head(states)
+        prediction_logits = self._scores(states, attention_mask if labels is None else None)
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
@@ -385,7 +392,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
             **kwargs,
         )
         states, labels = self._labelled(outputs.last_hidden_state, labels)
-        logits = self.lm_head(states)
+        logits = self._scores(states, attention_mask if labels is None else None)
         loss = None
         if labels is not None:
             loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.view(-1))

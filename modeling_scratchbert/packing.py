@@ -55,50 +55,63 @@ class Packing:
         """
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         lengths = [lengths[row] for row in order]
-        rows = torch.tensor(order).to(mask.device, non_blocking=True)
+        rows = there(torch.tensor(order), mask.device)
         width = mask.shape[1]
         tokens = mask[rows].flatten().nonzero_static(size=sum(lengths))[:, 0]
-        cu_seqlens = cumulative(torch.tensor(lengths)).to(mask.device, non_blocking=True)
+        cu_seqlens = there(cumulative(torch.tensor(lengths)), mask.device)
         starts = torch.empty_like(rows).index_copy_(0, rows, cu_seqlens[:-1].long())
         indices = rows[tokens // width] * width + tokens % width
         return cls(cu_seqlens, max(lengths), lengths, tuple(mask.shape), indices, starts)
 
     @classmethod
-    def of_packed(cls, cu_seqlens: torch.Tensor, max_length: int | None, tokens: int, sort: bool) -> "Packing":
-        """Of sequences that come packed already, `tokens` in all; `sort` brings those of a length together."""
-        starts = cu_seqlens[:-1].long()
-        if is_tracing(cu_seqlens) or (cu_seqlens.is_cuda and max_length is not None):
-            return cls(cu_seqlens, tokens if max_length is None else max_length, None, (1, tokens), None, starts)
-        lengths = cu_seqlens.diff()
-        if not sort or bool((lengths.diff() >= 0).all()):
-            lengths = lengths.tolist()
-            return cls(cu_seqlens, max(lengths), lengths, (1, tokens), None, starts)
-        sorted_lengths, order = lengths.sort(stable=True)
-        sorted_starts = cumulative(sorted_lengths)
-        moves = (starts[order] - sorted_starts[:-1]).repeat_interleave(sorted_lengths)
-        indices = torch.arange(tokens, device=cu_seqlens.device) + moves
-        starts = torch.empty_like(starts).index_copy_(0, order, sorted_starts[:-1].long())
-        lengths = sorted_lengths.tolist()
-        return cls(sorted_starts, max(lengths), lengths, (1, tokens), indices, starts)
+    def of_packed(cls, cu_seqlens: torch.Tensor, max_length: int | None, tokens: torch.Tensor, sort: bool) -> "Packing":
+        """Of sequences that come packed already, as `tokens`, `(1, N, …)`; `sort` brings those of a length together."""
+        shape, device = tuple(tokens.shape[:2]), tokens.device
+        if is_tracing(cu_seqlens) or (device.type != "cpu" and max_length is not None):
+            starts = cu_seqlens[:-1].long()
+            return cls(cu_seqlens, shape[1] if max_length is None else max_length, None, shape, None, starts)
+        cu_seqlens = cu_seqlens.cpu()  # the one reading
+        starts, lengths, indices = cu_seqlens[:-1].long(), cu_seqlens.diff(), None
+        if sort and bool((lengths.diff() < 0).any()):
+            lengths, order = lengths.sort(stable=True)
+            cu_seqlens = cumulative(lengths)
+            moves = (starts[order] - cu_seqlens[:-1]).repeat_interleave(lengths)
+            indices = there(torch.arange(shape[1]) + moves, device)
+            starts = torch.empty_like(starts).index_copy_(0, order, cu_seqlens[:-1].long())
+        lengths = lengths.tolist()
+        return cls(there(cu_seqlens.int(), device), max(lengths), lengths, shape, indices, there(starts, device))
 
     def pack(self, per_token: torch.Tensor) -> torch.Tensor:
         """`(B, T, …)`, or `(1, T, …)` for all rows, → `(1, N, …)`"""
         if self.indices is None:
             return per_token
         per_token = per_token.expand(*self.shape, *per_token.shape[2:]).flatten(0, 1)
-        return per_token.index_select(0, self.indices.to(per_token.device))[None]
+        return per_token.index_select(0, there(self.indices, per_token.device))[None]
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """`(1, N, …)` → `(B, T, …)`, zeros where there was padding."""
-        if self.indices is None:
+        """`(1, N, …)` → `(B, T, …)`, zeros where there was padding. What is padded already stays as it is."""
+        if self.indices is None or packed.shape[:2] != (1, len(self.indices)):
             return packed
         batch, width = self.shape
         padded = packed.new_zeros(batch * width, *packed.shape[2:])
-        return padded.index_copy(0, self.indices.to(packed.device), packed[0]).unflatten(0, (batch, width))
+        padded.index_copy_(0, there(self.indices, packed.device), packed[0])
+        return padded.unflatten(0, (batch, width))
+
+    def pad_scores(self, head, packed: torch.Tensor, chunk: int = 256) -> torch.Tensor:
+        """`head(packed)`, `(1, N, V)`, padded: `(B, T, V)`. A few tokens at a time, so that scores of a whole
+        vocabulary are in memory once."""
+        parts = zip(packed.split(chunk, dim=1), there(self.indices, packed.device).split(chunk), strict=True)
+        padded = None
+        for tokens, places in parts:
+            scores = head(tokens)[0]
+            if padded is None:
+                padded = scores.new_zeros(self.shape[0] * self.shape[1], scores.shape[-1])
+            padded.index_copy_(0, places, scores)
+        return padded.unflatten(0, self.shape)
 
     def first_tokens(self, packed: torch.Tensor) -> torch.Tensor:
         """The first token of each sequence: `(1, N, C)` → `(S, 1, C)`"""
-        return packed[0].index_select(0, self.starts.to(packed.device))[:, None]
+        return packed[0].index_select(0, there(self.starts, packed.device))[:, None]
 
     def mask(self) -> torch.Tensor:
         """What says the same to a kernel that wants a mask: `(1, 1, N, N)`, True within a sequence."""
@@ -111,13 +124,13 @@ class Packing:
         """Attention of each sequence to itself, in the form of `transformers`' attention interface: `(1, H, N, D)` in,
         `(1, N, H, D)` out. `kernel` is the name of `attend`, which computes one sequence, or several of a length."""
         if kernel.startswith("flash"):
-            cu_seqlens = self.cu_seqlens.to(query.device)
+            cu_seqlens = there(self.cu_seqlens, query.device)
             kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             kwargs |= {"max_length_q": self.max_length, "max_length_k": self.max_length}
             return attend(module, query, key, value, None, scaling=scaling, dropout=dropout, **kwargs)
         query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (N, H, D)
         if takes_varlen(query, dropout):
-            cu_seqlens = self.cu_seqlens.to(query.device)
+            cu_seqlens = there(self.cu_seqlens, query.device)
             context = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, self.max_length, self.max_length)
         elif is_tracing(query):
             context = packed_attention(query, key, value, self.cu_seqlens, scaling)
@@ -129,6 +142,11 @@ class Packing:
 
             context = by_length(attend_alone, self.lengths, query, key, value)
         return context[None], None
+
+
+def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on another device, which nobody waits for."""
+    return tensor.to(device, non_blocking=True)
 
 
 def cumulative(lengths: torch.Tensor) -> torch.Tensor:
@@ -304,7 +322,11 @@ def packed_now(model, arguments: dict, labels: bool):
 
 def fit_to_pack(model, arguments: dict, mask: torch.Tensor, tokens) -> bool:
     """Whether a batch can be packed. Where arguments do not fit one another, `forward` says so in its own way."""
-    if not isinstance(tokens, torch.Tensor) or is_tracing(mask) or is_functorch_wrapped_tensor(tokens):
+    if (
+        not isinstance(tokens, torch.Tensor)
+        or is_tracing(mask)
+        or any(map(is_functorch_wrapped_tensor, (mask, tokens)))
+    ):
         return False
     wants_recording = any(
         arguments.get(f"output_{kind}", getattr(model.config, f"output_{kind}"))
@@ -343,19 +365,21 @@ def packed_already(model, arguments: dict) -> Packing | None:
             return None
     check_packed(cu_seqlens, tokens, arguments.get("attention_mask"))
     if positions is None:
-        starts = cu_seqlens[sequences(cu_seqlens, tokens.shape[1])]
-        arguments["position_ids"] = (torch.arange(tokens.shape[1], device=cu_seqlens.device) - starts)[None]
+        places = torch.arange(tokens.shape[1], device=cu_seqlens.device)
+        places = places - cu_seqlens[sequences(cu_seqlens, tokens.shape[1])]
+        arguments["position_ids"] = there(places[None], tokens.device)
     records = arguments.get("output_hidden_states", model.config.output_hidden_states)
     records = records or arguments.get("output_attentions", model.config.output_attentions)
-    return Packing.of_packed(cu_seqlens, max_length, tokens.shape[1], sort=not records)
+    return Packing.of_packed(cu_seqlens, max_length, tokens, sort=not records)
 
 
 def restarts(positions: torch.Tensor, arguments: dict) -> torch.Tensor | None:
     """Where sequences start whose positions, `(1, N)`, count from 0 again and again, or None where they do not."""
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or len(positions) != 1:
         return None
-    starts = positions[0] == 0
-    counts_on = nn.functional.pad(positions[0].diff() == 1, (1, 0), value=False)
+    positions = positions[0] if is_tracing(positions) else positions[0].cpu()
+    starts = positions == 0
+    counts_on = nn.functional.pad(positions.diff() == 1, (1, 0), value=False)
     if is_tracing(positions):
         # How many sequences there are is not known now: a mask tells them apart, and none where it is not as above.
         sequence = starts.cumsum(0)

@@ -6,14 +6,16 @@ import gc
 import importlib.util
 import io
 import pickle
+import re
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from modeling_scratchbert import ScratchBertConfig, inference
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
 from modeling_scratchbert.inference import PackedLinear, PackedMatrix
 
 from comparison import assert_same_tensors, flat
@@ -509,6 +511,30 @@ def test_a_layer_with_a_hook_keeps_it(make):
     assert_same_tensors(compute(model.optimize_for_inference(), inputs), expected)
     assert heard == ["linear", "gelu"]
     assert type(attention.query) is nn.Linear
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")
+def test_a_mapped_file_does_not_stay_in_memory(make, tmp_path):
+    make("Model", hidden_size=512, intermediate_size=2048).save_pretrained(tmp_path)
+    model = ScratchBertModel.from_pretrained(tmp_path)
+    query = model.encoder.blocks[0].attention.query.weight
+
+    def mapped_kib() -> int:
+        entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+        return sum(
+            int(re.search(r"^Rss: +(\d+) kB$", entry, flags=re.MULTILINE)[1])
+            for entry in entries
+            if str(tmp_path / "model.safetensors") in entry
+        )
+
+    expected = query.clone()
+    assert sum(weight.sum().item() for weight in model.parameters())  # reads all
+    before, size = mapped_kib(), model.get_memory_footprint() / 1024
+    assert before > 0.9 * size
+    model.optimize_for_inference()
+    kept = sum(weight.nbytes for weight in model.parameters()) / 1024
+    assert mapped_kib() < kept + 0.1 * size
+    assert torch.equal(query, expected)  # one that a user still holds
 
 
 # --- torch.compile
