@@ -9,7 +9,10 @@ import importlib.util
 import io
 import logging
 import multiprocessing
+import os
 import re
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -222,7 +225,10 @@ def peak_here(name: str, folder: Path, threads: int, batch: Batch) -> float:
 
 def peak_memory(name: str, folder: Path, threads: int, batch: Batch) -> float:
     """The MiB by which opening this variant and running it on one batch raise the peak of a fresh process, in which
-    torch and transformers are imported already."""
+    torch and transformers are imported already. Its files are its own: Linux leaves in memory what of a file another
+    process, this one, has mapped as well, and what is not on the disk yet."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(peak_here, name, folder, threads, batch).result()
+    with tempfile.TemporaryDirectory() as copy, ProcessPoolExecutor(1, mp_context=context) as pool:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        os.sync()
+        return pool.submit(peak_here, name, Path(copy), threads, batch).result()
