@@ -153,9 +153,10 @@ def test_the_machine_is_described(monkeypatch):
 
 def test_of_two_rates_the_better_is_kept(monkeypatch):
     monkeypatch.setattr(benchmark_machine, "best_rate", lambda config, dtype: 150e9)
-    machine = {"gflops": {"float32": 100.0, "bfloat16": 200.0}}
+    monkeypatch.setattr(benchmark_machine, "bandwidth", lambda: 15e9)
+    machine = {"gflops": {"float32": 100.0, "bfloat16": 200.0}, "bandwidth_gb": 10.0}
     benchmark_machine.measure_again(machine, config())
-    assert machine["gflops"] == {"float32": 150.0, "bfloat16": 200.0}
+    assert machine == {"gflops": {"float32": 150.0, "bfloat16": 200.0}, "bandwidth_gb": 15.0}
 
 
 def test_rates_are_measured():
