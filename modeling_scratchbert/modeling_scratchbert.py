@@ -200,15 +200,14 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         )
 
     def takes_packed(self) -> bool:
-        """Whether tokens look at one another through our own attention alone, its kernel does without a mask, and no
-        number of tokens is too odd. Another's block may do anything, and is given padded tokens and their mask."""
+        """Whether tokens look at one another through our own attention alone, and its kernel does without a mask.
+        Another's block may do anything, and is given padded tokens and their mask."""
         blocks = self.encoder.blocks
         parts = [(Embeddings, self.embeddings), *((TransformerBlock, block) for block in blocks)]
         parts += [(MultiHeadAttention, getattr(block, "attention", None)) for block in blocks]
         parts += [(FeedForward, getattr(block, "feed_forward", None)) for block in blocks]
         # FSDP's classes, made on the fly, change nothing of the part.
-        fits = self.config._attn_implementation in KERNELS and not self.config.chunk_size_feed_forward
-        return fits and all(
+        return self.config._attn_implementation in KERNELS and all(
             type(part) is own or (isinstance(part, own) and type(part).__module__.startswith("torch."))
             for own, part in parts
         )

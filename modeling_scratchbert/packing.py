@@ -291,8 +291,8 @@ def remove_padding(model, arguments: dict, labels: bool, unless: str | None):
 
 
 def packed_now(model, arguments: dict, labels: bool):
-    """The `Packing` of a padded batch; or None where padding is to stay, or there is none; or, where only the pooler
-    needs it, what puts zeros in its place."""
+    """The `Packing` of a padded batch; or None where padding is to stay, or there is none; or, where it is computed but
+    not wanted, what puts zeros in its place."""
     mask, tokens = arguments["attention_mask"], arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
     if not fit_to_pack(model, arguments, mask, tokens):
@@ -312,8 +312,9 @@ def packed_now(model, arguments: dict, labels: bool):
         return None
     if stray_labels or not any(lengths):
         return None
-    if first_tokens < batch and getattr(model.base_model, "pooler", None) is not None:
-        # BERT's pooler reads what stands first, be it padding.
+    reads_padding = first_tokens < batch and getattr(model.base_model, "pooler", None) is not None
+    if reads_padding or model.config.chunk_size_feed_forward:
+        # BERT's pooler reads what stands first, be it padding; and chunks want a length that they divide.
         return lambda padded: padded.masked_fill(~mask[..., None], 0)
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = torch.arange(width, device=mask.device)[None]
