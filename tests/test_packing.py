@@ -1,6 +1,9 @@
 """Padding removed and put back: the numbers of the padded pass, whose own are the twin's (`test_parity`)."""
 
 import copy
+import importlib
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import modeling_scratchbert
 from modeling_scratchbert import ScratchBertModel, ScratchBertPreTrainedModel, packing
 from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.packing import by_length, packed_attention
@@ -468,3 +472,19 @@ def test_compiled_packed(given, optimised, make, compiled):
             assert_same_gradients(*({"": gradient} for gradient in gradients))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[2]
+
+
+def test_a_second_copy_of_the_package_compiles_too(make, compiled, tmp_path, monkeypatch):
+    """As remote code comes with a checkpoint, beside the package itself."""
+    shutil.copytree(Path(packing.__file__).parent, tmp_path / "second_copy")
+    monkeypatch.syspath_prepend(tmp_path)
+    second = importlib.import_module("second_copy")
+    importlib.reload(modeling_scratchbert)  # whose classes are again the ones that the Auto classes open
+    first = make()
+    other = second.ScratchBertModel(second.ScratchBertConfig(**first.config.to_diff_dict())).eval()
+    other.load_state_dict(first.state_dict())
+    packed = flattened(draw(), **FLASH)
+    expected = first(**packed).last_hidden_state
+    for model in (other, first):
+        assert_same_tensors({"": compiled(model)(**packed).last_hidden_state}, {"": expected})
+    assert transformers.AutoConfig.for_model("scratchbert").__class__ is modeling_scratchbert.ScratchBertConfig
