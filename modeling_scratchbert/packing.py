@@ -315,7 +315,7 @@ def packed_now(model, arguments: dict, labels: bool):
     reads_padding = first_tokens < batch and getattr(model.base_model, "pooler", None) is not None
     if reads_padding or model.config.chunk_size_feed_forward:
         # BERT's pooler reads what stands first, be it padding; and chunks want a length that they divide.
-        return lambda padded: padded.masked_fill(~mask[..., None], 0)
+        return lambda padded: padded.masked_fill(~mask if padded.ndim == 2 else ~mask[..., None], 0)
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = torch.arange(width, device=mask.device)[None]
     return Packing.of_mask(mask, lengths)

@@ -134,6 +134,18 @@ def test_every_head(head, labels, make):
     assert seen == [(*tokens, 32), (*real.shape, 32)]
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_chunks_compute_the_padding_and_say_zeros_there(head, make):
+    whole, chunked = make(OURS[head]), make(OURS[head], chunk_size_feed_forward=7)
+    batch, seen = inputs_for(head), shapes_seen(chunked)
+    real = batch["attention_mask"].flatten(0, -2).bool()
+    outputs = flat(chunked(**batch))
+    assert_same_tensors(outputs, flat(whole(**batch)), real)
+    assert seen == [(*real.shape, 32)]
+    for value in outputs.values():
+        assert value.shape[:2] != real.shape or not value[~real].any()
+
+
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
 def test_scores_of_the_vocabulary_are_in_memory_once(head, make):
     ours, batch = make(OURS[head]), draw()
