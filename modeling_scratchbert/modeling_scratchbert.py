@@ -50,7 +50,7 @@ from .input_checks import (
     check_mask,
     check_states,
 )
-from .packing import KERNELS, Packing, without_padding
+from .packing import KERNELS, Packing, run_stack, without_padding
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerBlock, TransformerStack
 from .warm_start import seq2seq_start
@@ -145,9 +145,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         """
         packing = attention_mask if isinstance(attention_mask, Packing) else None
         past_length, slots = cache_lengths(past_key_values)
-        if "cache" in kwargs and isinstance(
-            attention_mask, torch.Tensor
-        ):  # `generate_batch` keeps keys in pages of its own
+        # `generate_batch` keeps keys in pages of its own.
+        if "cache" in kwargs and isinstance(attention_mask, torch.Tensor):
             slots = attention_mask.shape[-1]
         # An adapter may have put a module without a size in the table's place.
         vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
@@ -183,7 +182,9 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             past_key_values,
             eager=kwargs["output_attentions"],
         )
-        hidden_states = self.encoder(
+        hidden_states = run_stack(
+            self.encoder,
+            self.config.intermediate_size,
             embeddings,
             attention_mask,
             encoder_hidden_states,

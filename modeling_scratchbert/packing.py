@@ -25,6 +25,9 @@ KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_att
 # What transformers' padding-free collators say of packed sequences.
 PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
+# glibc hands blocks above 32 MiB back to the system when they are freed, and has each new one paged in again.
+ALLOCATION = 32 * 2**20
+
 PER_TOKEN = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 
 
@@ -113,6 +116,19 @@ class Packing:
         """The first token of each sequence: `(1, N, C)` → `(S, 1, C)`"""
         return packed[0].index_select(0, there(self.starts, packed.device))[:, None]
 
+    def parts(self, limit: int) -> list["Packing"]:
+        """The sequences in runs of at most `limit` tokens, or of one sequence that is longer."""
+        runs = [[]]
+        for length in self.lengths:
+            if sum(runs[-1]) and sum(runs[-1]) + length > limit:
+                runs.append([])
+            runs[-1].append(length)
+        return [
+            Packing(cu_seqlens, max(run), run, (1, sum(run)), None, cu_seqlens[:-1].long())
+            for run in runs
+            for cu_seqlens in [cumulative(torch.tensor(run))]
+        ]
+
     def mask(self) -> torch.Tensor:
         """What says the same to a kernel that wants a mask: `(1, 1, N, N)`, True within a sequence."""
         sequence = sequences(self.cu_seqlens, self.shape[1])
@@ -142,6 +158,24 @@ class Packing:
 
             context = by_length(attend_alone, self.lengths, query, key, value)
         return context[None], None
+
+
+def run_stack(stack, width: int, hidden_states: torch.Tensor, mask, *args, **kwargs) -> torch.Tensor:
+    """`stack(hidden_states, mask, …)`. Of much that is packed, a few sequences at a time, where nothing but the result
+    is wanted: then no tensor in between is too large for its memory to be used again. `width` is that of the widest."""
+    limit = ALLOCATION // (width * hidden_states.element_size())
+    if (
+        not isinstance(mask, Packing)
+        or is_tracing(hidden_states)
+        or hidden_states.shape[1] <= limit
+        or hidden_states.device.type != "cpu"
+        or torch.is_grad_enabled()
+        or any(module._forward_hooks or module._forward_pre_hooks for module in stack.modules())
+    ):
+        return stack(hidden_states, mask, *args, **kwargs)
+    parts = mask.parts(limit)
+    split = hidden_states.split([part.shape[1] for part in parts], dim=1)
+    return torch.cat([stack(states, part, *args, **kwargs) for states, part in zip(split, parts, strict=True)], dim=1)
 
 
 def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -290,11 +324,16 @@ def remove_padding(model, arguments: dict, labels: bool, unless: str | None):
     return packing.pad
 
 
+def tokens_of(arguments: dict):
+    """`input_ids` or else `inputs_embeds`."""
+    tokens = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if tokens is None else tokens
+
+
 def packed_now(model, arguments: dict, labels: bool):
     """The `Packing` of a padded batch; or None where padding is to stay, or there is none; or, where it is computed but
     not wanted, what puts zeros in its place."""
-    mask, tokens = arguments["attention_mask"], arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    mask, tokens = arguments["attention_mask"], tokens_of(arguments)
     if not fit_to_pack(model, arguments, mask, tokens):
         return None
     mask = mask.bool()
@@ -355,9 +394,7 @@ def packed_already(model, arguments: dict) -> Packing | None:
     if model.config._attn_implementation not in (*KERNELS, "flex_attention"):
         return None  # another's kernel knows what to make of them
     cu_seqlens, _, max_length, _ = (arguments.pop(name, None) for name in PACKED_ARGUMENTS)
-    tokens = arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
-    positions = arguments.get("position_ids")
+    tokens, positions = tokens_of(arguments), arguments.get("position_ids")
     if cu_seqlens is None:
         if positions is None or arguments.get("attention_mask") is not None or tokens is None or len(tokens) != 1:
             return None

@@ -292,6 +292,35 @@ def test_256_short_sequences_are_not_256_calls(make, monkeypatch):
     assert len(calls) == 8
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 9, 0, 5, 0], [3], [20, 1]])
+def test_much_at_once_goes_through_in_parts(lengths, make, monkeypatch):
+    ours = make()
+    cu_seqlens = packing.cumulative(torch.tensor(lengths))
+    batch = {"input_ids": torch.randint(1, VOCABULARY, (1, sum(lengths))), "cu_seq_lens_q": cu_seqlens}
+    with torch.no_grad():
+        expected = flat(ours(**batch))
+    seen = []
+    block = ours.encoder.blocks[0]
+    run = block.forward
+    monkeypatch.setattr(
+        block, "forward", lambda states, *args, **kwargs: seen.append(states.shape[1]) or run(states, *args, **kwargs)
+    )
+    monkeypatch.setattr(packing, "ALLOCATION", 10 * 4 * ours.config.intermediate_size)
+    with torch.no_grad():
+        assert_same_tensors(flat(ours(**batch)), expected)
+    longest = max(10, *lengths)
+    assert sum(seen) == sum(lengths)
+    assert max(seen) <= longest
+    assert all(seen)
+    assert (len(seen) > 1) == (sum(lengths) > 10)
+    seen.clear()
+    ours(**batch)  # autograd keeps all of it anyway
+    block.register_forward_hook(lambda *_: None)  # and hooks see all of it
+    with torch.no_grad():
+        ours(**batch)
+    assert seen == [sum(lengths)] * 2
+
+
 def test_pickled_and_copied_models_still_pack(make):
     ours, batch = make(), draw()
     seen = shapes_seen(copied := copy.deepcopy(ours))
@@ -484,6 +513,17 @@ def test_compiled_packed(given, optimised, make, compiled):
             assert_same_gradients(*({"": gradient} for gradient in gradients))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[2]
+
+
+@pytest.mark.parametrize("given", ["lengths", "positions"])
+def test_compiled_packed_training_drops_attention(given, make, compiled):
+    packed = flattened(draw(), return_flash_attn_kwargs=given == "lengths")
+    for dropout, same in ((1e-9, True), (0.5, False)):
+        ours = make(ScratchBertModel, False, attention_probs_dropout_prob=dropout)
+        expected = ours(**packed).last_hidden_state
+        torch._dynamo.reset()
+        outputs = compiled(ours.train())(**packed).last_hidden_state
+        assert torch.allclose(outputs, expected, atol=1e-5) == same
 
 
 def test_a_second_copy_of_the_package_compiles_too(make, compiled, tmp_path, monkeypatch):
