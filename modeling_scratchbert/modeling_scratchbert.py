@@ -2,7 +2,8 @@
 generators: a decoder alone, and an encoder with a decoder (Rothe et al. 2020).
 
 Classes stand in the order in which data flows. Signatures, outputs and losses are those of the `Bert…` twins in
-`transformers`; the blocks are in `embeddings`, `attention`, `feed_forward` and `transformer`.
+`transformers`; unlike the twins' the losses of the batches of a step add up (see `average`). The blocks are in
+`embeddings`, `attention`, `feed_forward` and `transformer`.
 """
 
 import copy
@@ -30,6 +31,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -143,6 +145,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         Raises:
             ValueError: an argument is unfit; the message names it, what it got and what it wants.
         """
+        kwargs.pop("num_items_in_batch", None)  # is for the heads' losses
         packing = attention_mask if isinstance(attention_mask, Packing) else None
         past_length, slots = cache_lengths(past_key_values)
         # `generate_batch` keeps keys in pages of its own.
@@ -240,6 +243,23 @@ def _added_to_scores(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Ten
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
+def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, **options) -> torch.Tensor:
+    """The mean of a loss over a batch; or what the batch adds to the mean over several whose gradients are summed: its
+    sum, divided by the number of targets of all. `Trainer` tells the heads that number, as `num_items_in_batch`: with
+    accumulated gradients or several processes each target then counts the same, however many its own batch has.
+
+    Args:
+        loss: a function of `torch.nn.functional`.
+        num_items: how many targets all batches have, a number or a tensor of one on any device; None for the mean.
+        options: other arguments of `loss`.
+    """
+    if num_items is None:
+        return loss(predictions, targets, **options)
+    losses = loss(predictions, targets, reduction="none", **options)
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # too large a number for float16
+    return total / torch.as_tensor(num_items, device=total.device)
+
+
 class LanguageModelHead(nn.Module):
     """Scores for every word of the vocabulary: E · norm(act(W h + b)) + c, with E the word embeddings themselves
     (Devlin et al. 2018, section 3.1, task 1). `(B, T, C)` → `(B, T, V)`."""
@@ -327,6 +347,8 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         Args:
             labels: `(B, T)`, the masked words' ids, and -100 wherever no word was masked.
             next_sentence_label: `(B,)`; 0: sentence B follows A, 1: it is a random one.
+            num_items_in_batch: how many masked words all batches of the step have. How many sequences they have is not
+                said, so the batch's mean next-sentence loss counts for its share of the masked words.
 
         The other arguments are those of `ScratchBertModel.forward`.
         """
@@ -338,8 +360,15 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
-            loss = cross_entropy(prediction_logits.view(-1, self.config.vocab_size), labels.view(-1))
-            loss = loss + cross_entropy(seq_relationship_logits, next_sentence_label.view(-1))
+            num_items = kwargs.get("num_items_in_batch")
+            loss = average(
+                cross_entropy, prediction_logits.view(-1, self.config.vocab_size), labels.view(-1), num_items
+            )
+            next_sentence_loss = cross_entropy(seq_relationship_logits, next_sentence_label.view(-1))
+            if num_items is not None:
+                share = labels.ne(-100).sum() / torch.as_tensor(num_items, device=labels.device)
+                next_sentence_loss = next_sentence_loss * share
+            loss = loss + next_sentence_loss
         return ScratchBertForPreTrainingOutput(
             loss=loss,
             prediction_logits=prediction_logits,
@@ -395,7 +424,8 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         logits = self._scores(states, attention_mask if labels is None else None)
         loss = None
         if labels is not None:
-            loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.view(-1))
+            scores = logits.view(-1, self.config.vocab_size)
+            loss = average(cross_entropy, scores, labels.view(-1), kwargs.get("num_items_in_batch"))
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -435,7 +465,7 @@ class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
         logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
         if labels is not None:
-            loss = cross_entropy(logits, labels.view(-1))
+            loss = average(cross_entropy, logits, labels.view(-1), kwargs.get("num_items_in_batch"))
         return NextSentencePredictorOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -486,13 +516,13 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         )
         logits = self.classifier(self.dropout(outputs.pooler_output))
         return SequenceClassifierOutput(
-            loss=None if labels is None else self._loss(logits, labels),
+            loss=None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch")),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
         if self.config.problem_type is None:
             if self.num_labels == 1:
                 self.config.problem_type = "regression"
@@ -501,11 +531,13 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
             else:
                 self.config.problem_type = "multi_label_classification"
         if self.config.problem_type == "regression":
-            return mse_loss(logits.squeeze(), labels.squeeze()) if self.num_labels == 1 else mse_loss(logits, labels)
+            if self.num_labels == 1:
+                logits, labels = logits.squeeze(), labels.squeeze()
+            return average(mse_loss, logits, labels, num_items)
         if self.config.problem_type == "single_label_classification":
-            return cross_entropy(logits, labels.view(-1))
+            return average(cross_entropy, logits, labels.view(-1), num_items)
         if self.config.problem_type == "multi_label_classification":
-            return binary_cross_entropy_with_logits(logits, labels)
+            return average(binary_cross_entropy_with_logits, logits, labels, num_items)
         raise ValueError(
             f"config.problem_type is {self.config.problem_type!r}; it wants 'regression', "
             "'single_label_classification', 'multi_label_classification', or None to go by the labels."
@@ -548,7 +580,8 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            loss = cross_entropy(logits.view(-1, self.num_labels), labels.view(-1))
+            scores = logits.view(-1, self.num_labels)
+            loss = average(cross_entropy, scores, labels.view(-1), kwargs.get("num_items_in_batch"))
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -594,9 +627,9 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         )
         loss = None
         if start_positions is not None and end_positions is not None:
-            beyond = start_logits.shape[1]
+            beyond, num_items = start_logits.shape[1], kwargs.get("num_items_in_batch")
             loss = sum(
-                cross_entropy(logits, positions.view(-1).clamp(0, beyond), ignore_index=beyond)
+                average(cross_entropy, logits, positions.view(-1).clamp(0, beyond), num_items, ignore_index=beyond)
                 for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
             ) / 2  # fmt: skip
         return QuestionAnsweringModelOutput(
@@ -646,8 +679,11 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         outputs = self.model(*flat, return_dict=True, **kwargs)
         choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
+        loss = None
+        if labels is not None:
+            loss = average(cross_entropy, logits, labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(
-            loss=None if labels is None else cross_entropy(logits, labels),
+            loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -771,6 +807,10 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
         )
+
+
+# `Trainer` shifts the labels that it smooths for the classes named here; `AutoModelForCausalLM.register` names none.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ScratchBertConfig.model_type, ScratchBertForCausalLM.__name__)
 
 
 class ScratchBertWithTwoHalves(ScratchBertPreTrainedModel):
@@ -1006,7 +1046,8 @@ class ScratchBertForConditionalGeneration(
         loss = None
         if labels is not None:
             # Plain, and not `self.loss_function`, which for this class's name would shift a second time.
-            loss = cross_entropy(logits.view(-1, self.config.vocab_size), labels.reshape(-1))
+            scores = logits.view(-1, self.config.vocab_size)
+            loss = average(cross_entropy, scores, labels.reshape(-1), kwargs.get("num_items_in_batch"))
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 

@@ -58,9 +58,6 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _no_split_modules = ["Embeddings", "TransformerBlock"]
-    # The losses are means over their own batch: told so, Trainer divides by the number of accumulated batches. (It
-    # takes `**kwargs` for a loss that divides by the number of labels itself, as the twins' do not.)
-    accepts_loss_kwargs = False
     # Buffers that old BERT checkpoints stored, and the alias of the output bias (see `bert_weights`).
     _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", rf"^(decoder\.)?{OUTPUT_BIAS_ALIAS}$"]
     _has_two_halves = False
