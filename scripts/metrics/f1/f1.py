@@ -1,0 +1,34 @@
+"""The harmonic mean of precision and recall."""
+
+import evaluate
+from datasets import Features, List, Value
+from sklearn.metrics import f1_score
+
+AVERAGES = ("binary", "macro", "micro", "weighted")
+
+
+class F1(evaluate.Metric):
+    """f1: the harmonic mean of precision and recall; 0 where there is nothing to find and nothing was found.
+
+    Predictions and references are labels, one an item; or, where an item may have several labels, a row of 0 and 1
+    for each.
+
+    average: "binary", the F1 of label 1, for two labels; "macro", the mean over the labels that occur; "weighted",
+    that mean weighted by how often they occur in the references; "micro", over all decisions together.
+    """
+
+    def _info(self):
+        label = Value("int64")
+        return evaluate.MetricInfo(
+            description=self.__doc__,
+            citation="",
+            features=[
+                Features({"predictions": label, "references": label}),
+                Features({"predictions": List(label), "references": List(label)}),
+            ],
+        )
+
+    def _compute(self, predictions, references, average="binary"):
+        if average not in AVERAGES:
+            raise ValueError(f"average is {average!r}; f1 knows {', '.join(AVERAGES)}")
+        return {"f1": f1_score(references, predictions, average=average, zero_division=0.0)}

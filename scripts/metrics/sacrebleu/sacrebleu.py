@@ -1,0 +1,32 @@
+"""BLEU and chrF of translations."""
+
+from itertools import zip_longest
+
+import evaluate
+from datasets import Features, List, Value
+from sacrebleu import corpus_bleu, corpus_chrf
+
+
+class Sacrebleu(evaluate.Metric):
+    """bleu, chrf: both over the whole set, from 0 to 100. Papineni et al. (2002), "BLEU", with sacreBLEU's tokenizer
+    13a; Popović (2015), "chrF", of characters only (chrF2). Post (2018), "A Call for Clarity in Reporting BLEU
+    Scores", for how they are computed.
+
+    Predictions are texts; references are for each item the list of texts that are right, as many as there are.
+    """
+
+    def _info(self):
+        text = Value("string")
+        return evaluate.MetricInfo(
+            description=self.__doc__, citation="", features=Features({"predictions": text, "references": List(text)})
+        )
+
+    def _compute(self, predictions, references):
+        if not all(references):
+            raise ValueError(f"item {references.index([]) + 1} has no reference; sacrebleu wants one or more for each")
+        # sacrebleu wants a list of all first references, one of all second ones (None where there is none), and so on.
+        columns = [list(column) for column in zip_longest(*references)]
+        return {
+            "bleu": corpus_bleu(predictions, columns).score,
+            "chrf": corpus_chrf(predictions, columns).score,
+        }

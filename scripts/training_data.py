@@ -1,0 +1,620 @@
+"""What the training scripts share of data: rows out of files or the hub, with the place where each stands; what becomes
+of bad ones; which rows make a batch; and how a batch becomes tensors."""
+
+import csv
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import ClassLabel, Dataset, Features, IterableDataset, List, load_dataset
+from datasets.iterable_dataset import ExamplesIterable
+from pyarrow import parquet
+from torch import nn
+from torch.utils.data import Sampler
+
+logger = logging.getLogger(__name__)
+
+# The longest field of a CSV file, in characters. Python's own limit, 131,072, is less than a long article; without any,
+# a quotation mark that nobody closes would draw the rest of the file into memory.
+LONGEST_FIELD = 2**24
+
+# So many bad rows are named in the report of those that were skipped.
+NAMED_ROWS = 5
+
+# Rows of JSON lines may leave columns out. Those of the first so many rows are the columns of the file.
+ROWS_WITH_ALL_COLUMNS = 100
+
+# Rows of a Parquet file that are in memory at once.
+PARQUET_ROWS = 64
+
+# Batches are made of rows of like length out of so many batches' worth of rows drawn at random.
+BATCHES_SORTED_TOGETHER = 50
+
+
+# --------------------------------------------------------------------------------------------------- rows out of files
+
+
+class BadRow(ValueError):  # noqa: N818
+    """A row that cannot be used. The message names its place: "reviews.csv, row 3 (line 4): text is empty"."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from: local files, one after the other, or a dataset of the hub.
+
+    Args:
+        files: `.csv` and `.tsv`, both with a header and with quotation marks as spreadsheets write them; `.jsonl` and
+            `.json`, one object a line; `.parquet`; and `.txt`, a row a line, with the one column `text`. All UTF-8.
+        name: the hub's `user/dataset`, or a folder that `datasets.load_dataset` opens.
+        config: the one of the dataset's configurations, if it has several.
+        split: such as `train` or `train[:1000]`; wanted with `name`.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: a file's ending is unknown, or it is not either files or a name with a split.
+    """
+
+    files: Sequence[Path | str] = ()
+    name: str | None = None
+    config: str | None = None
+    split: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "files", tuple(map(Path, self.files)))
+        if bool(self.files) == (self.name is not None):
+            raise ValueError(f"rows come from files or from a dataset's name, one of the two; got {self}")
+        if self.name is not None and self.split is None:
+            raise ValueError(f"{self.name}: which split of it? split is wanted, such as 'train'")
+        for path in self.files:
+            if path.suffix.lower() not in READERS:
+                raise ValueError(f"{path}: unknown ending {path.suffix!r}; wanted is one of {', '.join(READERS)}")
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: there is no such file")
+
+    def parts(self) -> list[tuple[Path, str]]:
+        """Each file, and what messages call it: its name, or its path where several have the same name."""
+        names = Counter(path.name for path in self.files)
+        return [(path, path.name if names[path.name] == 1 else str(path)) for path in self.files]
+
+
+def read_rows(source: Source, streaming: bool = False) -> Iterator[tuple[str, dict | BadRow]]:
+    """All rows, one at a time, each with its place.
+
+    A place is "reviews.csv, row 3 (line 4)": rows count from 1 without the header and without empty lines, which are
+    passed over; the line is the one where the row starts. Parquet and the hub have no lines. Labels that a dataset
+    stores as numbers, with a name for each, come as the names.
+
+    Args:
+        streaming: whether a dataset of the hub is read from there, and not from a copy on disk.
+
+    Yields:
+        The place, and the row's columns; or, where there is no making sense of it, the BadRow that says why.
+
+    Raises:
+        OSError: a file or a dataset cannot be read.
+        ValueError: a file has no rows, or its header or its format is broken.
+    """
+    return read_files(source.parts()) if source.files else read_hub(source, streaming)
+
+
+def read_files(parts: list[tuple[Path, str]]) -> Iterator[tuple[str, dict | BadRow]]:
+    """`read_rows` of files, each with the name that messages call it by."""
+    for path, name in parts:
+        number = 0
+        for number, (line, row) in enumerate(READERS[path.suffix.lower()](path), 1):
+            place = f"{name}, row {number}" + ("" if line is None else f" (line {line})")
+            yield place, as_row(place, row)
+        if not number:
+            raise ValueError(f"{path} has no rows")
+
+
+def as_row(place: str, row: dict | str) -> dict | BadRow:
+    """The row, or what is wrong with it: what a reader says of it, or text that can be neither shown nor saved."""
+    problem = row if isinstance(row, str) else find_fault(row)
+    return row if problem is None else BadRow(f"{place}: {problem}")
+
+
+def find_fault(row: dict) -> str | None:
+    """What is wrong with the text in a row, at whatever depth: bytes that are no UTF-8 (or half of a surrogate pair,
+    which JSON can write), or zero bytes."""
+    for column, value in row.items():
+        waiting = [column, value]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                waiting += [*value, *value.values()]
+            elif isinstance(value, (list, tuple)):
+                waiting += value
+            elif isinstance(value, str) and "\0" in value:
+                return f"{column!r} has a zero byte in it"
+            elif isinstance(value, str) and not is_utf8(value):
+                return f"{column!r} is not valid UTF-8"
+    return None
+
+
+def is_utf8(text: str) -> bool:
+    """Whether the text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# A reader yields, for each row, its line (None: it has none), and its columns or, as a string, what is wrong with it.
+
+
+def open_text(path: Path, newline: str | None = None):
+    """Opens a text file so that no byte stops the reading. What is not UTF-8 comes as surrogates."""
+    return open(path, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def read_csv(path: Path, delimiter: str) -> Iterator[tuple[int, dict | str]]:
+    """Rows of a file with a header. A broken row ends at the end of its line, or, if it is a quotation that is not
+    closed as it should be, of the line where that shows; reading goes on behind it."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_FIELD))
+    with open_text(path, newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        records = csv_records(reader)
+        _, header = next(records, (None, []))
+        check_header(path, header)
+        for line, record in records:
+            if isinstance(record, str):
+                lines = "" if reader.line_num == line else f"; all up to line {reader.line_num} is lost with it"
+                yield line, f"broken quotation or field ({record}){lines}"
+            elif len(record) != len(header):
+                yield line, f"the header has {len(header)} columns, and this row {len(record)}"
+            else:
+                yield line, dict(zip(header, record, strict=True))
+
+
+def csv_records(reader) -> Iterator[tuple[int, list[str] | str]]:
+    """The line where each record starts, and its fields or, as a string, what the csv module says of it."""
+    while True:
+        line = reader.line_num + 1
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            record = str(error)
+        if record:  # not an empty line
+            yield line, record
+
+
+def check_header(path: Path, header: list[str] | str) -> None:
+    """Checks the names of a file's columns.
+
+    Raises:
+        ValueError: it cannot be read, or two columns have the same name.
+    """
+    if isinstance(header, str):
+        raise ValueError(f"{path}: broken quotation or field in the header ({header})")
+    if fault := find_fault(dict.fromkeys(header)):
+        raise ValueError(f"{path}: in the header {fault}; is the file UTF-8?")
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise ValueError(f"{path}: the header names {', '.join(map(repr, twice))} more than once")
+
+
+def read_json(path: Path) -> Iterator[tuple[int, dict | str]]:
+    """Rows of JSON lines."""
+    for line, row in read_text(path):
+        try:
+            row = json.loads(row["text"])
+        except (ValueError, RecursionError) as error:
+            yield line, f"not valid JSON ({error}); wanted is one object a line"
+            continue
+        yield line, row if isinstance(row, dict) else f"a JSON {type(row).__name__}; wanted is one object a line"
+
+
+def read_text(path: Path) -> Iterator[tuple[int, dict]]:
+    """The lines of a text file that are not blank."""
+    with open_text(path) as file:
+        for line, text in enumerate(file, 1):
+            if not text.isspace():
+                yield line, {"text": text.removesuffix("\n")}
+
+
+def read_parquet(path: Path) -> Iterator[tuple[None, dict | str]]:
+    """Rows of a Parquet file, a few at a time in memory."""
+    with faults_of(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+        schema = file.schema_arrow
+        # `datasets` leaves the names of labels there.
+        features = Features.from_arrow_schema(schema) if b"huggingface" in (schema.metadata or {}) else {}
+        for batch in file.iter_batches(PARQUET_ROWS):
+            for index in range(len(batch)):
+                try:
+                    row = batch.slice(index, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    row = f"not valid UTF-8 ({error.reason})"
+                yield None, row if isinstance(row, str) else name_labels(row, features)
+
+
+@contextmanager
+def faults_of(name: Path | str):
+    """Has what Arrow and `datasets` complain about say in one line what it is about."""
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise kind(f"{name} cannot be read: {reason}") from error
+
+
+READERS = {
+    ".csv": partial(read_csv, delimiter=","),
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".jsonl": read_json,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".txt": read_text,
+}
+
+
+def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadRow]]:
+    """`read_rows` of a dataset of the hub."""
+    name = f"{source.name} ({source.split})"
+    with faults_of(name):
+        rows = load_dataset(source.name, source.config, split=source.split, streaming=streaming)
+    number = 0
+    for number, row in enumerate(rows, 1):
+        place = f"{name}, row {number}"
+        yield place, as_row(place, name_labels(row, rows.features or {}))
+    if not number:
+        raise ValueError(f"{name} has no rows")
+
+
+def name_labels(row: dict, features: dict) -> dict:
+    """The row, with the names of its labels in place of their numbers; None where there is no label (-1)."""
+    kinds = {column: features.get(column) for column in row}
+    return {
+        column: [name_label(kinds[column].feature, label) for label in value]
+        if isinstance(kinds[column], List) and isinstance(kinds[column].feature, ClassLabel) and value is not None
+        else name_label(kinds[column], value)
+        for column, value in row.items()
+    }
+
+
+def name_label(feature, value):
+    """The name of a label that is stored as a number. Any other value stays as it is."""
+    if not isinstance(feature, ClassLabel) or value is None:
+        return value
+    return feature.int2str(value) if value >= 0 else None
+
+
+# ------------------------------------------------------------------------------------------------ columns and bad rows
+
+
+def columns_of(source: Source) -> list[str]:
+    """The columns of the first 100 rows that can be read, in the order in which they turn up.
+
+    Raises:
+        OSError, ValueError: as `read_rows` says, or none of those rows can be read.
+    """
+    columns, first_bad = {}, None
+    for _, row in islice(read_rows(source, streaming=True), ROWS_WITH_ALL_COLUMNS):
+        if isinstance(row, BadRow):
+            first_bad = first_bad or row
+        else:
+            columns |= dict.fromkeys(row)
+    if not columns and first_bad is not None:
+        raise first_bad
+    return list(columns)
+
+
+def find_column(columns: Sequence[str], named: str | None, candidates: Sequence[str], what: str) -> str:
+    """The column that was named, or else the first of the candidates that there is.
+
+    Args:
+        what: what the column is to hold, for the message.
+
+    Raises:
+        ValueError: there is none.
+    """
+    there_are = f"there are {', '.join(map(repr, columns))}" if columns else "there are none at all"
+    if named is not None:
+        if named not in columns:
+            raise ValueError(f"no column {named!r} for {what}: {there_are}")
+        return named
+    for candidate in candidates:
+        if candidate in columns:
+            return candidate
+    wanted = " or ".join(map(repr, candidates)) or "one to be named"
+    raise ValueError(f"no column for {what}: wanted is {wanted}, or another by name; {there_are}")
+
+
+def text_of(row: dict, column: str) -> str:
+    """The text in a row's column, for the `check` of `load_rows`.
+
+    Raises:
+        ValueError: the column is missing, empty, blank or no text.
+    """
+    value = row.get(column)
+    if value is None:
+        raise ValueError(f"no column {column!r}" if column not in row else f"{column!r} is empty")
+    if not isinstance(value, str):
+        raise ValueError(f"{column!r} is {value!r}, which is no text")
+    if not value.strip():
+        raise ValueError(f"{column!r} is empty")
+    return value
+
+
+Check = Callable[[dict], dict]
+Warn = Callable[[str], None]
+
+
+def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> Dataset:
+    """All rows, in memory. Nothing is cached: a file that has changed is read as it is now.
+
+    Args:
+        check: makes of a row's columns those that are kept, of the same types for every row; or raises ValueError.
+        on_bad_row: "stop" at the first bad row; or "skip" bad rows, and say at the end how many, and where the first
+            were.
+        warn: is told of those that were skipped.
+
+    Returns:
+        The columns that `check` keeps, and `place`.
+
+    Raises:
+        BadRow: the first bad row, with "stop".
+        OSError, ValueError: as `read_rows` says, or every row is bad.
+    """
+    check_policy(on_bad_row)
+    return Dataset.from_list(list(keep_rows(read_rows(source), check, on_bad_row, warn)))
+
+
+def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> IterableDataset:
+    """The same as `load_rows`, read anew in each pass and never in memory at once. A file is a shard. What `load_rows`
+    raises, the passes raise; every file is opened now, so that a broken one shows before training starts. Bad rows are
+    told of at the end of each file, or where the reading of it is broken off.
+
+    Raises:
+        OSError, ValueError: one of the files cannot be read, or has no rows.
+    """
+    check_policy(on_bad_row)
+    for part in source.parts():
+        next(read_files([part]))
+    kept = {"check": check, "on_bad_row": on_bad_row, "warn": warn}
+    kept |= {"parts": source.parts()} if source.files else {"source": source}
+    # `IterableDataset.from_generator` would do, but leaves a file in the user's cache, and has to pickle `check`.
+    return IterableDataset(ExamplesIterable(stream_examples, kept))
+
+
+def stream_examples(check, on_bad_row, warn, parts=None, source=None) -> Iterator[tuple[int, dict]]:
+    """What `stream_rows` reads in a pass, in the form that `datasets` wants: each row with a key. Of `parts`, a list,
+    it makes shards."""
+    rows = read_hub(source, streaming=True) if parts is None else read_files(parts)
+    yield from enumerate(keep_rows(rows, check, on_bad_row, warn))
+
+
+def check_policy(on_bad_row: str) -> None:
+    """Raises ValueError where there is no such policy."""
+    if on_bad_row not in ("stop", "skip"):
+        raise ValueError(f"on_bad_row is {on_bad_row!r}; it wants 'stop' or 'skip'")
+
+
+def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_row: str, warn: Warn) -> Iterator[dict]:
+    """What `check` keeps of each row, and the row's place. Arguments and errors are those of `load_rows`."""
+    total, bad, first_bad = 0, 0, []
+    try:
+        for place, row in rows:
+            total += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                kept = {**check(row), "place": place}
+            except ValueError as error:
+                problem = error if isinstance(error, BadRow) else BadRow(f"{place}: {error}")
+                if on_bad_row == "stop":
+                    raise problem from None
+                bad += 1
+                first_bad += [problem] if bad <= NAMED_ROWS else []
+            else:
+                yield kept
+    finally:  # also where nobody wants the rest
+        if 0 < bad < total:
+            more = [f"and {bad - NAMED_ROWS} more"] if bad > NAMED_ROWS else []
+            warn("\n  ".join([f"{bad} of {total} rows are bad and were skipped:", *map(str, first_bad), *more]))
+    if bad == total:
+        raise ValueError(f"every row is bad, {total} in all; the first is {first_bad[0]}")
+
+
+# ------------------------------------------------------------------------------------------- which rows make a batch
+
+
+class LengthGroupedBatches(Sampler[list[int]]):
+    """Batches of rows of about the same length, in an order that is a pure function of the seed and the epoch.
+
+    As in transformers' LengthGroupedSampler, rows are shuffled, and 50 batches' worth of them at a time (less where
+    there are few: at least four lots) sorted by length and cut into batches. The batches come in random order, but the
+    one with the longest row first, so that a lack of memory shows at once, and one with fewer rows than the others
+    last.
+
+    Of a step's rows, `batch_size` × `world` of them, each process takes every `world`-th. What is left over at the end
+    makes a smaller step; if that has not a row for each process, it is left out.
+
+    Args:
+        lengths: of each row, in tokens.
+        batch_size: rows of a batch, on one process.
+        rank, world: this process, and how many there are.
+        start: the batch of the first epoch with which to begin.
+        shuffle: otherwise rows come in the order of the file, whatever their length.
+
+    Raises:
+        ValueError: there is not a row for each process, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        start: int = 0,
+        shuffle: bool = True,
+    ):
+        if batch_size < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"batch_size {batch_size}, rank {rank} of {world}: a batch wants at least one row, and rank "
+                "to be below world"
+            )
+        if len(lengths) < world:
+            raise ValueError(f"{len(lengths)} rows are too few for {world} processes")
+        self.lengths = np.asarray(lengths)
+        self.step_rows = batch_size * world
+        self.seed, self.rank, self.world, self.shuffle = seed, rank, world, shuffle
+        self.epoch = 0
+        self.set_start(start)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches a whole epoch has, the same on each process."""
+        whole, left = divmod(len(self.lengths), self.step_rows)
+        return whole + (left >= self.world)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch comes next. Another one than before begins with its first batch."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def set_start(self, batch: int) -> None:
+        """Says with which batch this epoch begins; those before it are not looked at.
+
+        Raises:
+            ValueError: the epoch has not as many.
+        """
+        if not 0 <= batch <= self.batches_per_epoch:
+            raise ValueError(f"start is {batch}; an epoch has {self.batches_per_epoch} batches")
+        self.start = batch
+
+    def __len__(self) -> int:
+        return self.batches_per_epoch - self.start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for rows in self._steps()[self.start : self.batches_per_epoch]:
+            yield rows[self.rank :: self.world].tolist()
+
+    def _steps(self) -> list[np.ndarray]:
+        """The rows of each step of the epoch, those of all processes together."""
+        count, size = len(self.lengths), self.step_rows
+        if not self.shuffle:
+            return cut(np.arange(count), size)
+        random = np.random.default_rng([self.seed, self.epoch])
+        rows = random.permutation(count)
+        lot = size * max(1, min(BATCHES_SORTED_TOGETHER, count // (4 * size)))
+        rows = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in cut(rows, lot)])
+        # What is left over at the end may have the longest row. It changes places, so that a full step has it.
+        whole, longest = count // size, self.lengths[rows].argmax()
+        if whole and longest >= whole * size:
+            rows[[0, longest]] = rows[[longest, 0]]
+            longest = 0
+        steps = cut(rows, size)
+        order = random.permutation(whole)
+        first = [longest // size] if whole else []
+        order = [*first, *order[~np.isin(order, first)], *range(whole, len(steps))]
+        return [steps[step] for step in order]
+
+
+def cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """The rows in pieces of `size`; the last may be smaller."""
+    return np.split(rows, range(size, len(rows), size))
+
+
+def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, world: int = 1) -> list[list[int]]:
+    """The batches of one process, those of the longest rows first, such that each row is in one batch of one process.
+
+    All processes have the same number of batches, as models sharded over them want it, unless there are fewer rows than
+    processes, or batches of a single row do not come out even: then some have one batch less.
+
+    Args:
+        lengths: of each row, in tokens.
+        batch_size: the rows of a batch, at most.
+
+    Returns:
+        The indices of each batch's rows, by which results are put back into order.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    steps = np.array_split(order, max(1, -(-len(order) // (batch_size * world))))
+    shares = [step[rank::world].tolist() for step in steps]
+    return [share for share in shares if share]
+
+
+# ------------------------------------------------------------------------------------------- how rows become tensors
+
+
+class PadOrFlatten:
+    """Makes a batch of examples: padded, `(B, T)`; or flattened, the sequences end to end in one row, `(1, N)`, with
+    where they start, `cu_seq_lens_q` and `cu_seq_lens_k`, `(B + 1,)`, and positions that begin anew in each.
+
+    transformers' DataCollatorWithFlattening does not do: it drops token types, takes labels to be those of a causal
+    model, whose first is never predicted, and knows of none for whole sequences.
+
+    Args:
+        tokenizer: says with what and on which side to pad.
+        flatten: for a model that takes packed sequences, such as ScratchBert's encoders.
+        per_token: the examples' fields with a value for each token. Padded with -100; `(B, T)` or `(1, N)`.
+        per_sequence: those with one number, or one vector of L numbers, for the whole: `(B,)` or `(B, L)`. Fields of
+            either kind that the examples do not have are not in the batch, and no others are.
+    """
+
+    def __init__(self, tokenizer, flatten: bool, per_token: Sequence[str] = (), per_sequence: Sequence[str] = ()):
+        self.tokenizer, self.flatten = tokenizer, flatten
+        self.per_token, self.per_sequence = tuple(per_token), tuple(per_sequence)
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor | int]:
+        """The batch of examples that have `input_ids`, and `token_type_ids` if the model is to see them.
+
+        Raises:
+            ValueError: an example has not one value per token where it should.
+        """
+
+        def there(names):
+            return [name for name in names if name in examples[0]]
+
+        inputs, per_token = there(["input_ids", "token_type_ids"]), there(self.per_token)
+        for name, example in ((name, example) for name in [*inputs, *per_token] for example in examples):
+            if len(example[name]) != len(example["input_ids"]):
+                raise ValueError(f"{name} has {len(example[name])} values for {len(example['input_ids'])} tokens")
+        columns = {name: [example[name] for example in examples] for name in [*inputs, *per_token]}
+        batch = self._flatten(columns) if self.flatten else self._pad(columns, inputs)
+        return batch | {
+            name: torch.tensor([example[name] for example in examples]) for name in there(self.per_sequence)
+        }
+
+    def _pad(self, columns: dict[str, list], inputs: list[str]) -> dict[str, torch.Tensor]:
+        """Rows of the same width."""
+        padded = self.tokenizer.pad({name: columns[name] for name in inputs}, return_tensors="pt")
+        side = self.tokenizer.padding_side
+        return {**padded} | {
+            name: nn.utils.rnn.pad_sequence(
+                [torch.tensor(values) for values in rows], batch_first=True, padding_value=-100, padding_side=side
+            )
+            for name, rows in columns.items()
+            if name not in inputs
+        }
+
+    def _flatten(self, columns: dict[str, list]) -> dict[str, torch.Tensor | int]:
+        """One row without padding."""
+        lengths = torch.tensor([len(ids) for ids in columns["input_ids"]])
+        starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        longest = int(lengths.max())
+        return {
+            name: torch.tensor([value for row in rows for value in row])[None] for name, rows in columns.items()
+        } | {
+            "position_ids": positions[None],
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }

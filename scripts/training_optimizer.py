@@ -1,0 +1,112 @@
+"""What is trained, and how fast: freezing, LoRA, and AdamW's groups of parameters."""
+
+import re
+import warnings
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+# Block 3 is `encoder.blocks.3` here and `encoder.layer.3` in BertModel.
+BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
+
+
+def depth(name: str, blocks: int) -> int:
+    """How far from the embeddings, 0, a parameter stands; what stands above the blocks is at `blocks + 1`."""
+    if found := BLOCK.search(name):
+        return int(found[1]) + 1
+    return 0 if "embeddings." in name else blocks + 1
+
+
+def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float, layer_decay: float) -> list[dict]:
+    """AdamW's groups: no decay of biases and norms, as in BERT's own code, and a learning rate that falls by
+    `layer_decay` for each layer further down (Howard & Ruder 2018, section 3.2)."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], [r"\bbias$"]))
+    blocks = model.config.num_hidden_layers
+    groups: dict[tuple, dict] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        distance = blocks + 1 - depth(name, blocks)
+        group = groups.setdefault(
+            (distance, name in decayed),
+            {
+                "params": [],
+                "lr": learning_rate * layer_decay**distance,
+                "weight_decay": weight_decay if name in decayed else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
+    """AdamW over what is trained.
+
+    Raises:
+        ValueError: nothing is.
+    """
+    groups = parameter_groups(model, settings.learning_rate, settings.weight_decay, settings.layer_decay)
+    if not groups:
+        raise ValueError(f"--freeze is {settings.freeze}: nothing is left to train")
+    return torch.optim.AdamW(groups)
+
+
+def freeze(model: nn.Module, what: str | None) -> None:
+    """Has `what` not be trained: "embeddings"; "encoder", all but the head; or a number of blocks, from the lowest up,
+    and the embeddings below them.
+
+    Raises:
+        ValueError: `what` is none of these.
+    """
+    if what is None:
+        return
+    blocks = model.config.num_hidden_layers
+    if what not in ("embeddings", "encoder") and not (what.isdigit() and int(what) <= blocks):
+        raise ValueError(f"--freeze is {what}; it wants embeddings, encoder, or a number of blocks, at most {blocks}")
+    for name, parameter in model.named_parameters():
+        inside = name.startswith(f"{model.base_model_prefix}.")
+        if what == "encoder":
+            frozen = inside
+        else:
+            frozen = inside and depth(name, blocks) <= (0 if what == "embeddings" else int(what))
+        if frozen:
+            parameter.requires_grad = False
+
+
+def add_lora(model: nn.Module, settings) -> nn.Module:
+    """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and a head trained whole.
+
+    Raises:
+        ValueError: PEFT is not installed, or freezing was asked for as well.
+    """
+    if not settings.lora_rank:
+        return model
+    if settings.freeze is not None:
+        raise ValueError("--lora_rank freezes all but the adapters and the head: leave --freeze out")
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("--lora_rank needs PEFT, which is not installed: pip install peft") from error
+    heads = [name for name, _ in model.named_children() if name not in (model.base_model_prefix, "lm_head", "dropout")]
+    config = LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=["query", "value"],
+        modules_to_save=heads or None,
+    )
+    return get_peft_model(model, config)
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters, if it has any, added into its own weights."""
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    tied = model.config.tie_word_embeddings
+    with warnings.catch_warnings():
+        # PEFT takes a head that is tied to the decoder's words, and not to the encoder's, to be tied to none.
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        whole = model.merge_and_unload()
+    whole.config.tie_word_embeddings = tied
+    return whole
