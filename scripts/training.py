@@ -638,7 +638,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
         cpu=processes > 1 and not torch.accelerator.is_available(),
     )
     if accelerator.num_processes != processes:
-        raise ValueError(f"{processes} processes were launched, and each is alone; see `use_cpu` in configuration/")
+        raise ValueError(f"{processes} processes were launched, and each is alone")
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate leaves FSDP out on the CPU; torch's own runs there as well.
         accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
