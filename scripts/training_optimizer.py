@@ -22,7 +22,7 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     """AdamW's groups: no decay of biases and norms, as in BERT's own code, and a learning rate that falls by
     `layer_decay` for each layer further down (Howard & Ruder 2018, section 3.2)."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], [r"\bbias$"]))
-    blocks = model.config.num_hidden_layers
+    blocks = max(depth(name, 0) for name, _ in model.named_parameters())  # a decoder may have more than its encoder
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -1,12 +1,15 @@
 """The flags that all training scripts share, and how they are read: from a YAML recipe and from the command line."""
 
 import sys
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from transformers import HfArgumentParser
+
+from sources import looks_like_a_path
 
 # What may differ between a run and its continuation: it changes no weight.
 FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps"}
@@ -85,6 +88,10 @@ class Settings:
                 instead = " or --config_file" if name == "model" and hasattr(self, "config_file") else ""
                 told = type(self).__dataclass_fields__[name].metadata["help"]
                 raise ValueError(f"--{name}{instead} is missing: {told}")
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name, None)
+            if value is not None and looks_like_a_path(value) and not Path(value).is_dir():
+                raise ValueError(f"--{name} {value}: there is no such folder")
         for name in COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} is {value}; it wants 1 or more")
@@ -103,6 +110,21 @@ class Settings:
             raise ValueError("--padding_free_collation wants --implementation scratchbert: BertModel computes padding")
 
 
+class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Leaves the description's lines as they are, and one spelling of each flag: --batch_size, not --batch-size too."""
+
+    def _format_action_invocation(self, action):
+        spelt = action.option_strings
+        action.option_strings = spelt[:1] if spelt != ["-h", "--help"] else spelt
+        try:
+            return super()._format_action_invocation(action)
+        finally:
+            action.option_strings = spelt
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(HfArgumentParser):
     """Says what is wrong in one line."""
 
@@ -116,7 +138,12 @@ def parse(settings_class: type[Settings], description: str, argv: list[str] | No
     Exits with code 2 and a line on stderr if something is wrong with either.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(settings_class, description=description, usage="%(prog)s [RECIPE.yaml] [--FLAG VALUE …]")
+    parser = Parser(
+        settings_class,
+        description=description,
+        usage="%(prog)s [RECIPE.yaml] [--FLAG VALUE …]",
+        formatter_class=HelpFormatter,
+    )
     try:
         if argv and not argv[0].startswith("-"):
             argv = recipe_arguments(Path(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]

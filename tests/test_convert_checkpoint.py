@@ -22,6 +22,7 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import is_peft_available
 
 import modeling_scratchbert
 from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file
@@ -673,7 +674,7 @@ LEFT = [
     "model.fp16.safetensors",
     "bert_model.ckpt.index",
     "optimizer.pt",
-    "adapter_config.json",
+    *([] if is_peft_available() else ["adapter_config.json"]),  # which PEFT would open
     "onnx/model.onnx",
     "onnx/config.json",
     "openvino/openvino_model.xml",

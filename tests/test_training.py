@@ -32,7 +32,7 @@ from training_settings import parse
 ROOT = Path(__file__).parent.parent
 REVIEWS = Path(__file__).parent / "data" / "movie_reviews.csv"
 
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
 
 def forget() -> None:
@@ -136,7 +136,7 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, arguments):
         ({"dataset": "imdb"}, "both were given"),
         ({"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
         ({"train_file": "data.xls"}, "unknown ending '.xls'"),
-        ({"model": "/no/such/model"}, "/no/such/model"),
+        ({"model": "/no/such/model"}, "--model /no/such/model: there is no such folder"),
         ({"output": os.devnull}, "is a file; it wants a folder"),
         ({"output": f"{os.devnull}/run"}, "Not a directory"),
         ({"freeze": "3"}, "--freeze is 3; it wants embeddings, encoder, or a number of blocks, at most 2"),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 REVIEWS = ROOT / "tests" / "data" / "movie_reviews.csv"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
 
 @pytest.fixture(scope="module")
