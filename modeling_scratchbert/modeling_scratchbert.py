@@ -293,12 +293,19 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
             return mask.pad_scores(self.lm_head, states)
         return self.lm_head(states)
 
-    def _labelled(self, states: torch.Tensor, labels: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The states that are to be scored, and their labels: with `sparse_prediction`, of the labelled tokens."""
+    def _labelled(
+        self, states: torch.Tensor, labels: torch.Tensor | None, mask
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states that are to be scored, and their labels: with `sparse_prediction`, of the labelled tokens, in the
+        order in which they stand in the batch."""
         if labels is None or not self.config.sparse_prediction:
             return states, labels
         labelled = labels != -100
-        return states[labelled], labels[labelled]
+        states, labels = states[labelled], labels[labelled]
+        if isinstance(mask, Packing) and mask.indices is not None:
+            order = mask.indices.to(labels.device)[labelled[0]].argsort()
+            states, labels = states[order], labels[order]
+        return states, labels
 
 
 @dataclass
@@ -355,7 +362,7 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         outputs = self.model(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
-        states, labels = self._labelled(outputs.last_hidden_state, labels)
+        states, labels = self._labelled(outputs.last_hidden_state, labels, attention_mask)
         prediction_logits = self._scores(states, attention_mask if labels is None else None)
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
@@ -420,7 +427,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
             return_dict=True,
             **kwargs,
         )
-        states, labels = self._labelled(outputs.last_hidden_state, labels)
+        states, labels = self._labelled(outputs.last_hidden_state, labels, attention_mask)
         logits = self._scores(states, attention_mask if labels is None else None)
         loss = None
         if labels is not None:
