@@ -49,7 +49,7 @@ def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
     groups = parameter_groups(model, settings.learning_rate, settings.weight_decay, settings.layer_decay)
     if not groups:
         raise ValueError(f"--freeze is {settings.freeze}: nothing is left to train")
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW(groups, fused=True)  # one pass over the weights instead of a dozen
 
 
 def freeze(model: nn.Module, what: str | None) -> None:
