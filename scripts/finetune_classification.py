@@ -17,6 +17,7 @@ Exit code: 0 done, 1 the training broke off, 2 bad usage or data, 143 stopped by
 
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,8 +30,9 @@ from modeling_scratchbert import ScratchBertForSequenceClassification
 import training
 from training import FineTuning, sources
 from training_data import PadOrFlatten, columns_of, find_column, load_rows, text_of
+from training_labels import LabelSettings, class_weights
 from training_metrics import compute, load
-from training_settings import Settings, flag
+from training_settings import flag
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
@@ -45,7 +47,7 @@ METRICS = {
 
 
 @dataclass
-class ClassificationSettings(Settings):
+class ClassificationSettings(LabelSettings):
     """Of `finetune_classification`."""
 
     problem: Literal["single_label", "multi_label", "regression"] = flag("single_label", "what the labels are")
@@ -53,17 +55,10 @@ class ClassificationSettings(Settings):
     text_pair_column: str | None = flag(None, f"left out: the first there is, if any, of {', '.join(SECOND_TEXTS)}")
     label_column: str | None = flag(None, f"left out: the first there is of {', '.join(LABELS)}")
     label_separator: str = flag("|", "between the labels of a row, of a multi_label problem in CSV or TSV")
-    labels: list[str] | None = flag(None, "the set of labels; left out: those of the training set")
-    class_weights: list[str] | None = flag(
-        None, "of each label, in the order of --labels, or balanced: by how rare each is"
-    )
-    label_smoothing: float = flag(0.0, "share of each label's weight that all labels get, of a single_label problem")
     metric: str | None = flag(None, "which one says what model is best; left out: accuracy, f1 or pearson")
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"--label_smoothing is {self.label_smoothing}; it wants 0 or more, and less than 1")
         if self.label_smoothing and self.problem != "single_label":
             raise ValueError(f"--label_smoothing goes with --problem single_label, not with {self.problem}")
         values = METRICS[self.problem][1]
@@ -71,8 +66,8 @@ class ClassificationSettings(Settings):
             raise ValueError(f"--metric is {self.metric}; there are {', '.join(values)} with --problem {self.problem}")
         if self.class_weights and self.problem == "regression":
             raise ValueError("--class_weights are of labels; with --problem regression there are none")
-        if self.class_weights and self.class_weights != ["balanced"] and self.labels is None:
-            raise ValueError("--class_weights as numbers wants --labels, whose order they have")
+        if self.class_weights == ["balanced"] and self.problem == "multi_label":
+            raise ValueError("--class_weights balanced goes with --problem single_label, not with multi_label")
 
 
 class Classification(FineTuning):
@@ -93,7 +88,8 @@ class Classification(FineTuning):
             self.splits[split] = self.encode(rows)
         self.train_set = self.splits.pop("train")
         self.model = self.make_model()
-        self.weights = self.make_weights().to(accelerator.device)
+        counts = Counter(self.labels[label] for label in self.train_set["labels"] if settings.problem == "single_label")
+        self.weights = class_weights(settings.class_weights, self.labels, counts).to(accelerator.device)
         self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_sequence=["labels"])
         self.metric = settings.metric or values[0]
         self.greater_is_better = self.metric != "mean_squared_error"
@@ -183,30 +179,6 @@ class Classification(FineTuning):
             label2id={name: i for i, name in enumerate(self.labels)},
             problem_type=problem if problem == "regression" else f"{problem}_classification",
         )
-
-    def make_weights(self) -> torch.Tensor:
-        """Of each label, `(L,)`."""
-        given, count = self.settings.class_weights, len(self.labels)
-        if given is None:
-            return torch.ones(count)
-        if given == ["balanced"]:
-            if self.settings.problem != "single_label":
-                raise ValueError(
-                    f"--class_weights balanced goes with --problem single_label, not {self.settings.problem}"
-                )
-            # As scikit-learn's: rows / (labels · rows of the label).
-            return len(self.train_set) / (
-                count * torch.bincount(torch.tensor(self.train_set["labels"]), minlength=count)
-            )
-        try:
-            weights = torch.tensor([float(each) for each in given])
-        except ValueError:
-            raise ValueError(f"--class_weights is {' '.join(given)}; it wants numbers, or balanced") from None
-        if len(weights) != count or (weights < 0).any():
-            raise ValueError(
-                f"--class_weights is {' '.join(given)}; it wants {count} numbers of 0 or more, for {self.labels}"
-            )
-        return weights
 
     # -- loss and metrics
 

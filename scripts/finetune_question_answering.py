@@ -38,10 +38,9 @@ from modeling_scratchbert import ScratchBertForQuestionAnswering
 
 import training
 from check_parity import written
-from finetune_token_classification import unpadded
 from question_answering import Answer, Feature, best_spans, positions, span_of, windows, with_no_answer
 from training import FineTuning, sources
-from training_data import PadOrFlatten, Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of
+from training_data import PadOrFlatten, Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of, unpadded
 from training_metrics import compute, load
 from training_settings import Settings, flag
 

@@ -34,9 +34,10 @@ from modeling_scratchbert import ScratchBertForTokenClassification
 
 import training
 from training import FineTuning, sources
-from training_data import PadOrFlatten, columns_of, find_column, load_rows
+from training_data import PadOrFlatten, columns_of, find_column, load_rows, unpadded
+from training_labels import LabelSettings, class_weights
 from training_metrics import compute, load
-from training_settings import Settings, flag
+from training_settings import flag
 
 WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
@@ -47,7 +48,7 @@ IGNORED = -100  # what torch's cross-entropy leaves out
 
 
 @dataclass
-class TokenClassificationSettings(Settings):
+class TokenClassificationSettings(LabelSettings):
     """Of `finetune_token_classification`."""
 
     max_length: int = flag(128, "tokens to a window; rows with more are read in several")
@@ -57,12 +58,7 @@ class TokenClassificationSettings(Settings):
     scheme: Literal["iob2", "plain"] = flag("iob2", "what the tags are: entities, B-TYPE I-TYPE O; or any, one by one")
     words_column: str | None = flag(None, f"left out: the first there is of {', '.join(WORDS)}")
     tags_column: str | None = flag(None, f"left out: the first there is of {', '.join(TAGS)}")
-    labels: list[str] | None = flag(None, "the set of tags; left out: those of the training set")
     label_all_pieces: bool = flag(False, "a word's other pieces learn its tag as well (I-PER, of B-PER)")
-    class_weights: list[str] | None = flag(
-        None, "of each tag, in the order of --labels, or balanced: by how rare each is"
-    )
-    label_smoothing: float = flag(0.0, "share of each tag's weight that all tags get")
     metric: Literal["f1", "accuracy"] = flag("f1", "which one says what model is best")
 
     def __post_init__(self):
@@ -70,12 +66,6 @@ class TokenClassificationSettings(Settings):
         self.stride = self.max_length // 4 if self.stride is None else self.stride
         if self.stride < 0:
             raise ValueError(f"--stride is {self.stride}; it wants 0 or more")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"--label_smoothing is {self.label_smoothing}; it wants 0 or more, and less than 1")
-        if self.class_weights and self.class_weights != ["balanced"] and self.labels is None:
-            raise ValueError("--class_weights as numbers wants --labels, whose order they have")
-        if self.labels and len(set(self.labels)) < len(self.labels):
-            raise ValueError(f"--labels is {' '.join(self.labels)}; it wants each tag once")
         if self.labels and self.scheme == "iob2":
             bad = [f"{tag!r} is among them" for tag in self.labels if not is_iob(tag)]
             if bad or OUTSIDE not in self.labels:
@@ -321,39 +311,6 @@ class TokenClassification(FineTuning):
             [self.labels.index(tag) for row in rows for tag in row] for rows in (predictions, references)
         )
         return compute(METRICS["plain"], predictions, references, average="macro")
-
-
-def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -> torch.Tensor:
-    """The weight of each label, `(L,)`.
-
-    Args:
-        given: the numbers; "balanced", that is scikit-learn's: all that are counted / (labels · those of the label); or
-            None, all 1.
-        counts: how often each label occurs in the training set.
-
-    Raises:
-        ValueError: these are no numbers of 0 or more, one for each label.
-    """
-    if given is None:
-        return torch.ones(len(labels))
-    if given == ["balanced"]:
-        return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
-    try:
-        weights = torch.tensor([float(each) for each in given])
-    except ValueError:
-        raise ValueError(f"--class_weights is {' '.join(given)}; it wants numbers, or balanced") from None
-    if len(weights) != len(labels) or not (weights >= 0).all() or not weights.isfinite().all():
-        raise ValueError(
-            f"--class_weights is {' '.join(given)}; it wants {len(labels)} numbers of 0 or more, for {labels}"
-        )
-    return weights
-
-
-def unpadded(batch: dict, values: torch.Tensor) -> list[torch.Tensor]:
-    """What a model says of each token, `(B, T)` or, without padding, `(1, N)`, as a row for each sequence."""
-    if "cu_seq_lens_q" in batch:
-        return list(values[0].split(batch["cu_seq_lens_q"].diff().tolist()))
-    return [row[mask.bool()] for row, mask in zip(values, batch["attention_mask"], strict=True)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ labels in the whole update, over all batches that are accumulated and all proces
 """
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -650,6 +651,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
 def run(settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> dict:
     """The whole run: checks, training, evaluation, and the folder that is left. Returns metrics.json."""
     main_process = int(os.environ.get("RANK", 0)) == 0
+    # At each checkpoint it tells that tied weights are written once.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # The bar of the training is enough.
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bar()
@@ -657,6 +660,9 @@ def run(settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) 
     accelerator = make_accelerator(settings)
     set_seed(settings.seed)
     task = make_task(settings, accelerator)
+    positions = getattr(task.model.config, "max_position_embeddings", settings.max_length)
+    if settings.max_length > positions:
+        raise ValueError(f"--max_length is {settings.max_length}; the model has {positions} positions")
     if main_process:
         check_space(output, sum(weight.numel() for weight in task.model.parameters()), settings.keep_checkpoints)
     accelerator.wait_for_everyone()

@@ -618,3 +618,10 @@ class PadOrFlatten:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+
+def unpadded(batch: dict, values: torch.Tensor) -> list[torch.Tensor]:
+    """What a model says of each token, `(B, T)` or, without padding, `(1, N)`, as a row for each sequence."""
+    if "cu_seq_lens_q" in batch:
+        return list(values[0].split(batch["cu_seq_lens_q"].diff().tolist()))
+    return [row[mask.bool()] for row, mask in zip(values, batch["attention_mask"], strict=True)]

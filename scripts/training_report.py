@@ -37,7 +37,7 @@ classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
 print(classify("A text."))  # of a pair: {"text": "A text.", "text_pair": "Another one."}
 """,
     "ForTokenClassification": """\
-tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="simple")
+tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
 print(tag("A text with names in it."))
 """,
     "ForQuestionAnswering": """\

@@ -31,7 +31,7 @@ class Settings:
     output: str = flag(None, "the folder to write; new, empty, or that of the run to --resume")
     implementation: Literal["scratchbert", "bert"] = flag("scratchbert", "whose classes: ours, or transformers' own")
 
-    train_file: list[str] | None = flag(None, "files to train on: .csv, .tsv, .jsonl, .parquet")
+    train_file: list[str] | None = flag(None, "files to train on: .csv, .tsv, .jsonl, .parquet, .txt")
     validation_file: list[str] | None = flag(None, "files to evaluate on while training")
     test_file: list[str] | None = flag(None, "files to evaluate the finished model on, once")
     dataset: str | None = flag(None, "instead of files: a dataset's name on the hub")

@@ -2,6 +2,7 @@
 a run, and a run that breaks off."""
 
 import json
+from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
@@ -10,6 +11,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 
 from training import Training
 
+ROOT = Path(__file__).parent.parent
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 

@@ -15,14 +15,14 @@ from finetune_token_classification import (
     TokenClassification,
     TokenClassificationSettings,
     check_iob2,
-    class_weights,
     iob_tags,
     list_of,
     main,
-    unpadded,
     windows,
 )
 from finetuning import SPECIAL, assert_resumes, make_task, save_tiny
+from training_data import unpadded
+from training_labels import class_weights
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 

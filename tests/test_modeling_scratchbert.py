@@ -922,23 +922,6 @@ def test_trainer_takes_the_twins_steps(minilm, tmp_path):
     assert_close(again.classifier.weight, ours.classifier.weight, rtol=0, atol=0)
 
 
-def test_trainer_accumulates_gradients_to_those_of_one_large_batch(tmp_path):
-    """`Trainer` leaves the division by the number of batches to a model that takes any keyword argument, so a model
-    that then does not do it learns four times as fast."""
-    data = examples()
-    losses, steps = [], []
-    reference, _ = twins("ForSequenceClassification")
-    for batch, accumulation in ((8, 1), (2, 4)):
-        model = copy.deepcopy(reference)
-        loss, _ = train(
-            model, data, tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation
-        )
-        losses.append(loss)
-        steps.append(model.classifier.weight - reference.classifier.weight)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert_close(steps[1], steps[0], rtol=1e-3, atol=1e-6)
-
-
 def test_trainer_with_gradient_checkpointing_takes_the_same_step(tmp_path):
     data = examples()
     reference, _ = twins("ForSequenceClassification")

@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from comparison import assert_same_gradients
-from finetuning import save_tiny
+from finetuning import ROOT, save_tiny
 
-ROOT = Path(__file__).parent.parent
 REVIEWS = ROOT / "tests" / "data" / "movie_reviews.csv"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
