@@ -6,6 +6,7 @@ PYTHON ?= python3
 MODEL ?=
 # Of train-demo.
 SEEDS ?= 0 1 2
+IMPLEMENTATIONS ?= scratchbert bert
 MINILM_SHA256 := 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
 
 VENV := .venv
@@ -37,7 +38,8 @@ test-training: $(TRAIN_READY) ## run the tests of the training scripts, which st
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m training
 
 train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT (half an hour; SEEDS=0 for one)
-	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) --at-least 0.83
+	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) \
+		--implementations $(IMPLEMENTATIONS) --at-least 0.83
 
 bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the short version (under five minutes on two cores)
 	@mkdir -p build

@@ -21,6 +21,8 @@ from modeling_scratchbert import ScratchBertForQuestionAnswering
 import question_answering
 from question_answering import NO_ANSWER, Answer, Feature, best_spans, positions, windows, with_no_answer
 
+pytestmark = pytest.mark.training
+
 DATA = Path(__file__).parents[1] / "scripts" / "data"
 
 QUESTION = "Who founded the mill?"  # 5 tokens

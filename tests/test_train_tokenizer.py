@@ -14,7 +14,7 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 import train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 REVIEWS = SCRIPTS / "data" / "movie_reviews" / "validation.csv"

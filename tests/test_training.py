@@ -12,10 +12,13 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from huggingface_hub import RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
@@ -350,6 +353,29 @@ def test_a_loss_that_is_no_number_stops_the_run(arguments, tmp_path, capsys):
     # What was saved is from before, and not one weight more.
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step*")] == ["step-00000001"]
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
+    """All that belongs to the model, and neither checkpoints nor logs."""
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+            return RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, repo_id, folder_path, ignore_patterns):
+            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+            calls.append((repo_id, set(filter_repo_objects(files, ignore_patterns=ignore_patterns))))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    flags = {"push_to_hub": "me/reviews", "hub_private": True, "max_steps": 1, "trackers": "tensorboard"}
+    assert finetune_classification.main(arguments(**flags)) == 0
+    (name, options), (pushed, files) = calls
+    assert (name, pushed, options["private"]) == ("me/reviews", "me/reviews", True)
+    assert files == {path.name for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert {"model.safetensors", "README.md", "metrics.json", "modeling_scratchbert.py"} <= files
+    assert "pushed to https://huggingface.co/me/reviews" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -37,6 +37,8 @@ from training_data import (
     text_of,
 )
 
+pytestmark = pytest.mark.training
+
 DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 # Any text but what counts as bad.

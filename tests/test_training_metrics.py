@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 import training_metrics
 from training_metrics import compute
 
+pytestmark = pytest.mark.training
+
 SCRIPTS = Path(training_metrics.__file__).parent
 
 # One input, right in half of its items or so, for each metric.

@@ -19,7 +19,7 @@ import modeling_scratchbert
 import training_report
 from training_report import plot_curves, public, shown, smoothed, write_card, write_metrics
 
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
 HISTORY = [
     {"step": 10, "epoch": 0.5, "loss": 0.9, "learning_rate": 2e-5, "tokens_per_second": 1000.0},
