@@ -57,3 +57,14 @@ def assert_resumes(main, argv: list[str], folder, monkeypatch, after: int) -> No
     assert all(whole[name].equal(broken[name]) for name in whole)
     metrics = [json.loads((folder / name / "metrics.json").read_text()) for name in ("whole", "broken")]
     assert metrics[0]["validation"] == metrics[1]["validation"]
+
+
+def assert_one_line(run, message: str, capsys) -> None:
+    """A run that cannot be made says so in one line, and its exit code is 2."""
+    try:
+        code = run()
+    except SystemExit as stopped:
+        code = stopped.code
+    lines = capsys.readouterr().err.splitlines()
+    assert (code, len(lines)) == (2, 1), lines
+    assert message in lines[0]

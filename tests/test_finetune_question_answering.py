@@ -18,7 +18,7 @@ from finetune_question_answering import (
     ids_of,
     main,
 )
-from finetuning import SPECIAL, assert_resumes, make_task, save_tiny
+from finetuning import SPECIAL, assert_one_line, assert_resumes, make_task, save_tiny
 from question_answering import Answer, answer
 from training_metrics import compute
 
@@ -353,14 +353,8 @@ WRONG = {
 def test_what_is_wrong_is_said_in_a_line(name, tiny, tmp_path, capsys):
     flags, message = WRONG[name]
     rows = write(tmp_path / "rows.jsonl", ROWS)
-    try:
-        code = main(["--model", tiny, "--train_file", rows, "--output", str(tmp_path / "out"), *flags])
-    except SystemExit as stopped:
-        code = stopped.code
-    said = capsys.readouterr().err
-    assert code == 2
-    assert message in said
-    assert said.count("\n") == 1
+    argv = ["--model", tiny, "--train_file", rows, "--output", str(tmp_path / "out"), *flags]
+    assert_one_line(lambda: main(argv), message, capsys)
 
 
 BROKEN = {

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, BertTokenizer, TokenizersBackend
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 import train_tokenizer
+from finetuning import assert_one_line
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
@@ -321,15 +322,7 @@ def test_what_cannot_be_done_is_said_in_one_line(content, options, message, tmp_
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    try:
-        code = train(path, tmp_path / "out", *options)
-    except SystemExit as stopped:
-        code = stopped.code
-    said = capsys.readouterr().err
-    assert code == 2
-    assert message in said
-    assert said.count("\n") == 1
-    assert said.startswith("train_tokenizer.py: ")
+    assert_one_line(lambda: train(path, tmp_path / "out", *options), message, capsys)
     assert {path.name for path in tmp_path.iterdir()} <= {"text.txt"}
 
 

@@ -29,6 +29,7 @@ import finetune_classification
 import training
 from comparison import assert_same_gradients
 from finetune_classification import Classification, ClassificationSettings
+from finetuning import assert_one_line
 from training_optimizer import parameter_groups
 from training_settings import parse
 
@@ -155,14 +156,7 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, arguments):
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flags, message, arguments, capsys):
-    try:
-        code = finetune_classification.main(arguments(**flags))
-    except SystemExit as exit:
-        code = exit.code
-    lines = capsys.readouterr().err.splitlines()
-    assert code == 2
-    assert len(lines) == 1
-    assert message in lines[0]
+    assert_one_line(lambda: finetune_classification.main(arguments(**flags)), message, capsys)
 
 
 @pytest.mark.parametrize("text", ["batch_sise: 3", "- a list", "a: [", None])
