@@ -182,6 +182,21 @@ class ScratchBertConfig(PreTrainedConfig):
                 f"decoder_start_token_id is {start}; it must be an id of the vocabulary, 0 to {self.vocab_size - 1}."
             )
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str] | None:
+        """Which way the matrices are cut where several processes share a model (Shoeybi et al. 2019, "Megatron-LM",
+        section 3): each has some of the heads, of the feed-forward's width and of the words. The number of processes
+        must divide that of the heads. Of a seq2seq model each half has a plan, and the whole none."""
+        if self.is_encoder_decoder:
+            return None
+        cuts = {"query": "colwise", "key": "colwise", "value": "colwise", "output": "rowwise"}
+        plan = {f"encoder.blocks.*.attention.{name}": cut for name, cut in cuts.items()}
+        if self.add_cross_attention:
+            plan |= {f"encoder.blocks.*.cross_attention.{name}": cut for name, cut in cuts.items()}
+        plan |= {"encoder.blocks.*.feed_forward.intermediate": "colwise"}
+        plan |= {"encoder.blocks.*.feed_forward.output": "rowwise"}
+        return plan | {"embeddings.word_embeddings": "embedding_rowwise"}
+
     def encoder_config(self) -> "ScratchBertConfig":
         """Of a seq2seq model, the configuration of its encoder alone."""
         return self._half()

@@ -104,7 +104,10 @@ def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
         filled = [keys for keys in filled if keys.ndim == 4]  # a quantised layer's may be in another form
         if not filled:
             continue
-        if len(filled) != config.num_hidden_layers or filled[0].shape[1::2] != (heads, width):
+        # Processes that share a model by tensor parallelism have some of its heads each.
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        fits = heads % filled[0].shape[1] == 0 if shared else filled[0].shape[1] == heads
+        if len(filled) != config.num_hidden_layers or not fits or filled[0].shape[3] != width:
             raise ValueError(
                 f"past_key_values is the cache{kind} of another model: it has {len(filled)} layers of "
                 f"{filled[0].shape[1]} heads, {filled[0].shape[3]} wide, and this model has {config.num_hidden_layers} "

@@ -279,6 +279,8 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
     """The models that score the vocabulary, and so share a matrix between input and output."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "model.embeddings.word_embeddings.weight"}
+    # Cut as the table of words is: see `base_model_tp_plan`.
+    _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head.decoder
