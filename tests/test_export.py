@@ -20,7 +20,7 @@ from heads import HEADS, NEEDS, OURS
 
 pytestmark = pytest.mark.ecosystem
 
-EXTRAS = [name for name in ("onnx", "openvino")]
+EXTRAS = ["onnx", "openvino"]
 
 # That every head comes through torch.export is for test_compile_export to say.
 EVERY_HEAD = [
