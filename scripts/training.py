@@ -4,6 +4,7 @@ The gradient of an update is that of one big batch: each loss is summed over its
 labels in the whole update, over all batches that are accumulated and all processes.
 """
 
+import functools
 import json
 import logging
 import math
@@ -116,6 +117,7 @@ class FineTuning(Task):
     train_set = None
     collate: Callable[[list[dict]], dict]
 
+    @functools.cached_property
     def sampler(self) -> LengthGroupedBatches:
         return LengthGroupedBatches(
             self.train_set["length"],
@@ -126,13 +128,12 @@ class FineTuning(Task):
         )
 
     def batches_per_epoch(self) -> int:
-        return len(self.sampler())
+        return self.sampler.batches_per_epoch
 
     def batches(self, epoch, start):
-        sampler = self.sampler()
-        sampler.set_epoch(epoch)
-        sampler.set_start(start)
-        return self.loader(self.train_set, sampler)
+        self.sampler.set_epoch(epoch)
+        self.sampler.set_start(start)
+        return self.loader(self.train_set, self.sampler)
 
     def loader(self, examples, batches: Iterable[list[int]]) -> DataLoader:
         """Yields places and batches."""
@@ -306,7 +307,7 @@ class Training:
 
         self.stop_agreed = False
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         """The updates of the whole run.
 
@@ -403,8 +404,8 @@ class Training:
                 self.evaluate(bar)
                 self.checkpoints.save(progress)  # it may stay the best
             while not progress.finished:
+                began = time.monotonic()
                 for group in self.groups():
-                    began = time.monotonic()
                     loss, tokens = self.update(group)
                     progress.step, progress.batch = progress.step + 1, progress.batch + len(group)
                     self.note(bar, loss, tokens, time.monotonic() - began)
@@ -413,6 +414,7 @@ class Training:
                     self.between_updates(bar)
                     if progress.finished:
                         break
+                    began = time.monotonic()
                 else:
                     self.end_of_epoch(bar)
         self.log()

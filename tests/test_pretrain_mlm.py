@@ -310,7 +310,7 @@ def test_two_processes_have_every_sequence_once(folder, tmp_path, rows, streamin
     assert set(found.values()) == {1}
     # One that is left over has no partner in the other process.
     assert found.total() == rows - (rows % 4 == 1)
-    assert len(task_of(folder, 0, 2, **flags | {"streaming": False}).sampler()) == len(shares[0])
+    assert len(task_of(folder, 0, 2, **flags | {"streaming": False}).sampler) == len(shares[0])
 
 
 def test_a_file_larger_than_memory_may_be_streamed(folder, tmp_path, monkeypatch):
