@@ -341,13 +341,14 @@ class Training:
                 loss = (self.task.losses(self.model, batch).float() / counts).sum()
                 accelerator.backward(loss * scale)
             losses.append(loss.detach())
-        tokens = sum(map(real_tokens, batches))
-        seen = torch.stack([*losses, torch.tensor(float(tokens), device=accelerator.device)])
-        self.check_finite(losses, group)
-        seen = accelerator.reduce(torch.stack([seen[:-1].sum(), seen[-1], self.stop_flag()]), "sum").tolist()
+        own = [sum(losses), sum(map(real_tokens, batches)), float(self.asked_to_stop is not None)]
+        own = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=accelerator.device) for each in own])
+        loss, tokens, stop = accelerator.reduce(own, "sum").tolist()  # the one reading
+        if not math.isfinite(loss):  # on all processes, if it is on any
+            self.complain_of_loss(losses, group)
         self.step(group)
-        self.stop_agreed = bool(seen[2])
-        return seen[0], int(seen[1])
+        self.stop_agreed = bool(stop)
+        return loss, int(tokens)
 
     def step(self, group) -> None:
         """Lets the optimizer use the gradient."""
@@ -361,21 +362,14 @@ class Training:
             self.schedule.step()
         self.optimizer.zero_grad()
 
-    def stop_flag(self) -> torch.Tensor:
-        return torch.tensor(float(self.asked_to_stop is not None), device=self.accelerator.device)
-
-    def check_finite(self, losses: list[torch.Tensor], group) -> None:
-        """Stops the run, on all processes, where a loss of any is no number.
-
-        Raises:
-            TrainingError: names the step and the batch.
+    def complain_of_loss(self, losses: list[torch.Tensor], group) -> None:
+        """Raises:
+        TrainingError: names the step and the batch, of whichever process.
         """
         values = [loss.item() for loss in losses]
-        bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
-        flag = torch.tensor(float(bool(bad)), device=self.accelerator.device)
-        if self.accelerator.reduce(flag, "sum").item():
-            found = gather_object([(values[i], group[i][0]) for i in bad])
-            raise TrainingError(self.complaint("loss", found[0][0], [rows for _, rows in found]))
+        bad = [(value, rows) for value, (rows, _) in zip(values, group, strict=True) if not math.isfinite(value)]
+        found = gather_object(bad)
+        raise TrainingError(self.complaint("loss", found[0][0], [rows for _, rows in found]))
 
     def complaint(self, what: str, value: float, batches: list[list[str]]) -> str:
         rows = [row for batch in batches for row in batch]
