@@ -3,10 +3,13 @@
 import copy
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -311,6 +314,21 @@ def copy_code(folder) -> None:
         shutil.copyfile(path, Path(folder) / path.name)
 
 
+@contextmanager
+def hub_in_one_line(source) -> Iterator[None]:
+    """Turns what transformers says where the Hub cannot be reached into one line, with what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
+        raise OSError(
+            f"{source} is no folder, it is not in the cache, or not all of it, and the Hub cannot be reached or may "
+            f"not be asked. Give the path of a folder, or fetch it while there is a network (hf download {source}): it "
+            "then opens from the cache, at once with HF_HUB_OFFLINE=1."
+        ) from error
+
+
 def raw_config(source, **kwargs) -> tuple[dict, dict]:
     """The fields of the `config.json` of `source` as they stand, and the arguments that were of no use in finding it.
 
@@ -318,7 +336,8 @@ def raw_config(source, **kwargs) -> tuple[dict, dict]:
         OSError: there is none, or it cannot be read; the message names `source`.
     """
     try:
-        fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
+        with hub_in_one_line(source):
+            fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
     except (AttributeError, TypeError) as error:  # a list, a number, …
         raise OSError(f"{source}/config.json does not hold a JSON object.") from error
     if not isinstance(fields, dict):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import torch
+from huggingface_hub import is_offline_mode
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,7 +29,14 @@ from .bert_weights import (
     without_half,
 )
 from .checkpoints import HUB_OPTIONS, staged, tensor_names
-from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig, copy_code, raw_config, scratchbert_fields
+from .configuration_scratchbert import (
+    AUTO_MAP,
+    ScratchBertConfig,
+    copy_code,
+    hub_in_one_line,
+    raw_config,
+    scratchbert_fields,
+)
 from .embeddings import SinusoidalPositions, sinusoidal_table
 from .inference import InferenceMixin
 from .transformer import TransformerBlock
@@ -147,9 +155,10 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         elif not is_own:
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
         with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
-        )
+        with hub_in_one_line(source):
+            model, info = super().from_pretrained(
+                source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
+            )
         if not is_own and names:
             _refuse_empty_blocks(model, info["missing_keys"], source or "state_dict")
         # transformers would undo the renaming on the way out; what we save bears our names.
@@ -278,8 +287,12 @@ def _raw_fields(source, hub_options: dict) -> dict | None:
     if source is None:
         return None
     folder = Path(source).parent if os.path.isfile(source) else source
-    if cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False, **hub_options) is None:
-        return None
+    # Without a network this is where the Hub is found to be out of reach, rather than again at every file of weights.
+    # Where it may not be asked, what lies in the cache without a config.json can still be an adapter.
+    may_ask = not (hub_options.get("local_files_only") or is_offline_mode())
+    with hub_in_one_line(source):
+        if cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=may_ask, **hub_options) is None:
+            return None
     return raw_config(folder, **hub_options)[0]
 
 

@@ -45,7 +45,7 @@ from modeling_scratchbert.checkpoints import has_tokenizer, tensor_names
 from modeling_scratchbert.configuration_scratchbert import raw_config
 
 from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
-from sources import looks_like_a_path
+from sources import check_source
 
 TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
 
@@ -111,9 +111,8 @@ def read_checkpoint(source: str) -> Checkpoint:
         ValueError: it is neither a BERT nor a ScratchBert.
         OSError: there is no such checkpoint, or it cannot be read.
     """
-    if not Path(source).is_dir() and (looks_like_a_path(source) or Path(source).exists()):
-        raise OSError(f"There is no folder {source}.")
     try:
+        check_source(source)
         fields, _ = raw_config(source)
     except OSError as error:
         raise OSError(f"{source} cannot be read: {error}") from error

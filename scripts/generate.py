@@ -41,7 +41,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
@@ -59,7 +58,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, GenerationMode
 
-from sources import has_tokenizer, looks_like_a_path
+from sources import check_source, has_tokenizer
 
 PROG = "generate.py"
 PACKAGE = "modeling_scratchbert"
@@ -335,8 +334,7 @@ def open_generator(source: str, dtype: str, device: str | None):
         ValueError: it is no generator, it lacks weights, or there is no such device.
         ImportError: it takes the package to open it, which is not installed.
     """
-    if looks_like_a_path(source) and not Path(source).is_dir():
-        raise OSError("There is no such folder.")
+    check_source(source)
     model_class = generator_class(source)
     if not has_tokenizer(source):
         raise OSError("It has no tokenizer, neither tokenizer.json nor vocab.txt: save the model's beside it.")

@@ -40,7 +40,7 @@ from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGen
 
 from check_parity import shortened, written
 from generate import Parser, UsageError, about, special_ids, special_tokens, whole_number
-from sources import has_tokenizer, looks_like_a_path
+from sources import check_source, has_tokenizer
 
 PROG = "plot_attention.py"
 
@@ -85,8 +85,7 @@ def open_model(source: str, kind: str | None, target: str | None):
         OSError: there is no such checkpoint, a file of it cannot be read, or it has no tokenizer.
         ValueError: it is no BERT, has no attention of that kind, or lacks weights.
     """
-    if looks_like_a_path(source) and not Path(source).is_dir():
-        raise OSError("There is no such folder.")
+    check_source(source)
     has_two_halves = ScratchBertConfig.from_pretrained(source).is_encoder_decoder
     kind = kind or ("cross" if has_two_halves else "self")
     if kind != "self" and not has_two_halves:

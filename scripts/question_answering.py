@@ -40,7 +40,7 @@ from transformers import AutoTokenizer
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 
 from generate import Parser, UsageError, about, one_line, whole_number
-from sources import has_tokenizer, looks_like_a_path
+from sources import check_source, has_tokenizer
 
 PROG = "question_answering.py"
 
@@ -382,8 +382,7 @@ def open_reader(source: str, device: str | None):
         OSError: there is no such checkpoint, a file of it cannot be read, or it has no tokenizer.
         ValueError: it is no BERT, lacks weights, or there is no such device.
     """
-    if looks_like_a_path(source) and not Path(source).is_dir():
-        raise OSError("there is no such folder")
+    check_source(source)
     model, info = ScratchBertForQuestionAnswering.from_pretrained(source, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(

@@ -17,14 +17,13 @@ import importlib
 import inspect
 import logging
 import sys
-from pathlib import Path
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModel, AutoTokenizer
 
-from sources import has_tokenizer, looks_like_a_path
+from sources import check_source, has_tokenizer
 
 PACKAGE = "modeling_scratchbert"
 
@@ -71,8 +70,7 @@ def open_checkpoint(source: str, without_package: bool):
         OSError: there is no such checkpoint, or a file of it cannot be read.
         RuntimeError: `without_package`, and the class is not from the code beside the weights.
     """
-    if looks_like_a_path(source) and not Path(source).is_dir():
-        raise OSError("There is no such folder.")
+    check_source(source)
     model = AutoModel.from_pretrained(source, trust_remote_code=True, dtype=torch.float32).eval()
     name, module = type(model).__name__, type(model).__module__
     print(f"{source} opens as {name}, defined in {inspect.getfile(type(model))}")

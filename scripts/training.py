@@ -39,6 +39,7 @@ from transformers import get_scheduler
 
 import push_to_hub
 from check_parity import written
+from sources import check_source
 from training_data import LengthGroupedBatches, Source, evaluation_batches
 from training_optimizer import add_lora, freeze, make_optimizer, merged
 from training_report import plot_curves, write_card, write_metrics
@@ -650,9 +651,20 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return accelerator
 
 
+def check_sources(settings: Settings) -> None:
+    """Raises OSError if the Hub, where the model or the tokenizer would be, cannot be reached."""
+    for name in ("model", "tokenizer"):
+        if (source := getattr(settings, name, None)) is not None:
+            try:
+                check_source(source)
+            except OSError as error:
+                raise OSError(f"--{name} {source}: {error}") from error
+
+
 def run(settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> dict:
     """The whole run: checks, training, evaluation, and the folder that is left. Returns metrics.json."""
     main_process = int(os.environ.get("RANK", 0)) == 0
+    check_sources(settings)
     # At each checkpoint it tells that tied weights are written once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # The bar of the training is enough.

@@ -263,8 +263,16 @@ READERS = {
 def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadRow]]:
     """`read_rows` of a dataset of the hub."""
     name = f"{source.name} ({source.split})"
-    with faults_of(name):
-        rows = load_dataset(source.name, source.config, split=source.split, streaming=streaming)
+    try:
+        with faults_of(name):
+            rows = load_dataset(source.name, source.config, split=source.split, streaming=streaming)
+    except OSError as error:
+        if not isinstance(error.__cause__, ConnectionError):
+            raise
+        raise OSError(
+            f"--dataset {source.name}: it is no folder, and the Hub cannot be reached. Give a folder that "
+            "datasets.load_dataset opens, or files (--train_file)."
+        ) from error
     number = 0
     for number, row in enumerate(rows, 1):
         place = f"{name}, row {number}"

@@ -16,7 +16,11 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 # The Hub goes by .gitattributes and by size; this does for models.
 LARGE = (".safetensors", ".bin", ".png")
@@ -327,3 +331,17 @@ def serving(**users: set[str]):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def use(hub, patch: pytest.MonkeyPatch, cache: Path, token: str | None = None) -> None:
+    """What HF_ENDPOINT and the like say to a new process, said to this one; `token` None: there is none."""
+    patch.setattr(constants, "ENDPOINT", hub.endpoint)
+    template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+    if token is None:
+        patch.delenv("HF_TOKEN", raising=False)
+    else:
+        patch.setenv("HF_TOKEN", token)

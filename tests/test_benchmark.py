@@ -148,7 +148,7 @@ def test_the_machine_is_described(monkeypatch):
     assert machine.keys() == MACHINE.keys()
     assert machine["gflops"] == {"float32": 1.0, "bfloat16": 2.0}
     assert (machine["threads"], machine["bandwidth_gb"]) == (3, 20.0)
-    assert machine["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(machine["versions"]["torch"])  # which may lack a build's "+cu132"
 
 
 def test_of_two_rates_the_better_is_kept(monkeypatch):

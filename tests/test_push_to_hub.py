@@ -23,7 +23,7 @@ from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 import push_to_hub
 from checkpoint_kinds import random_scratchbert
 from heads import OURS, inputs_for
-from hub_server import serving
+from hub_server import serving, use
 
 pytestmark = pytest.mark.ecosystem
 
@@ -35,20 +35,6 @@ SCRIPTS = Path(push_to_hub.__file__).parent
 OPENS = {path.split(".ScratchBert")[1]: auto for auto, path in reversed(AUTO_MAP.items())} | {
     "Seq2SeqModel": "AutoModel"
 }
-
-
-def use(hub, patch: pytest.MonkeyPatch, cache: Path, token: str | None = TOKEN) -> None:
-    """What HF_ENDPOINT and the like say to a new process, said to this one."""
-    patch.setattr(constants, "ENDPOINT", hub.endpoint)
-    template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
-    if token is None:
-        patch.delenv("HF_TOKEN", raising=False)
-    else:
-        patch.setenv("HF_TOKEN", token)
 
 
 def saved(folder: Path, head: str = "ForSequenceClassification", **fields):
@@ -99,7 +85,7 @@ def visit(tmp_path_factory):
     root = tmp_path_factory.mktemp("visit")
     inputs, expected, wanted = {}, {}, {}
     with serving(**{TOKEN: {"ada", "team"}, READER: {"bob"}}) as hub, pytest.MonkeyPatch.context() as patch:
-        use(hub, patch, root / "own cache")
+        use(hub, patch, root / "own cache", TOKEN)
         torch.manual_seed(0)
         for head in OURS:
             model = saved(root / head, head)
@@ -210,7 +196,7 @@ def test_what_was_pushed(visit):
 @pytest.fixture
 def hub(tmp_path, monkeypatch, quiet_only_here):
     with serving(**{TOKEN: {"ada", "team"}, READER: {"bob"}}) as hub:
-        use(hub, monkeypatch, tmp_path / "cache")
+        use(hub, monkeypatch, tmp_path / "cache", TOKEN)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         yield hub
 
@@ -547,15 +533,3 @@ def test_a_table_of_parity(hub, tmp_path, folder, push):
     assert "- model: ScratchBertModel from my-model\n- reference: BertModel from google/bert exported" in body
     assert "\nequal: values within 2.5e-07\n" in body
     assert str(tmp_path) not in body
-
-
-# ------------------------------------------------------------------------------------- pulling without a network
-
-
-def test_opening_without_a_network_says_what_to_do(hub, monkeypatch):
-    with serving() as gone:
-        pass
-    use(gone, monkeypatch, Path(constants.HF_HUB_CACHE))
-    with pytest.raises(OSError, match=f"connect to '{gone.endpoint}'.*cached files") as caught:
-        OURS["Model"].from_pretrained("ada/never-seen")
-    assert "offline mode" in str(caught.value)
