@@ -24,6 +24,9 @@ import sentence_similarity
 from checkpoint_kinds import random_scratchbert
 from hub_server import serving, use
 
+# The scripts quieten their whole process.
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 WHAT_TO_DO = "hf download ada/never-seen"
 
@@ -103,6 +106,7 @@ def test_convert_and_push(unreachable, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("HF_TOKEN", "hf_" + "Ada" * 12)
     saved(tmp_path / "model")
+    capsys.readouterr()
     assert push_to_hub.main([str(tmp_path / "model"), "ada/m"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
