@@ -85,6 +85,7 @@ class MultiHeadAttention(nn.Module):
         self.layer_idx = layer_idx
         self.is_causal = is_causal  # read by the sdpa and flash kernels when they are given no mask
         self.head_width = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_width**-0.5  # an attribute: vLLM looks here for what the kernel is called with
         self.dropout = config.attention_probs_dropout_prob
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
@@ -125,11 +126,12 @@ class MultiHeadAttention(nn.Module):
             key,
             value,
             attention_mask,
-            scaling=self.head_width**-0.5,
+            scaling=self.scaling,
             dropout=self.dropout if self.training else 0.0,
             **kwargs,
         )
-        return self.output(context.flatten(2)), weights
+        # The width is that of this process' heads; a kernel of others may return its tokens without a batch.
+        return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _keys_and_values(self, hidden_states, encoder_hidden_states, cache):
         if encoder_hidden_states is None:

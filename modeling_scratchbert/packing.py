@@ -287,7 +287,7 @@ def without_padding(*per_token: str, labels: bool = False, unless: str | None = 
         def wrapper(self, *args, **kwargs):
             if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
                 return forward(self, *args, **kwargs)  # Python's own error
-            arguments = dict(zip(names, args, strict=False)) | kwargs
+            arguments = dict(zip(names[: len(args)], args, strict=True)) | kwargs
             restore = remove_padding(self, arguments, labels, unless)
             outputs = forward(self, **arguments)
             for field in per_token if restore is not None else ():
