@@ -39,7 +39,8 @@ from benchmark_plot import plot
 from benchmark_steps import WAYS, decode, train
 from benchmark_variants import VARIANTS, Run, first_line, open_variants, peak_memory, quiet
 from benchmark_workloads import Batch, line_batches, make_batches
-from check_parity import largest, written
+from check_parity import largest
+from output import written
 
 ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single")
 WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from check_parity import written
+from output import written
 
 
 def plot(report: dict, path: Path) -> None:

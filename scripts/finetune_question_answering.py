@@ -37,7 +37,7 @@ from transformers import AutoTokenizer, BertForQuestionAnswering
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 
 import training
-from check_parity import written
+from output import written
 from question_answering import Answer, Feature, best_spans, positions, span_of, windows, with_no_answer
 from training import FineTuning, sources
 from training_data import PadOrFlatten, Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of, unpadded

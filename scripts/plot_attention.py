@@ -38,8 +38,9 @@ from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
 
-from check_parity import shortened, written
+from check_parity import shortened
 from generate import Parser, UsageError, about, special_ids, special_tokens, whole_number
+from output import written
 from sources import check_source, has_tokenizer
 
 PROG = "plot_attention.py"

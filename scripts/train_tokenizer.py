@@ -35,7 +35,7 @@ from tokenizers.models import WordPiece
 from tokenizers.trainers import WordPieceTrainer
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from convert_checkpoint import replacing
+from output import replacing
 from training_data import Source, columns_of, find_column, keep_rows, read_rows, text_of
 
 PROG = "train_tokenizer.py"

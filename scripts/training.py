@@ -38,7 +38,7 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import push_to_hub
-from check_parity import written
+from output import written
 from sources import check_source
 from training_data import LengthGroupedBatches, Source, evaluation_batches
 from training_optimizer import add_lora, freeze, make_optimizer, merged

@@ -21,8 +21,8 @@ from torch import distributed
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 from benchmark_machine import processor, version
-from check_parity import written
 from model_classes import class_name, short_name
+from output import written
 
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 

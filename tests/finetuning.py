@@ -68,3 +68,13 @@ def assert_one_line(run, message: str, capsys) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert (code, len(lines)) == (2, 1), lines
     assert message in lines[0]
+
+
+def assert_help_tells(script, flags: tuple[str, ...], capsys) -> None:
+    """`--help` begins as the script's own text does, and has these flags."""
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert script.__doc__.split("\n")[0][:40] in " ".join(said.split())
+    assert all(flag in said for flag in flags)

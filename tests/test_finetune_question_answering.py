@@ -18,7 +18,7 @@ from finetune_question_answering import (
     ids_of,
     main,
 )
-from finetuning import SPECIAL, assert_one_line, assert_resumes, make_task, save_tiny
+from finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
 from question_answering import Answer, answer
 from training_metrics import compute
 
@@ -326,12 +326,7 @@ def test_resumed_is_uninterrupted_and_answers(tiny, tmp_path, monkeypatch):
 
 
 def test_help(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    said = capsys.readouterr().out
-    assert script.__doc__.split("\n")[0][:40] in " ".join(said.split())
-    assert all(flag in said for flag in ("--stride", "--doc_stride", "--null_threshold", "--max_answer_length"))
+    assert_help_tells(script, ("--stride", "--doc_stride", "--null_threshold", "--max_answer_length"), capsys)
 
 
 WRONG = {

@@ -20,7 +20,7 @@ from finetune_token_classification import (
     main,
     windows,
 )
-from finetuning import SPECIAL, assert_one_line, assert_resumes, make_task, save_tiny
+from finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
 from training_data import unpadded
 from training_labels import class_weights
 
@@ -320,12 +320,7 @@ def test_resumed_is_uninterrupted_and_the_pipeline_opens_it(tiny, tmp_path, monk
 
 
 def test_help(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    said = capsys.readouterr().out
-    assert script.__doc__.split("\n")[0][:40] in " ".join(said.split())
-    assert all(flag in said for flag in ("--stride", "--label_all_pieces", "--class_weights", "--scheme"))
+    assert_help_tells(script, ("--stride", "--label_all_pieces", "--class_weights", "--scheme"), capsys)
 
 
 BAD_ROWS = {
