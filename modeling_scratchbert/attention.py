@@ -95,7 +95,7 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Packing | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,

@@ -42,6 +42,7 @@ LEAVES = {"weight": "gamma", "bias": "beta"}
 # The output bias stands in a BERT checkpoint under either name or both. Where they differ, which only an untied head
 # brings about, the twin computes with the decoder's.
 OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
+OUR_OUTPUT_BIAS = "lm_head.decoder.bias"
 
 
 # What stands before a tensor's name in either half of an `EncoderDecoderModel` of two BERTs, and in ours. The heads,
@@ -66,17 +67,17 @@ def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[st
     """
     patterns = _patterns_of_one(r"(?:bert\.)?", f"{encoder}.", "")
     if OUTPUT_BIAS not in names_in_file:
-        patterns[f"^{re.escape(OUTPUT_BIAS_ALIAS)}$"] = to_scratchbert(OUTPUT_BIAS)
+        patterns[f"^{re.escape(OUTPUT_BIAS_ALIAS)}$"] = OUR_OUTPUT_BIAS
     return patterns
 
 
 def seq2seq_loading_patterns(names_in_file: set[str]) -> dict[str, str]:
     """`loading_patterns` for the checkpoint of an `EncoderDecoderModel` of two BERTs."""
-    patterns = {}
+    patterns: dict[str, str] = {}
     for bert, ours in BERT_HALVES.items():
         patterns |= _patterns_of_one(re.escape(bert), ours, re.escape(HEADS_OF_DECODER))
     if HEADS_OF_DECODER + OUTPUT_BIAS not in names_in_file:
-        patterns[f"^{re.escape(HEADS_OF_DECODER + OUTPUT_BIAS_ALIAS)}$"] = to_scratchbert(OUTPUT_BIAS)
+        patterns[f"^{re.escape(HEADS_OF_DECODER + OUTPUT_BIAS_ALIAS)}$"] = OUR_OUTPUT_BIAS
     return patterns
 
 

@@ -1,12 +1,14 @@
 """The configuration of every ScratchBert model: BERT's fields under BERT's names, and a few of our own."""
 
 import copy
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -122,6 +124,9 @@ class ScratchBertConfig(PreTrainedConfig):
     share_embeddings: bool = True
     decoder_start_token_id: int | None = None
 
+    if TYPE_CHECKING:  # a property of `PreTrainedConfig`, and yet an argument
+        num_labels: int = 2
+
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # the class's own; another's comes with `ScratchBertConfig(**bert.to_dict())`
         super().__post_init__(**kwargs)
@@ -185,8 +190,8 @@ class ScratchBertConfig(PreTrainedConfig):
                 f"decoder_start_token_id is {start}; it must be an id of the vocabulary, 0 to {self.vocab_size - 1}."
             )
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str] | None:
+    @property  # transformers declares an attribute of the class, and reads it of the configuration
+    def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
         """Which way the matrices are cut where several processes share a model (Shoeybi et al. 2019, "Megatron-LM",
         section 3): each has some of the heads, of the feed-forward's width and of the words. The number of processes
         must divide that of the heads. Of a seq2seq model each half has a plan, and the whole none."""
@@ -200,16 +205,16 @@ class ScratchBertConfig(PreTrainedConfig):
         plan |= {"encoder.blocks.*.feed_forward.output": "rowwise"}
         return plan | {"embeddings.word_embeddings": "embedding_rowwise"}
 
-    def encoder_config(self) -> "ScratchBertConfig":
+    def encoder_config(self) -> Self:
         """Of a seq2seq model, the configuration of its encoder alone."""
         return self._half()
 
-    def decoder_config(self) -> "ScratchBertConfig":
+    def decoder_config(self) -> Self:
         """Of a seq2seq model, the configuration of its decoder alone."""
         depth = self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
         return self._half(num_hidden_layers=depth, is_decoder=True, add_cross_attention=True)
 
-    def _half(self, **fields) -> "ScratchBertConfig":
+    def _half(self, **fields) -> Self:
         half = copy.deepcopy(self)
         fields |= {"is_encoder_decoder": False, "num_decoder_layers": None, "tie_encoder_decoder": False}
         for name, value in fields.items():
@@ -217,7 +222,7 @@ class ScratchBertConfig(PreTrainedConfig):
         half.architectures = None
         return half
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "ScratchBertConfig":
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
         """The configuration of one half, by which `generate` makes its caches, or the whole if none or both are asked
         for."""
         if not self.is_encoder_decoder or decoder == encoder:
@@ -251,19 +256,19 @@ class ScratchBertConfig(PreTrainedConfig):
     # Any attention implementation may be asked for its maps: that call then runs the eager formula. So the base
     # class's refusals of `output_attentions=True` beside "sdpa" do not apply.
     @property
-    def output_attentions(self) -> bool:
+    def output_attentions(self) -> bool | None:
         """Whether every forward pass returns its attention maps."""
         return self._output_attentions
 
     @output_attentions.setter
-    def output_attentions(self, value: bool):
+    def output_attentions(self, value: bool | None):
         self._output_attentions = value
 
     def validate_output_attentions(self):
         """Accepts any pairing with an attention implementation; see `output_attentions`."""
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+    def get_config_dict(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> tuple[dict, dict]:
         """Reads a `config.json`, of a ScratchBert or of a BERT checkpoint, as the fields of a `ScratchBertConfig`.
 
         Raises:
@@ -274,7 +279,7 @@ class ScratchBertConfig(PreTrainedConfig):
         return scratchbert_fields(fields, pretrained_model_name_or_path, cls.model_type), kwargs
 
     @classmethod
-    def from_dict(cls, config_dict, **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Self:
         """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one on a configuration that is made already."""
         made = super().from_dict(config_dict, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
@@ -283,17 +288,17 @@ class ScratchBertConfig(PreTrainedConfig):
         return made
 
     @classmethod
-    def from_bert(cls, config: PreTrainedConfig) -> "ScratchBertConfig":
+    def from_bert(cls, config: PreTrainedConfig) -> Self:
         """The ScratchBert configuration that computes what a `BertConfig` does.
 
         Raises:
             ValueError: `config` is of another kind of model, or wants relative positions.
         """
-        attention = config._attn_implementation
         fields = scratchbert_fields(config.to_dict(), f"config={type(config).__name__}(…)")
-        return cls(**fields, attn_implementation=attention, name_or_path=config.name_or_path)
+        fields |= {"attn_implementation": config._attn_implementation, "name_or_path": config.name_or_path}
+        return cls(**fields)
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Writes `config.json`, and all the code, to which its `auto_map` leads the Auto classes."""
         if getattr(self, "auto_map", None) is None:
             self.auto_map = dict(AUTO_MAP)

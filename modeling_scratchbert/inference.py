@@ -9,10 +9,12 @@ import ctypes
 import mmap
 import sys
 import weakref
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import gelu, linear
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
@@ -30,6 +32,8 @@ BEFORE_ACTIVATION = {"FeedForward": "intermediate", "LanguageModelHead": "dense"
 # The layout is chosen for a number of rows, and any layout computes any number: the one for 32 is good from a single
 # token to a large batch, where the one for 1 is slow for all others.
 ROWS = 32
+
+Kind = TypeVar("Kind", bound=torch.Tensor)
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
@@ -65,11 +69,13 @@ _register_operator()
 class PackedMatrix:
     """One weight `(out, in)` in oneDNN's layout. Layers that shared the weight share this."""
 
-    _made = weakref.WeakValueDictionary()  # id of a parameter → the matrix that was made of it
+    # id of a parameter → the matrix that was made of it
+    _made: weakref.WeakValueDictionary[int, "PackedMatrix"] = weakref.WeakValueDictionary()
 
     def __init__(self, weight: nn.Parameter):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-        self._dense = weakref.WeakValueDictionary({nn.Parameter: weight})
+        self._dense: weakref.WeakValueDictionary[type, torch.Tensor] = weakref.WeakValueDictionary()
+        self._dense[nn.Parameter] = weight
         matrices = torch.ops.scratchbert.packed_matrices
         self.key = str(1 + max(map(int, matrices), default=0))
         matrices[self.key] = self
@@ -78,15 +84,18 @@ class PackedMatrix:
     def of(cls, weight: nn.Parameter) -> "PackedMatrix":
         """The matrix of `weight`, made now or before."""
         matrix = cls._made.get(id(weight))
-        known = matrix is not None and matrix._dense.get(nn.Parameter) is weight  # ids come again
-        if not known or not torch.equal(matrix.packed.to_dense(), weight):  # trained since, in another model
+        if (
+            matrix is None
+            or matrix._dense.get(nn.Parameter) is not weight  # ids come again
+            or not torch.equal(matrix.packed.to_dense(), weight)  # trained since, in another model
+        ):
             matrix = cls._made[id(weight)] = cls(weight)
         return matrix
 
-    def dense(self, kind: type = torch.Tensor) -> torch.Tensor:
+    def dense(self, kind: type[Kind]) -> Kind:
         """The weight as it was, bit for bit, as a tensor or a parameter. Whoever asks while the last one is still in
         use is given the same, so that what was tied comes out tied."""
-        dense = self._dense.get(kind)
+        dense: Any = self._dense.get(kind)
         if dense is None:
             dense = self.packed.to_dense()
             if kind is nn.Parameter:
@@ -113,20 +122,24 @@ class PackedLinear(nn.Module):
         keeps_weight: the weight is also another module's, and the dense one stays beside the packed one.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, layer: nn.Linear, gelu_form: str | None = None, keeps_weight: bool = False):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.gelu_form, self.keeps_weight = gelu_form, keeps_weight
-        self._parameters["weight"] = layer.weight  # None while there is only a packed one
-        self._parameters["bias"] = layer.bias
-        self.matrix = None
+        self._parameters.update(layer._parameters)  # the weight is None while there is only a packed one
+        self.matrix: PackedMatrix | None = None
         self.pack()
 
     @property
     def weight(self) -> nn.Parameter | torch.Tensor:
         """The dense weight, `(out, in)`. Where only a packed one is held it is a copy: writing into it does nothing."""
         weight = self._parameters["weight"]
-        return self.matrix.packed.to_dense() if weight is None else weight
+        if weight is not None:
+            return weight
+        assert self.matrix is not None  # one of the two is held
+        return self.matrix.packed.to_dense()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(…, in)` → `(…, out)`. Packed, it computes in the weight's dtype, whatever autocast says.
@@ -148,7 +161,7 @@ class PackedLinear(nn.Module):
     def pack(self) -> None:
         """Packs the weight where that can be done."""
         weight = self._parameters["weight"]
-        if _obstacle(weight) is None:
+        if weight is not None and _obstacle(weight) is None:
             self.matrix = PackedMatrix.of(weight)
             if not self.keeps_weight:
                 self._parameters["weight"] = None
@@ -185,7 +198,7 @@ class PackedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if self._parameters["weight"] is None:
-            destination[f"{prefix}weight"] = self.matrix.dense()
+            destination[f"{prefix}weight"] = self.matrix.dense(torch.Tensor)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args):
@@ -209,10 +222,10 @@ class PackedLinear(nn.Module):
         )
 
 
-class InferenceMixin:
+class InferenceMixin(PreTrainedModel):
     """`optimize_for_inference`, and what a model can no longer do after it: said before anything has changed."""
 
-    def optimize_for_inference(self):
+    def optimize_for_inference(self) -> Self:
         """Makes the model faster on a CPU, for inference only. In place.
 
         The matrices of its linear layers are laid out for oneDNN, one by one, so that there is never a second copy of
@@ -242,7 +255,7 @@ class InferenceMixin:
             )
         return self
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> Self:
         if mode and _packed_layers(self):
             raise _no("be trained", "Load it again")
         return super().train(mode)
@@ -333,7 +346,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 def _take_gelu(parent: nn.Module, name: str) -> str | None:
     """The form of the GELU that follows this layer, where one does; the module is left with nothing to do."""
-    if BEFORE_ACTIVATION.get(type(parent).__name__) != name or parent.activation._forward_hooks:
+    if BEFORE_ACTIVATION.get(type(parent).__name__) != name or parent.get_submodule("activation")._forward_hooks:
         return None
     form = GELUS.get(type(parent.activation))
     if form is not None:

@@ -140,15 +140,18 @@ def check_labels(labels, decoder_inputs: torch.Tensor | None) -> None:
         )
 
 
-def check_choices(input_ids, inputs_embeds, **others) -> None:
+def check_choices(input_ids, inputs_embeds, **others) -> int:
     """Checks the arguments of `ScratchBertForMultipleChoice.forward`, each of which has a dimension of choices.
+
+    Returns:
+        How many choices there are, or 0 where there are no tokens, which the model refuses.
 
     Raises:
         ValueError: an argument has another shape than the tokens.
     """
     name, tokens = ("inputs_embeds", inputs_embeds) if input_ids is None else ("input_ids", input_ids)
     if tokens is None:
-        return
+        return 0
     _check_tensor(name, tokens)
     dimensions = "(batch, choices, length)" if input_ids is not None else "(batch, choices, length, width)"
     if tokens.ndim != dimensions.count(",") + 1:
@@ -159,6 +162,7 @@ def check_choices(input_ids, inputs_embeds, **others) -> None:
         _check_tensor(name, tensor)
         if tensor.shape != tokens.shape[:3]:
             raise ValueError(f"{name} has shape {_shape(tensor)}; it wants {_shape(tokens)[:3]}, like the tokens.")
+    return tokens.shape[1]
 
 
 def check_states(name: str, states: torch.Tensor, width: int, batch: int | None = None) -> None:
@@ -183,7 +187,7 @@ def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int,
     """
     if isinstance(mask, list) or hasattr(mask, "__array__"):  # an array of numpy's
         _check_tensor(name, mask)
-    if not isinstance(mask, torch.Tensor) or not isinstance(keys, int | torch.SymInt):
+    if not isinstance(mask, torch.Tensor) or not isinstance(keys, (int, torch.SymInt)):
         return
     if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(

@@ -8,7 +8,9 @@ Classes stand in the order in which data flows. Signatures, outputs and losses a
 
 import copy
 import logging
+import os
 from dataclasses import dataclass
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -32,8 +34,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
@@ -61,6 +62,20 @@ logger = logging.getLogger(__name__)
 
 # Kernels that add a mask to the scores.
 ADDING = ("sdpa", "flex_attention")
+
+
+class ForwardOptions(TypedDict, total=False):
+    """What every forward pass takes beside its own arguments: see `ScratchBertModel.forward`, and `average`."""
+
+    output_attentions: bool | None
+    output_hidden_states: bool | None
+    return_dict: bool | None
+    padding_free: bool
+    cu_seq_lens_q: torch.Tensor | None
+    cu_seq_lens_k: torch.Tensor | None
+    max_length_q: int | None
+    max_length_k: int | None
+    num_items_in_batch: int | torch.Tensor | None
 
 
 class Pooler(nn.Module):
@@ -96,7 +111,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embeddings.word_embeddings
 
-    def set_input_embeddings(self, value: nn.Embedding):
+    def set_input_embeddings(self, value: nn.Module):
         self.embeddings.word_embeddings = value
 
     @merge_with_config_defaults
@@ -113,8 +128,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | BaseModelOutputWithPoolingAndCrossAttentions:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | BaseModelOutputWithPoolingAndCrossAttentions:
         """
         Args:
             input_ids: `(B, T)` token ids; or else `inputs_embeds`, `(B, T, C)`.
@@ -216,7 +231,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             for own, part in parts
         )
 
-    def _attention_masks(self, embeddings, mask, encoder_hidden_states, encoder_mask, cache, eager: bool):
+    def _attention_masks(self, embeddings, mask, encoder_hidden_states, encoder_mask, cache, eager: bool | None):
         """The padding masks in the form that the attention kernel of this call wants."""
         config = self.config
         if eager and config._attn_implementation != "eager":
@@ -291,7 +306,7 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
     def _scores(self, states: torch.Tensor, mask) -> torch.Tensor:
         """The score of every word for each token. Where nothing more comes of them, those of packed tokens are padded
         here: two tables of the whole vocabulary are much memory."""
-        if isinstance(mask, Packing) and mask.indices is not None and not torch.is_grad_enabled():
+        if isinstance(mask, Packing) and not torch.is_grad_enabled():
             return mask.pad_scores(self.lm_head, states)
         return self.lm_head(states)
 
@@ -325,8 +340,8 @@ class ScratchBertForPreTrainingOutput(ModelOutput):
     loss: torch.Tensor | None = None
     prediction_logits: torch.Tensor | None = None
     seq_relationship_logits: torch.Tensor | None = None
-    hidden_states: tuple[torch.Tensor] | None = None
-    attentions: tuple[torch.Tensor] | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
 
 
 class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
@@ -350,8 +365,8 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         next_sentence_label: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | ScratchBertForPreTrainingOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | ScratchBertForPreTrainingOutput:
         """
         Args:
             labels: `(B, T)`, the masked words' ids, and -100 wherever no word was masked.
@@ -410,8 +425,8 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | MaskedLMOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | MaskedLMOutput:
         """
         Args:
             labels: `(B, T)`, the masked words' ids, and -100 wherever no word was masked.
@@ -460,8 +475,8 @@ class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | NextSentencePredictorOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | NextSentencePredictorOutput:
         """
         Args:
             labels: `(B,)`; 0: sentence B follows A, 1: it is a random one.
@@ -510,8 +525,8 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | SequenceClassifierOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | SequenceClassifierOutput:
         """
         Args:
             labels: `(B,)` class ids; or `(B,)` or `(B, L)` floats for regression; or `(B, L)` floats, 0 or 1, for
@@ -575,8 +590,8 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | TokenClassifierOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | TokenClassifierOutput:
         """
         Args:
             labels: `(B, T)` class ids, and -100 for tokens that do not count.
@@ -619,8 +634,8 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | QuestionAnsweringModelOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | QuestionAnsweringModelOutput:
         """
         Args:
             start_positions: `(B,)`, the answer's first token; one beyond the sequence's end is left out of the loss.
@@ -637,10 +652,11 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             beyond, num_items = start_logits.shape[1], kwargs.get("num_items_in_batch")
-            loss = sum(
+            start_loss, end_loss = (
                 average(cross_entropy, logits, positions.view(-1).clamp(0, beyond), num_items, ignore_index=beyond)
                 for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
-            ) / 2  # fmt: skip
+            )
+            loss = (start_loss + end_loss) / 2
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,
@@ -669,8 +685,8 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | MultipleChoiceModelOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | MultipleChoiceModelOutput:
         """
         Args:
             input_ids: `(B, N, T)` for N choices; so too `attention_mask`, `token_type_ids`, `position_ids`, and
@@ -680,13 +696,12 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, N)`.
         """
         masks = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        check_choices(input_ids, inputs_embeds, **masks)
+        choices = check_choices(input_ids, inputs_embeds, **masks)
         flat = [
             None if tensor is None else tensor.flatten(0, 1)
             for tensor in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
         outputs = self.model(*flat, return_dict=True, **kwargs)
-        choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
         loss = None
         if labels is not None:
@@ -704,7 +719,7 @@ class ScratchBertGenerationMixin(GenerationMixin):
 
     _can_compile_fullgraph = True
 
-    def _reorder_cache(self, past_key_values: Cache, beam_idx: torch.Tensor) -> Cache:
+    def _reorder_cache(self, past_key_values: Cache, beam_idx: torch.LongTensor) -> Cache:
         """Moves each beam's cache to its new place. All beams of a sequence look at the same encoder output, so the
         cross-attention's part, the larger one for a long source, stays where it is."""
         own = past_key_values
@@ -782,8 +797,8 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | CausalLMOutputWithCrossAttentions:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | CausalLMOutputWithCrossAttentions:
         """
         Args:
             labels: `(B, T)`, the input ids themselves, shifted here; -100 where nothing is to be predicted.
@@ -868,7 +883,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.get_input_embeddings()
 
-    def set_input_embeddings(self, value: nn.Embedding):
+    def set_input_embeddings(self, value: nn.Module):
         self.encoder.set_input_embeddings(value)
         if self.config.share_embeddings:
             self.decoder.set_input_embeddings(value)
@@ -881,7 +896,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple[torch.Tensor] | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -890,8 +905,8 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         position_ids: torch.Tensor | None = None,
         decoder_position_ids: torch.Tensor | None = None,
         decoder_token_type_ids: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | Seq2SeqModelOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | Seq2SeqModelOutput:
         """
         Args:
             input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
@@ -918,21 +933,21 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
                 "Give decoder_input_ids, the target's tokens after the start token, or decoder_inputs_embeds. "
                 "ScratchBertForConditionalGeneration makes them of labels, and generate needs none."
             )
-        for flag in ("output_attentions", "output_hidden_states"):
-            kwargs.setdefault(flag, getattr(self.config, flag))
+        kwargs.setdefault("output_attentions", self.config.output_attentions)
+        kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(
+            encoded = self.encoder(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
             )
         else:
-            encoder_outputs = self._given_encoder_outputs(encoder_outputs, attention_mask)
+            encoded = self._given_encoder_outputs(encoder_outputs, attention_mask)
         decoder_outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
             decoder_token_type_ids,
             decoder_position_ids,
             decoder_inputs_embeds,
-            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
@@ -945,15 +960,15 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
             decoder_hidden_states=decoder_outputs.hidden_states,
             decoder_attentions=decoder_outputs.attentions,
             cross_attentions=decoder_outputs.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
         )
 
     def _given_encoder_outputs(self, outputs, attention_mask) -> BaseModelOutput:
-        if isinstance(outputs, list | tuple):
+        if isinstance(outputs, (list, tuple)):
             outputs = BaseModelOutput(*outputs)
-        states = getattr(outputs, "last_hidden_state", None)
+        states: Any = getattr(outputs, "last_hidden_state", None)
         check_states("encoder_outputs.last_hidden_state", states, self.config.hidden_size)
         check_mask(
             "attention_mask", attention_mask, states.shape[0], self.config.num_attention_heads, 1, states.shape[1]
@@ -979,7 +994,7 @@ class ScratchBertForConditionalGeneration(
         self.post_init()
 
     @classmethod
-    def from_bert(cls, source, **kwargs):
+    def from_bert(cls, source: str | os.PathLike, **kwargs) -> Self:
         """Starts encoder, decoder and, where the checkpoint has one, the language-model head from a BERT.
 
         What no BERT has, the cross-attention above all, is new; a warning names it. Start, end and padding ids are
@@ -1004,7 +1019,7 @@ class ScratchBertForConditionalGeneration(
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple[torch.Tensor] | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -1015,8 +1030,8 @@ class ScratchBertForConditionalGeneration(
         decoder_position_ids: torch.Tensor | None = None,
         decoder_token_type_ids: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor] | Seq2SeqLMOutput:
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | Seq2SeqLMOutput:
         """
         Args:
             labels: `(B, T)`, the target's ids without the start token, and -100 for padding. The decoder's input is
@@ -1030,9 +1045,9 @@ class ScratchBertForConditionalGeneration(
             check_labels(labels, decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds)
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-                if decoder_attention_mask is None:
+                if decoder_attention_mask is None and (padding := self.config.pad_token_id) is not None:
                     # What stands for -100 is no token; but the first is one, even where it is the padding id.
-                    decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id).long()
+                    decoder_attention_mask = (decoder_input_ids != padding).long()
                     decoder_attention_mask[:, 0] = 1
         outputs = self.model(
             input_ids,

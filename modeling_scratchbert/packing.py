@@ -8,12 +8,14 @@ import functools
 import inspect
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from transformers.utils.import_utils import is_tracing
 
+varlen_attn: Any
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
@@ -59,17 +61,17 @@ class Packing:
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         lengths = [lengths[row] for row in order]
         rows = there(torch.tensor(order), mask.device)
-        width = mask.shape[1]
+        batch, width = mask.shape
         tokens = mask[rows].flatten().nonzero_static(size=sum(lengths))[:, 0]
         cu_seqlens = there(cumulative(torch.tensor(lengths)), mask.device)
         starts = torch.empty_like(rows).index_copy_(0, rows, cu_seqlens[:-1].long())
         indices = rows[tokens // width] * width + tokens % width
-        return cls(cu_seqlens, max(lengths), lengths, tuple(mask.shape), indices, starts)
+        return cls(cu_seqlens, max(lengths), lengths, (batch, width), indices, starts)
 
     @classmethod
     def of_packed(cls, cu_seqlens: torch.Tensor, max_length: int | None, tokens: torch.Tensor, sort: bool) -> "Packing":
         """Of sequences that come packed already, as `tokens`, `(1, N, …)`; `sort` brings those of a length together."""
-        shape, device = tuple(tokens.shape[:2]), tokens.device
+        shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         if is_tracing(cu_seqlens) or (device.type != "cpu" and max_length is not None):
             starts = cu_seqlens[:-1].long()
             return cls(cu_seqlens, shape[1] if max_length is None else max_length, None, shape, None, starts)
@@ -81,8 +83,8 @@ class Packing:
             moves = (starts[order] - cu_seqlens[:-1]).repeat_interleave(lengths)
             indices = there(torch.arange(shape[1]) + moves, device)
             starts = torch.empty_like(starts).index_copy_(0, order, cu_seqlens[:-1].long())
-        lengths = lengths.tolist()
-        return cls(there(cu_seqlens.int(), device), max(lengths), lengths, shape, indices, there(starts, device))
+        known = lengths.tolist()
+        return cls(there(cu_seqlens.int(), device), max(known), known, shape, indices, there(starts, device))
 
     def pack(self, per_token: torch.Tensor) -> torch.Tensor:
         """`(B, T, …)`, or `(1, T, …)` for all rows, → `(1, N, …)`"""
@@ -103,6 +105,8 @@ class Packing:
     def pad_scores(self, head, packed: torch.Tensor, chunk: int = 256) -> torch.Tensor:
         """`head(packed)`, `(1, N, V)`, padded: `(B, T, V)`. A few tokens at a time, so that scores of a whole
         vocabulary are in memory once."""
+        if self.indices is None:
+            return head(packed)
         parts = zip(packed.split(chunk, dim=1), there(self.indices, packed.device).split(chunk), strict=True)
         padded = None
         for tokens, places in parts:
@@ -110,6 +114,7 @@ class Packing:
             if padded is None:
                 padded = scores.new_zeros(self.shape[0] * self.shape[1], scores.shape[-1])
             padded.index_copy_(0, places, scores)
+        assert padded is not None  # there is a token
         return padded.unflatten(0, self.shape)
 
     def first_tokens(self, packed: torch.Tensor) -> torch.Tensor:
@@ -118,8 +123,8 @@ class Packing:
 
     def parts(self, limit: int) -> list["Packing"]:
         """The sequences in runs of at most `limit` tokens, or of one sequence that is longer."""
-        runs = [[]]
-        for length in self.lengths:
+        runs: list[list[int]] = [[]]
+        for length in self.cu_seqlens.diff().tolist() if self.lengths is None else self.lengths:
             if sum(runs[-1]) and sum(runs[-1]) + length > limit:
                 runs.append([])
             runs[-1].append(length)
@@ -251,7 +256,8 @@ def packed_attention_backward(
         return torch.stack(gradients, -1).transpose(1, 2)
 
     gradients = by_length(derive, cu_seqlens.diff().tolist(), gradient, query, key, value)
-    return tuple(each.contiguous() for each in gradients.unbind(-1))
+    of_query, of_key, of_value = gradients.unbind(-1)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
 
 packed_attention.register_fake(lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format))
@@ -287,7 +293,7 @@ def without_padding(*per_token: str, labels: bool = False, unless: str | None = 
         def wrapper(self, *args, **kwargs):
             if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
                 return forward(self, *args, **kwargs)  # Python's own error
-            arguments = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+            arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
             restore = remove_padding(self, arguments, labels, unless)
             outputs = forward(self, **arguments)
             for field in per_token if restore is not None else ():

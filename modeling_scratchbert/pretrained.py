@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from huggingface_hub import is_offline_mode
@@ -59,6 +60,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     """A model that loads from BERT's checkpoints and its own, and saves to either."""
 
     config: ScratchBertConfig
+    config_class: type[ScratchBertConfig]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_flash_attn = True
@@ -75,7 +77,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="cross_attention"),
     }
 
-    def __init__(self, config, *args, **kwargs):
+    def __init__(self, config: ScratchBertConfig, *args, **kwargs):
         if not _is_our_config(config):
             raise TypeError(
                 f"{type(self).__name__} is made from a ScratchBertConfig; got a {type(config).__name__}. "
@@ -113,7 +115,14 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             init.constant_(module.weight, module.init)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, key_mapping=None, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args,
+        config: PreTrainedConfig | str | os.PathLike | None = None,
+        key_mapping: dict[str, str] | None = None,
+        **kwargs,
+    ) -> Self:
         """Loads a ScratchBert checkpoint, or any BERT checkpoint, from a folder or a hub id.
 
         Weights that the checkpoint does not have are initialised and named in a warning. All other arguments are
@@ -135,7 +144,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         raw_fields = _raw_fields(source, hub_options)
         if raw_fields is not None:  # a caller's own `config` does not overrule what the checkpoint says it is
             has_two_halves = bool(scratchbert_fields(raw_fields, source, own_type).get("is_encoder_decoder"))
-            if (other := cls._class_for(has_two_halves)) is not cls:
+            other: Any = cls._class_for(has_two_halves)  # not always a `Self`: see `ScratchBertModel`
+            if other is not cls:
                 return other.from_pretrained(source, *model_args, config=config, key_mapping=key_mapping, **kwargs)
             _refuse_other_halves(cls, has_two_halves, source)
         is_own = raw_fields is not None and raw_fields.get("model_type") in (ScratchBertConfig.model_type, own_type)
@@ -156,16 +166,25 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
         with_info = kwargs.pop("output_loading_info", False)
         with hub_in_one_line(source):
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(  # a pair, which its hint does not tell
                 source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
             )
+        model, info = loaded
         if not is_own and names:
             _refuse_empty_blocks(model, info["missing_keys"], source or "state_dict")
         # transformers would undo the renaming on the way out; what we save bears our names.
         model._weight_conversions = []
-        return (model, info) if with_info else model
+        return loaded if with_info else model
 
-    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        *args,
+        **kwargs,
+    ) -> None:
         """Saves a ScratchBert checkpoint: weights in our names, the code, and a config.json whose `auto_map` leads
         the Auto classes to it. Files are written under a temporary name and moved into place when all are whole.
 
@@ -178,7 +197,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as folder:
-            super().save_pretrained(folder, *args, push_to_hub=push_to_hub, **kwargs)
+            super().save_pretrained(folder, is_main_process, state_dict, push_to_hub, *args, **kwargs)
             if not isinstance(self.config, ScratchBertConfig) and (folder / "config.json").exists():
                 copy_code(folder)  # the configuration, of another copy of the package, has copied the files of that
             if push_to_hub and Path(save_directory, "README.md").exists():
@@ -232,7 +251,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             raise ValueError(
                 f"{type(self).__name__} derives from no model that BERT has a twin of; save_pretrained keeps it."
             )
-        blocks = len(self.base_model.encoder.blocks)
+        encoder: Any = self.base_model.get_submodule("encoder")
+        blocks = len(encoder.blocks)
         if blocks != config.num_hidden_layers:
             raise ValueError(
                 f"The model has {blocks} blocks and config.num_hidden_layers is {config.num_hidden_layers}."
@@ -260,8 +280,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             in_encoder = name.startswith(prefix) or not with_head
             return to_bert(f"model.{name.removeprefix(prefix)}" if in_encoder else name)
 
-        bert_names = {name: bert_name(name) for name in state}
-        if unknown := [name for name, theirs in bert_names.items() if theirs is None]:
+        bert_names = {name: theirs for name in state if (theirs := bert_name(name)) is not None}
+        if unknown := [name for name in state if name not in bert_names]:
             raise ValueError(
                 f"BERT has no tensor for {', '.join(unknown)}: this model computes something else than BERT, and a "
                 "BERT checkpoint cannot hold it. Save it with save_pretrained."
@@ -307,7 +327,7 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__ in (__name__, f"{package}.modeling_scratchbert")
 
 
-def _refuse_other_halves(cls: type, has_two_halves: bool, what) -> None:
+def _refuse_other_halves(cls: type[ScratchBertPreTrainedModel], has_two_halves: bool, what) -> None:
     """Raises ValueError if `what`, a checkpoint or a configuration, has a decoder beside its encoder and models of
     `cls` have not, or the reverse."""
     if has_two_halves and not cls._has_two_halves:

@@ -36,16 +36,15 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
     config, options = config_class.from_pretrained(source, return_unused_kwargs=True, **fields)
 
     which = options.pop("variant", None), options.pop("use_safetensors", None)
-    names = tensor_names(source, *which, **hub_options)
-    if names is None:
+    names, files = tensor_names(source, *which, **hub_options), weight_files(source, *which, **hub_options)
+    if names is None or files is None:
         raise OSError(f"{source} has no file of weights.")
     refuse_foreign_tensors(names, source, is_own="model_type" in raw)
-    files = weight_files(source, *which, **hub_options)
     tensors = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}
     if OUTPUT_BIAS in tensors:
         tensors.pop(OUTPUT_BIAS_ALIAS, None)
     kind = "scratchbert" if "model_type" in raw else "bert"
-    named = {canonical_name(name, kind): tensor for name, tensor in tensors.items()}
+    named = {ours: tensor for name, tensor in tensors.items() if (ours := canonical_name(name, kind)) is not None}
     return config, in_both_halves(named, config), {**hub_options, **options}
 
 
@@ -68,9 +67,9 @@ def in_both_halves(tensors: dict[str, torch.Tensor], config) -> dict[str, torch.
     started = {}
     decoder_layers = config.decoder_config().num_hidden_layers
     for name, tensor in tensors.items():
-        if name is not None and name.startswith("lm_head."):
+        if name.startswith("lm_head."):
             started[name] = tensor
-        if name is None or not name.startswith(("model.embeddings.", "model.encoder.")):
+        if not name.startswith(("model.embeddings.", "model.encoder.")):
             continue
         part = name.removeprefix("model.")
         if ".cross_attention" not in part:

@@ -1,0 +1,117 @@
+"""The package as it is handed on: a wheel and a source distribution, used in an environment that has nothing else."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = {f"modeling_scratchbert/{path.name}" for path in (ROOT / "modeling_scratchbert").glob("*.py")}
+FILES.add("modeling_scratchbert/py.typed")
+
+pytestmark = pytest.mark.ecosystem
+
+
+def run(*command, **options) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, env=environment, **options
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The source distribution, and the wheel that is built out of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    return folder
+
+
+def test_the_wheel_is_the_package_and_nothing_else(built):
+    [wheel] = built.glob("*.whl")
+    assert wheel.name == f"scratchbert-{PROJECT['version']}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    assert {name for name in names if ".dist-info/" not in name} == FILES
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    needed = {
+        re.split(r"[<>=!~]", line.split(": ")[1])[0]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert needed == {"torch", "transformers", "safetensors"}
+    assert "# ScratchBert" in metadata  # the README, which a registry shows
+
+
+def test_the_source_distribution_is_enough_to_build_from(built):
+    [source] = built.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= FILES | {"LICENSE", "README.md", "pyproject.toml", "setup.cfg"}
+
+
+STRANGER = """
+import importlib.metadata, json, sys
+from pathlib import Path
+import torch
+from transformers import AutoModel, BertModel
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+model = ScratchBertModel(ScratchBertConfig(**sizes)).eval()
+ids = torch.tensor([[2, 7, 9, 3, 0], [2, 8, 3, 0, 0]])
+mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+with torch.no_grad():
+    states = model(ids, attention_mask=mask).last_hidden_state
+    model.save_pretrained("saved")
+    model.save_as_bert("bert")
+    again = AutoModel.from_pretrained("saved").eval()(ids, attention_mask=mask).last_hidden_state
+    bert = BertModel.from_pretrained("bert").eval()(ids, attention_mask=mask).last_hidden_state
+    model.optimize_for_inference()
+    fast = model(ids, attention_mask=mask).last_hidden_state
+generator = ScratchBertForConditionalGeneration(
+    ScratchBertConfig(**sizes, is_encoder_decoder=True, decoder_start_token_id=2, eos_token_id=3, pad_token_id=0)
+).eval()
+written = generator.generate(ids, attention_mask=mask, max_new_tokens=3, num_beams=2)
+print(json.dumps({
+    "file": sys.modules["modeling_scratchbert"].__file__,
+    "again": (again - states).abs().max().item(),
+    "bert": (bert - states)[mask.bool()].abs().max().item(),
+    "fast": (fast - states).abs().max().item(),
+    "written": list(written.shape),
+    "installed": sorted(distribution.name.lower() for distribution in importlib.metadata.distributions()),
+}))
+"""
+
+
+def test_installed_into_an_empty_environment(built, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "install", "-c", ROOT / "constraints.txt", next(built.glob("*.whl")))
+    assert "No broken requirements" in run(*pip, "check")
+
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    lines = run(python, "-I", "stranger.py", cwd=tmp_path).splitlines()
+    found = json.loads(lines[-1])
+    assert Path(found["file"]).is_relative_to(tmp_path / "env")
+    groups = PROJECT["optional-dependencies"].values()
+    extras = {re.split(r"[\[<>=]", requirement)[0] for group in groups for requirement in group} - {"scratchbert"}
+    assert len(extras) > 20
+    assert not extras & set(found["installed"])
+    assert found["again"] == 0
+    assert found["bert"] < 1e-6
+    assert found["fast"] < 1e-6
+    assert found["written"][0] == 2
