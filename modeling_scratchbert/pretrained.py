@@ -275,6 +275,12 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             raise ValueError(
                 f"{elsewhere[0]} has no values here, but on disk or nowhere: load without device_map first."
             )
+        if special := [name for name, tensor in state.items() if type(tensor) is not torch.Tensor]:
+            raise ValueError(
+                f"{special[0]} is of type {type(state[special[0]]).__name__}: quantised, or cut up among processes. A "
+                "BERT checkpoint has plain tensors: save the model with save_pretrained, or open what it was made of "
+                "without quantisation or tensor parallelism, and call save_as_bert on that."
+            )
 
         def bert_name(name: str) -> str | None:
             in_encoder = name.startswith(prefix) or not with_head

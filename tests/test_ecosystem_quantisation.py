@@ -103,3 +103,9 @@ def test_is_not_packed_for_inference(quantised):
     model, *_ = quantised
     with pytest.raises(RuntimeError, match="the model is quantised"):
         model.optimize_for_inference()
+
+
+def test_a_bert_checkpoint_is_not_quantised(quantised, tmp_path):
+    with pytest.raises(ValueError, match=r"is of type Int8Tensor: quantised.*save_pretrained"):
+        quantised[0].save_as_bert(tmp_path / "bert")
+    assert not (tmp_path / "bert").exists()

@@ -17,6 +17,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 
 from modeling_scratchbert import ScratchBertModel
 
+import benchmark_sentences
 import convert_checkpoint
 from sentence_similarity import PARAPHRASES
 
@@ -125,3 +126,21 @@ def test_trains_as_the_original_does(minilm, converted, tmp_path):
         assert not torch.allclose(embeddings(model), before, atol=1e-3)
     assert losses[converted] == pytest.approx(losses[minilm], abs=1e-4)
     assert losses[converted][-1] < losses[converted][0]
+
+
+def test_benchmark(minilm, capsys, monkeypatch, quiet_only_here):
+    """Which of them is the faster is not for a test to say."""
+    assert benchmark_sentences.main([minilm, "--texts", "3", "--batch-size", "2", "--repetitions", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 texts, in batches of 2")
+    assert [line[:10].strip() for line in lines[1:]] == ["as it is", "converted", "optimised"]
+
+    def broken(self, *args, **kwargs):
+        found = encode(self, *args, **kwargs)
+        return found + 1e-4 if isinstance(self[0].auto_model, ScratchBertModel) else found
+
+    encode = SentenceTransformer.encode
+    monkeypatch.setattr(SentenceTransformer, "encode", broken)
+    assert benchmark_sentences.main([minilm, "--texts", "1", "--repetitions", "1"]) == 1
+    assert benchmark_sentences.main(["./nowhere"]) == 2
+    assert capsys.readouterr().err == "benchmark_sentences: ./nowhere: There is no such folder.\n"
