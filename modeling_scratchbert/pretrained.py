@@ -29,7 +29,7 @@ from .bert_weights import (
     twin,
     without_half,
 )
-from .checkpoints import HUB_OPTIONS, staged, tensor_names
+from .checkpoints import HUB_OPTIONS, WEIGHT_FILES, staged, tensor_names
 from .configuration_scratchbert import (
     AUTO_MAP,
     ScratchBertConfig,
@@ -166,9 +166,15 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
         with_info = kwargs.pop("output_loading_info", False)
         with hub_in_one_line(source):
-            loaded: Any = super().from_pretrained(  # a pair, which its hint does not tell
-                source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
-            )
+            try:
+                loaded: Any = super().from_pretrained(  # a pair, which its hint does not tell
+                    source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
+                )
+            except OSError:
+                if names is None and source is not None and not os.path.exists(source):
+                    # It said that there are no weights, and they may just be out of reach: this tells.
+                    cached_file(source, WEIGHT_FILES[0], **hub_options)
+                raise
         model, info = loaded
         if not is_own and names:
             _refuse_empty_blocks(model, info["missing_keys"], source or "state_dict")

@@ -3,7 +3,7 @@ sentence_similarity puts out of its own reach."""
 
 from pathlib import Path
 
-from huggingface_hub import resolve_revision
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionResolutionError
 from transformers.utils import cached_file
 
@@ -21,7 +21,7 @@ def check_source(source: str) -> None:
     if looks_like_a_path(source):
         raise OSError("There is no such folder.")
     try:
-        resolve_revision(source)
+        HfApi().resolve_revision(source)
     except RevisionResolutionError as error:
         if not isinstance(error.__cause__, HfHubHTTPError):  # a Hub that answers with an error may soon do better
             raise OSError(
