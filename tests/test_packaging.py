@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -59,6 +61,23 @@ def test_the_source_distribution_is_enough_to_build_from(built):
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= FILES | {"LICENSE", "README.md", "pyproject.toml", "setup.cfg"}
+
+
+def test_the_oldest_versions_are_the_lowest_that_are_admitted():
+    """Of all that `make test-oldest` installs, but torch."""
+    extras = PROJECT["optional-dependencies"]
+    installed = ("test", "g2p", "train", "plot", "lora")
+    listed = [*PROJECT["dependencies"], *(line for name in installed for line in extras[name])]
+    lowest = {
+        requirement.name: bound.version
+        for requirement in map(Requirement, listed)
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    }
+    text = (ROOT / "constraints-oldest.txt").read_text()
+    pins = dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    for name in lowest.keys() - {"torch"}:
+        assert Version(pins[name]) == Version(lowest[name]), name
 
 
 STRANGER = """
