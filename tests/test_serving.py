@@ -86,6 +86,7 @@ def test_requests_of_all_lengths_in_one_row(registered, tmp_path, fields):
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     config._attn_implementation = NAME
     model = AutoModel.from_config(config, trust_remote_code=True).eval()
+    assert type(model).is_backend_compatible()
     model.load_state_dict(reference.state_dict())
     for block in model.encoder.blocks:
         attention = block.attention
