@@ -468,7 +468,7 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
         (["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "64"], "more than stride=128"),
         (["MODEL", "--question", "Who?", "--context-file", "gone.txt"], "gone.txt: .*No such file"),
         (["MODEL", "--question", "Who?", "--context-file", "LATIN"], "latin.txt: .*can't decode byte 0xe9"),
-        (["./gone", "--question", "Who?", "--context", "It."], "./gone: there is no such folder"),
+        (["./gone", "--question", "Who?", "--context", "It."], "./gone: There is no such folder"),
         (
             ["MINILM", "--question", "Who?", "--context", "It."],
             "lacks weights that answer questions: 2, such as qa_out",
