@@ -10,7 +10,7 @@ IMPLEMENTATIONS ?= scratchbert bert
 AT_LEAST ?= 0.83
 MINILM_SHA256 := 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
 
-# What the environment pins, and where it is: constraints-oldest.txt has the oldest versions that the package works with.
+# What the environment pins, and where it is: constraints-oldest.txt has the oldest versions, but torch's.
 CONSTRAINTS := constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
@@ -68,7 +68,7 @@ format: $(READY) ## format the code
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what the other targets made
-	rm -rf .venv* build demo
+	rm -rf $(VENV) .venv-oldest build demo
 
 # With PEFT transformers looks for adapters wherever it loads a model: most tests run without.
 $(TRAIN_READY): $(READY)

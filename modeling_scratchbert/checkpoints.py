@@ -11,6 +11,8 @@ from pathlib import Path
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file
 
+from .configuration_scratchbert import hub_in_one_line
+
 # In the order in which `from_pretrained` looks for them.
 WEIGHT_FILES = (
     "model.safetensors",
@@ -51,12 +53,7 @@ def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> l
     """
     if os.path.isfile(source):
         return [source]
-    for name in WEIGHT_FILES:
-        if use_safetensors is not None and use_safetensors != ("safetensors" in name):
-            continue
-        if variant is not None:
-            stem, ending = name.rsplit(".", 1)
-            name = f"{stem}.{variant}.{ending}"
+    for name in _weight_names(variant, use_safetensors):
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options)
         if path is None:
             continue
@@ -65,6 +62,24 @@ def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> l
         # Where a shard is missing this raises, and does not return None, as its hint has it.
         return [cached_file(source, shard, **hub_options) for shard in _shards(path)]  # type: ignore[misc]
     return None
+
+
+def check_reach(source, variant=None, use_safetensors=None, **hub_options) -> None:
+    """Where `weight_files` found none: raises OSError, in one line, if the Hub could just not be asked for them."""
+    with hub_in_one_line(source, hub_options.get("revision")):
+        for name in _weight_names(variant, use_safetensors):
+            try:
+                cached_file(source, name, **hub_options)
+            except OSError as error:
+                if error.__cause__ is not None:  # else there is no such file
+                    raise
+
+
+def _weight_names(variant: str | None, use_safetensors: bool | None) -> list[str]:
+    names = [name for name in WEIGHT_FILES if use_safetensors in (None, "safetensors" in name)]
+    if variant is None:
+        return names
+    return [f"{stem}.{variant}.{ending}" for stem, ending in (name.rsplit(".", 1) for name in names)]
 
 
 def _shards(index: str) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -320,17 +320,19 @@ def copy_code(folder) -> None:
 
 
 @contextmanager
-def hub_in_one_line(source) -> Iterator[None]:
+def hub_in_one_line(source, revision: str | None = None) -> Iterator[None]:
     """Turns what transformers says where the Hub cannot be reached into one line, with what to do about it."""
     try:
         yield
-    except OSError as error:
-        if not isinstance(error.__cause__, LocalEntryNotFoundError):
+    except (OSError, HTTPError) as error:  # an HTTPError that is no OSError is a proxy's
+        if isinstance(error, OSError) and not isinstance(error.__cause__, LocalEntryNotFoundError):
             raise
+        named = getattr(revision, "initial", revision)  # what the caller said, where that has been resolved
+        command = f"hf download {source}" + (f" --revision {named}" if named else "")
         raise OSError(
             f"{source} is no folder, it is not in the cache, or not all of it, and the Hub cannot be reached or may "
-            f"not be asked. Give the path of a folder, or fetch it while there is a network (hf download {source}): it "
-            "then opens from the cache, at once with HF_HUB_OFFLINE=1."
+            f"not be asked. Give the path of a folder, or fetch it while there is a network ({command}): it then "
+            "opens from the cache, at once with HF_HUB_OFFLINE=1."
         ) from error
 
 
@@ -341,7 +343,7 @@ def raw_config(source, **kwargs) -> tuple[dict, dict]:
         OSError: there is none, or it cannot be read; the message names `source`.
     """
     try:
-        with hub_in_one_line(source):
+        with hub_in_one_line(source, kwargs.get("revision")):
             fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
     except (AttributeError, TypeError) as error:  # a list, a number, …
         raise OSError(f"{source}/config.json does not hold a JSON object.") from error

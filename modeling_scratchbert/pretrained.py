@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import is_offline_mode
+from huggingface_hub import ResolvedRevision
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,7 +29,7 @@ from .bert_weights import (
     twin,
     without_half,
 )
-from .checkpoints import HUB_OPTIONS, WEIGHT_FILES, staged, tensor_names
+from .checkpoints import HUB_OPTIONS, check_reach, staged, tensor_names
 from .configuration_scratchbert import (
     AUTO_MAP,
     ScratchBertConfig,
@@ -153,8 +153,10 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             config = cls.config_class.from_bert(config)
 
         names = set(kwargs["state_dict"]) if kwargs.get("state_dict") else None
+        which = kwargs.get("variant"), kwargs.get("use_safetensors")
         if source is not None and kwargs.get("gguf_file") is None:
-            names = tensor_names(source, kwargs.get("variant"), kwargs.get("use_safetensors"), **hub_options)
+            with hub_in_one_line(source, hub_options.get("revision")):
+                names = tensor_names(source, *which, **hub_options)
         key_mapping = dict(key_mapping or {})
         if names is not None:
             renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
@@ -165,15 +167,14 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         elif not is_own:
             key_mapping |= loading_patterns(names or set(), cls.base_model_prefix)
         with_info = kwargs.pop("output_loading_info", False)
-        with hub_in_one_line(source):
+        with hub_in_one_line(source, hub_options.get("revision")):
             try:
                 loaded: Any = super().from_pretrained(  # a pair, which its hint does not tell
                     source, *model_args, config=config, key_mapping=key_mapping, output_loading_info=True, **kwargs
                 )
             except OSError:
-                if names is None and source is not None and not os.path.exists(source):
-                    # It said that there are no weights, and they may just be out of reach: this tells.
-                    cached_file(source, WEIGHT_FILES[0], **hub_options)
+                if names is None and source is not None and kwargs.get("gguf_file") is None:
+                    check_reach(source, *which, **hub_options)
                 raise
         model, info = loaded
         if not is_own and names:
@@ -230,7 +231,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         loads with no tensor missing or left over, and tools outside of `transformers` read as well.
 
         Raises:
-            ValueError: BERT cannot express this configuration, or has no such tensor or class.
+            ValueError: BERT cannot express this configuration, or has no such tensor or class; or a tensor is
+                quantised, cut up among processes, or without values.
         """
         fields, tensors = self._bert_fields(), self._bert_tensors()
         with staged(save_directory) as folder:
@@ -320,10 +322,10 @@ def _raw_fields(source, hub_options: dict) -> dict | None:
         return None
     folder = Path(source).parent if os.path.isfile(source) else source
     # Without a network this is where the Hub is found to be out of reach, rather than again at every file of weights.
-    # Where it may not be asked, what lies in the cache without a config.json can still be an adapter.
-    may_ask = not (hub_options.get("local_files_only") or is_offline_mode())
-    with hub_in_one_line(source):
-        if cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=may_ask, **hub_options) is None:
+    # What is in the cache without a config.json, as an adapter is, has a commit there.
+    is_new = not isinstance(hub_options.get("revision"), ResolvedRevision)
+    with hub_in_one_line(source, hub_options.get("revision")):
+        if cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=is_new, **hub_options) is None:
             return None
     return raw_config(folder, **hub_options)[0]
 

@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 from transformers.modeling_utils import load_state_dict
 
 from .bert_weights import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, canonical_name
-from .checkpoints import HUB_OPTIONS, has_tokenizer, tensor_names, weight_files
+from .checkpoints import HUB_OPTIONS, check_reach, has_tokenizer, tensor_names, weight_files
+from .configuration_scratchbert import hub_in_one_line
 from .pretrained import refuse_foreign_tensors
 
 
@@ -36,8 +37,10 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
     config, options = config_class.from_pretrained(source, return_unused_kwargs=True, **fields)
 
     which = options.pop("variant", None), options.pop("use_safetensors", None)
-    names, files = tensor_names(source, *which, **hub_options), weight_files(source, *which, **hub_options)
+    with hub_in_one_line(source, hub_options.get("revision")):
+        names, files = tensor_names(source, *which, **hub_options), weight_files(source, *which, **hub_options)
     if names is None or files is None:
+        check_reach(source, *which, **hub_options)
         raise OSError(f"{source} has no file of weights.")
     refuse_foreign_tensors(names, source, is_own="model_type" in raw)
     tensors = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}

@@ -24,7 +24,6 @@ from sentence_transformers import SentenceTransformer
 import convert_checkpoint
 from benchmark_variants import TOLERANCE, quiet
 from benchmark_workloads import REVIEWS
-from sources import check_source
 
 
 def open_ways(source: str, folder: Path) -> dict[str, SentenceTransformer]:
@@ -69,7 +68,6 @@ def main(argv: list[str] | None = None) -> int:
         texts = [row["text"] for row in csv.DictReader(file)][: args.texts]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            check_source(args.model)
             ways = open_ways(args.model, Path(folder, "converted"))
         except (OSError, ValueError, StrictDataclassError) as error:
             print(f"benchmark_sentences: {args.model}: {' '.join(str(error).split())}", file=sys.stderr)

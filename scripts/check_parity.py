@@ -40,7 +40,7 @@ from transformers import AutoTokenizer, EncoderDecoderModel
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
 from modeling_scratchbert.bert_weights import canonical_name, without_half
-from modeling_scratchbert.checkpoints import has_tokenizer, tensor_names
+from modeling_scratchbert.checkpoints import check_reach, has_tokenizer, tensor_names
 from modeling_scratchbert.configuration_scratchbert import raw_config
 
 from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
@@ -122,6 +122,7 @@ def read_checkpoint(source: str) -> Checkpoint:
     kind = kind_of(fields)
     names = {name: canonical_name(name, kind) for name in tensor_names(source) or ()}
     if not names:
+        check_reach(source)
         raise OSError(f"{source} has no file of weights.")
     parts = parts_of(names.values())
     left_over = sorted(name for name in names if names[name] is None and not why_unused(name, kind))

@@ -143,4 +143,4 @@ def test_benchmark(minilm, capsys, monkeypatch, quiet_only_here):
     monkeypatch.setattr(SentenceTransformer, "encode", broken)
     assert benchmark_sentences.main([minilm, "--texts", "1", "--repetitions", "1"]) == 1
     assert benchmark_sentences.main(["./nowhere"]) == 2
-    assert capsys.readouterr().err == "benchmark_sentences: ./nowhere: There is no such folder.\n"
+    assert capsys.readouterr().err == "benchmark_sentences: ./nowhere: There is no folder ./nowhere.\n"

@@ -64,7 +64,7 @@ def test_the_source_distribution_is_enough_to_build_from(built):
 
 
 def test_the_oldest_versions_are_the_lowest_that_are_admitted():
-    """Of all that `make test-oldest` installs, but torch."""
+    """Of all that the tests and those of training install, but torch."""
     extras = PROJECT["optional-dependencies"]
     installed = ("test", "g2p", "train", "plot", "lora")
     listed = [*PROJECT["dependencies"], *(line for name in installed for line in extras[name])]

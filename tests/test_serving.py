@@ -1,5 +1,5 @@
-"""What vLLM's Transformers backend asks of a custom model. vLLM runs on none of our machines, so it is played here: the
-same calls, as vLLM 0.33 makes them, with an attention that is told the lengths from outside in place of its own."""
+"""What vLLM's Transformers backend asks of a custom model. vLLM, which wants a GPU, is played: the same calls, as vLLM
+0.33 makes them, with an attention that is told the lengths from outside in place of its own."""
 
 import ast
 import inspect

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
 
 import check_parity
 import convert_checkpoint
@@ -25,10 +25,10 @@ import question_answering
 import sentence_similarity
 from checkpoint_kinds import random_scratchbert
 from hub_server import serving, use
-from sources import check_source
+from sources import check_source, has_tokenizer
 
 # The scripts quieten their whole process.
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
+pytestmark = [pytest.mark.ecosystem, pytest.mark.usefixtures("quiet_only_here")]
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 TOKEN = "hf_" + "Ada" * 12
@@ -64,9 +64,10 @@ def test_from_python(unreachable, opens, options):
     assert "\n" not in message
     assert "HF_HUB_OFFLINE=1" in message
     assert "folder" in message
-    # Once for the first file that is wanted, and not at every one of them.
+    # For the first file that is wanted, and not at every one of them; a commit might be in the cache, in part.
     assert bool(unreachable) != ("local_files_only" in options)
-    assert sum(unreachable) < 30
+    assert "revision" in options or sum(unreachable) < 30
+    assert ("--revision 0000" in message) == ("revision" in options)
 
 
 TRAIN = ["--train_file", "TEXTS", "--output", "OUT"]
@@ -167,7 +168,8 @@ def test_what_is_in_the_cache_opens(unreachable, tmp_path, monkeypatch, capsys, 
     assert "equal" in capsys.readouterr().out
 
 
-def test_weights_without_a_configuration(unreachable, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"local_files_only": True}], ids=str)
+def test_weights_without_a_configuration(unreachable, tmp_path, options):
     """What the cache has of a repository can be opened with what the caller knows, as an adapter's is."""
     model = saved(tmp_path / "model").eval()
     (tmp_path / "model" / "config.json").unlink()
@@ -176,24 +178,62 @@ def test_weights_without_a_configuration(unreachable, tmp_path, monkeypatch):
         HfApi().create_repo("ada/weights")
         HfApi().upload_folder(repo_id="ada/weights", folder_path=tmp_path / "model")
         snapshot_download("ada/weights")
-    opened = ScratchBertModel.from_pretrained("ada/weights", config=model.config, local_files_only=True)
+    opened = ScratchBertModel.from_pretrained("ada/weights", config=model.config, **options)
     assert torch.equal(opened.pooler.dense.weight, model.pooler.dense.weight)
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_configuration_without_weights(unreachable, tmp_path, monkeypatch, offline):
+def test_a_part_that_is_out_of_reach_is_not_said_to_be_missing(unreachable, tmp_path, monkeypatch, capsys, offline):
     saved(tmp_path / "model")
     with serving(**{TOKEN: {"ada"}}) as hub, pytest.MonkeyPatch.context() as patch:
         use(hub, patch, tmp_path / "cache", TOKEN)
         assert push_to_hub.main([str(tmp_path / "model"), "ada/never-seen"]) == 0
         ScratchBertConfig.from_pretrained("ada/never-seen")
-        (tmp_path / "model" / "model.safetensors").rename(tmp_path / "weights")
-        assert push_to_hub.main([str(tmp_path / "model"), "ada/empty"]) == 2
-        HfApi().create_repo("ada/empty")
-        HfApi().upload_folder(repo_id="ada/empty", folder_path=tmp_path / "model")
-        with pytest.raises(OSError, match="does not appear to have a file named"):
-            ScratchBertModel.from_pretrained("ada/empty")
+        # What is missing is said to be.
+        with pytest.raises(OSError, match=r"model\.fp16\.safetensors|variant"):
+            ScratchBertModel.from_pretrained("ada/never-seen", variant="fp16")
+        with pytest.raises(OSError, match=r"lost\.gguf"):
+            ScratchBertModel.from_pretrained("ada/never-seen", gguf_file="lost.gguf")
+        assert not list((tmp_path / "cache").glob("*/snapshots/*/*.safetensors"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    with pytest.raises(OSError, match="not all of it") as caught:
+    for opens in (ScratchBertModel.from_pretrained, ScratchBertForConditionalGeneration.from_bert):
+        with pytest.raises(OSError, match="not all of it") as caught:
+            opens("ada/never-seen")
+        assert "\n" not in str(caught.value)
+    capsys.readouterr()
+    assert check_parity.main(["ada/never-seen"]) == 2
+    assert "not all of it" in capsys.readouterr().err
+    with pytest.raises(OSError, match="Of its tokenizer: it is not in the cache"):
+        has_tokenizer("ada/never-seen")
+
+
+def test_shards_that_are_out_of_reach(unreachable, tmp_path):
+    random_scratchbert("Model").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    with serving(**{TOKEN: {"ada"}}) as hub, pytest.MonkeyPatch.context() as patch:
+        use(hub, patch, tmp_path / "cache", TOKEN)
+        assert push_to_hub.main([str(tmp_path / "model"), "ada/never-seen"]) == 0
+        snapshot_download("ada/never-seen", ignore_patterns="model-00002*")
+    with pytest.raises(OSError, match="not all of it"):
         ScratchBertModel.from_pretrained("ada/never-seen")
-    assert "\n" not in str(caught.value)
+
+
+def test_a_proxy_that_refuses(monkeypatch):
+    class ProxyError(HTTPError):
+        pass
+
+    def refuse(*args, **kwargs):
+        raise ProxyError("403 Forbidden")
+
+    monkeypatch.setattr(HfApi, "resolve_revision", refuse)
+    with pytest.raises(OSError, match=r"cannot be reached \(403 Forbidden\)"):
+        check_source("ada/never-seen")
+    monkeypatch.setattr(pretrained, "cached_file", refuse)
+    with pytest.raises(OSError, match="not all of it"):
+        ScratchBertModel.from_pretrained("ada/never-seen")
+
+
+def test_a_file_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.json").write_text("{}")
+    with pytest.raises(OSError, match=r"^There is no such folder\.$"):
+        check_source("tiny.json")
