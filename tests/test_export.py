@@ -456,7 +456,7 @@ def assert_refused(arguments, words, capsys, out=None):
 
 def test_a_checkpoint_that_cannot_be_exported(folder, tmp_path, tiny_config, capsys):
     out = tmp_path / "out"
-    assert_refused([tmp_path / "nowhere", out, "--format", "torch"], ["no folder", "nowhere"], capsys, out)
+    assert_refused([tmp_path / "nowhere", out, "--format", "torch"], ["no such folder", "nowhere"], capsys, out)
 
     RobertaModel(tiny_config(RobertaConfig)).save_pretrained(tmp_path / "roberta")
     assert_refused([tmp_path / "roberta", out, "--format", "torch"], ["roberta"], capsys, out)
