@@ -1,15 +1,14 @@
 #!/usr/bin/env python
-"""How many texts a second sentence-transformers embeds with a model as it is, and as convert_checkpoint.py makes it.
+"""Times sentence-transformers with a model as it is and as convert_checkpoint.py converts it.
 
     benchmark_sentences.py sentence-transformers/all-MiniLM-L6-v2
 
-The texts are film reviews (scripts/data). Everything runs in one process, in turns, each way once a repetition; the
-time is the median over the repetitions.
+The texts are film reviews (scripts/data). All ways run in one process, in turns, each once per repetition; the time is
+the median over the repetitions.
 
 Exit code: 0; 1 if an embedding differs by more than 1e-5; 2 bad usage, or a model that cannot be opened.
 """
 
-import argparse
 import csv
 import statistics
 import sys
@@ -17,18 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from sentence_transformers import SentenceTransformer
-
-import convert_checkpoint
-from benchmark_variants import TOLERANCE, quiet
-from benchmark_workloads import REVIEWS
+from toolkit.cli import Parser, about, integer_from, require
 
 
-def open_ways(source: str, folder: Path) -> dict[str, SentenceTransformer]:
-    """The model as `source` has it, and twice as it is in `folder`, into which it is converted."""
-    convert_checkpoint.convert(source, folder)
+def open_ways(source: str, folder: Path) -> dict:
+    """The model as it is in `source`, and twice as it is in `folder`, into which it is converted."""
+    from sentence_transformers import SentenceTransformer
+
+    from toolkit.conversion import convert
+
+    convert(source, folder)
     ways = {"as it is": SentenceTransformer(source, device="cpu")}
     for name in ("converted", "optimised"):
         ways[name] = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
@@ -36,15 +33,16 @@ def open_ways(source: str, folder: Path) -> dict[str, SentenceTransformer]:
     return ways
 
 
-def measure(ways: dict[str, SentenceTransformer], texts: list[str], batch_size: int, repetitions: int):
-    """The seconds that each way takes for all texts, and how far its embeddings are from the first one's."""
+def measure(ways: dict, texts: list[str], batch_size: int, repetitions: int):
+    """The median seconds that each way takes for all texts, and the largest difference to the first one's
+    embeddings."""
     seconds, differences = {name: [] for name in ways}, dict.fromkeys(ways, 0.0)
     for repetition in range(repetitions + 1):
         embeddings = {}
         for name in sorted(ways, reverse=bool(repetition % 2)):
             started = time.perf_counter()
             embeddings[name] = ways[name].encode(texts, batch_size=batch_size, convert_to_tensor=True)
-            seconds[name] += [time.perf_counter() - started] if repetition else []  # the first one warms up
+            seconds[name] += [time.perf_counter() - started] if repetition else []  # the first repetition warms up
         reference = embeddings[next(iter(ways))]
         for name, found in embeddings.items():
             difference = (found - reference).abs().max().item()
@@ -52,32 +50,44 @@ def measure(ways: dict[str, SentenceTransformer], texts: list[str], batch_size: 
     return {name: statistics.median(times) for name, times in seconds.items()}, differences
 
 
+def make_parser() -> Parser:
+    parser = Parser(__file__, __doc__)
+    parser.add_argument("model", metavar="MODEL", help="a sentence-transformers model, a BERT: a folder or a hub id")
+    number = {"type": integer_from(1), "metavar": "N"}
+    parser.group("data").add_argument("--texts", **number, default=512, help="number of texts")
+    evaluation = parser.group("evaluation")
+    evaluation.add_argument("--batch_size", **number, default=32, help="texts per batch")
+    evaluation.add_argument("--repetitions", **number, default=5, help="of each measurement")
+    return parser
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="a model of sentence-transformers, a BERT: a folder or a hub id")
-    parser.add_argument("--texts", type=int, default=512, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="default: %(default)s")
-    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser = make_parser()
     args = parser.parse_args(argv)
-    for name in ("texts", "batch_size", "repetitions"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it wants 1 or more")
-    quiet()
-    with open(REVIEWS, encoding="utf-8", newline="") as file:
-        texts = [row["text"] for row in csv.DictReader(file)][: args.texts]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            ways = open_ways(args.model, Path(folder, "converted"))
-        except (OSError, ValueError, StrictDataclassError) as error:
-            print(f"benchmark_sentences: {args.model}: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        seconds, differences = measure(ways, texts, args.batch_size, args.repetitions)
-    print(f"{len(texts)} texts, in batches of {args.batch_size}, {torch.get_num_threads()} threads")
-    first = next(iter(ways))
-    for name, took in seconds.items():
-        print(f"{name:10} {len(texts) / took:8.1f} texts/s  ×{seconds[first] / took:.2f}  {differences[name]:.1e}")
-    return int(max(differences.values()) > TOLERANCE)
+
+    def work() -> int:
+        require("sentence_transformers")
+        import torch
+
+        from toolkit.benchmark.variants import TOLERANCE
+        from toolkit.benchmark.workloads import REVIEWS
+        from toolkit.hub import silence_libraries
+
+        silence_libraries()
+        with open(REVIEWS, encoding="utf-8", newline="") as file:
+            texts = [row["text"] for row in csv.DictReader(file)][: args.texts]
+        with tempfile.TemporaryDirectory() as folder:
+            with about(args.model):
+                ways = open_ways(args.model, Path(folder, "converted"))
+            seconds, differences = measure(ways, texts, args.batch_size, args.repetitions)
+        print(f"{len(texts)} texts, in batches of {args.batch_size}, {torch.get_num_threads()} threads")
+        first = next(iter(ways))
+        for name, took in seconds.items():
+            print(f"{name:10} {len(texts) / took:8.1f} texts/s  ×{seconds[first] / took:.2f}  {differences[name]:.1e}")
+        return int(max(differences.values()) > TOLERANCE)
+
+    return parser.run(work)
 
 
 if __name__ == "__main__":

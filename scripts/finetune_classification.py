@@ -26,13 +26,13 @@ from torch import nn
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
-
-import training
-from training import FineTuning, sources
-from training_data import PadOrFlatten, columns_of, find_column, load_rows, text_of
-from training_labels import LabelSettings, class_weights
-from training_metrics import compute, load
-from training_settings import flag
+from toolkit.training import loop
+from toolkit.training.batches import PadOrFlatten
+from toolkit.training.labels import LabelSettings, class_weights
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load
+from toolkit.training.rows import columns_of, find_column, load_rows, text_of
+from toolkit.training.settings import flag
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
@@ -224,7 +224,7 @@ def label_name(value) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return training.main(ClassificationSettings, __doc__, Classification, argv)
+    return loop.main(ClassificationSettings, __doc__, Classification, argv)
 
 
 if __name__ == "__main__":

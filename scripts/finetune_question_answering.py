@@ -35,14 +35,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
-
-import training
-from output import written
-from question_answering import Answer, Feature, best_spans, positions, span_of, windows, with_no_answer
-from training import FineTuning, sources
-from training_data import PadOrFlatten, Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of, unpadded
-from training_metrics import compute, load
-from training_settings import Settings, flag
+from toolkit.files import atomic_file
+from toolkit.spans import Answer, Feature, best_spans, positions, span_of, windows, with_no_answer
+from toolkit.training import loop
+from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load
+from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of
+from toolkit.training.settings import Settings, flag
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
 COLUMNS = ("question", "context", "answers")
@@ -279,7 +279,7 @@ class QuestionAnswering(FineTuning):
             self.threshold = best_threshold(spans, golds)
         texts = [with_no_answer([span], self.threshold)[0].text for span in spans]
         if self.accelerator.is_main_process:
-            with written(Path(self.settings.output) / f"predictions_{split}.json") as temporary:
+            with atomic_file(Path(self.settings.output) / f"predictions_{split}.json") as temporary:
                 answers = dict(zip(self.ids[split], texts, strict=True))
                 temporary.write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return compute("squad", texts, golds) | ({"null_threshold": self.threshold} if best else {})
@@ -315,7 +315,7 @@ def best_threshold(spans: Sequence[Answer], golds: Sequence[list[str]]) -> float
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return training.main(QuestionAnsweringSettings, __doc__, QuestionAnswering, argv)
+    return loop.main(QuestionAnsweringSettings, __doc__, QuestionAnswering, argv)
 
 
 if __name__ == "__main__":

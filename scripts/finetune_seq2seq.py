@@ -40,14 +40,12 @@ from torch import nn
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
-from modeling_scratchbert.configuration_scratchbert import raw_config
-
-import training
-from model_classes import kind_of
-from training import FineTuning, sources
-from training_data import columns_of, find_column, load_rows, text_of
-from training_metrics import compute, load, perplexity
-from training_settings import Settings, flag
+from toolkit.checkpoint import config_fields, kind_of
+from toolkit.training import loop
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load, perplexity
+from toolkit.training.rows import columns_of, find_column, load_rows, text_of
+from toolkit.training.settings import Settings, flag
 
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")
@@ -303,7 +301,7 @@ class Seq2Seq(FineTuning):
 
 def has_two_halves(model: str) -> bool:
     """Whether a checkpoint has an encoder and a decoder already."""
-    fields, _ = raw_config(model)
+    fields = config_fields(model)
     return bool(fields.get("is_encoder_decoder")) or kind_of(fields) == "encoder-decoder"
 
 
@@ -318,7 +316,7 @@ def items(sources, targets, texts) -> tuple[list[str], list[list[str]]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return training.main(Seq2SeqSettings, __doc__, Seq2Seq, argv)
+    return loop.main(Seq2SeqSettings, __doc__, Seq2Seq, argv)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ from torch import nn
 from transformers import AutoTokenizer, BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
-
-import training
-from training import FineTuning, sources
-from training_data import PadOrFlatten, columns_of, find_column, load_rows, unpadded
-from training_labels import LabelSettings, class_weights
-from training_metrics import compute, load
-from training_settings import flag
+from toolkit.training import loop
+from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.labels import LabelSettings, class_weights
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load
+from toolkit.training.rows import columns_of, find_column, load_rows
+from toolkit.training.settings import flag
 
 WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
@@ -315,7 +315,7 @@ class TokenClassification(FineTuning):
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return training.main(TokenClassificationSettings, __doc__, TokenClassification, argv)
+    return loop.main(TokenClassificationSettings, __doc__, TokenClassification, argv)
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
-
-import training
-from training import FineTuning, sources
-from training_data import PadOrFlatten, Source, columns_of, find_column, load_rows, stream_rows, text_of
-from training_metrics import perplexity
-from training_settings import Settings, flag
+from toolkit.training import loop
+from toolkit.training.batches import PadOrFlatten
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import perplexity
+from toolkit.training.rows import Source, columns_of, find_column, load_rows, stream_rows, text_of
+from toolkit.training.settings import Settings, flag
 
 TEXTS = ("text", "sentence", "content", "document")
 CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}
@@ -412,7 +412,7 @@ def read_json(path: str) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return training.main(PretrainingSettings, __doc__, Pretraining, argv)
+    return loop.main(PretrainingSettings, __doc__, Pretraining, argv)
 
 
 if __name__ == "__main__":

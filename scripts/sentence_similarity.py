@@ -1,33 +1,31 @@
 #!/usr/bin/env python
-"""How alike are these sentences? Opens a checkpoint as anybody would, through the Auto classes and the code that lies
-beside the weights, and prints the cosine similarity of every pair.
+"""Prints the cosine similarity of every pair of sentences, by the embeddings of a model.
 
     sentence_similarity.py path/to/scratchbert
     sentence_similarity.py path/to/scratchbert "Dogs bark." "The dog is barking." "Interest rates rose."
 
-A sentence's embedding is the mean of its tokens' last hidden states, padding left out, scaled to length 1: that is how
-all-MiniLM-L6-v2 and its kin were trained.
+The checkpoint is opened by the Auto classes, with the code beside the weights. The embedding of a sentence is the mean
+of the last hidden states of its non-padding tokens, scaled to length 1, as all-MiniLM-L6-v2 was trained.
 
-Exit code: 0; 1 if, among the default sentences, an unrelated pair is as close as a paraphrase; 2 bad usage, or a
-checkpoint that cannot be opened, or not in the way that --without-package demands.
+Exit code: 0; 1 if, among the default sentences, an unrelated pair is as similar as a paraphrase; 2 bad usage, or a
+checkpoint that cannot be opened, or only with the package despite --without_package.
 """
 
-import argparse
+from __future__ import annotations
+
 import importlib
 import inspect
-import logging
 import sys
+from typing import TYPE_CHECKING
 
-import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModel, AutoTokenizer
+from toolkit.cli import CommandError, Parser, about
 
-from sources import check_source, has_tokenizer
+if TYPE_CHECKING:
+    import torch
 
 PACKAGE = "modeling_scratchbert"
 
-# Each pair says one thing in two ways, in other words as far as that goes; no two pairs have a subject in common.
+# Three paraphrases about three unrelated subjects.
 PARAPHRASES = [
     ("A man is playing a guitar.", "Someone is strumming a guitar."),
     ("How do I reset my password?", "I forgot my password, how can I change it?"),
@@ -35,41 +33,45 @@ PARAPHRASES = [
 ]
 
 
-class PackageOutOfReach:
-    """A finder that stands before all others, and says of one package, however it is installed, that there is none.
-
-    The code beside the weights is not caught: its modules have names of their own, under `transformers_modules`.
+class HiddenPackage:
+    """An import finder that hides the package. The code beside the weights is not hidden: its modules are named
+    `transformers_modules.…`.
     """
 
     def find_spec(self, name, path=None, target=None):
-        """Raises ImportError for the package and whatever is in it; leaves all else to the other finders."""
+        """Raises ModuleNotFoundError for the package and its modules."""
         if name.split(".")[0] == PACKAGE:
-            raise ModuleNotFoundError(f"{name} is out of reach (--without-package)", name=name)
+            raise ModuleNotFoundError(f"{name} is hidden (--without_package)", name=name)
 
 
 def block_package() -> None:
-    """Puts the package out of this process's reach.
+    """Hides the package from this process.
 
     Raises:
-        RuntimeError: it is imported already, or can be imported still.
+        RuntimeError: it has been imported, or can still be imported.
     """
     if PACKAGE in sys.modules:
-        raise RuntimeError(f"{PACKAGE} is imported already, so nothing can be shown of a process without it.")
-    sys.meta_path.insert(0, PackageOutOfReach())
+        raise RuntimeError(f"{PACKAGE} has been imported already, so it cannot be hidden.")
+    sys.meta_path.insert(0, HiddenPackage())
     try:
         importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
         return
-    raise RuntimeError(f"{PACKAGE} can be imported all the same.")
+    raise RuntimeError(f"{PACKAGE} can still be imported.")
 
 
 def open_checkpoint(source: str, without_package: bool):
-    """The tokenizer and the model, and on the way a line on where the model's class comes from.
+    """The tokenizer and the model. Prints where the model's class is defined.
 
     Raises:
         OSError: there is no such checkpoint, or a file of it cannot be read.
         RuntimeError: `without_package`, and the class is not from the code beside the weights.
     """
+    import torch
+    from transformers import AutoModel
+
+    from toolkit.hub import check_source, open_tokenizer
+
     check_source(source)
     model = AutoModel.from_pretrained(source, trust_remote_code=True, dtype=torch.float32).eval()
     name, module = type(model).__name__, type(model).__module__
@@ -79,24 +81,24 @@ def open_checkpoint(source: str, without_package: bool):
             raise RuntimeError(f"{name} comes from {module}, not from code beside the weights.")
         if PACKAGE in sys.modules:
             raise RuntimeError(f"The code beside the weights imported {PACKAGE}.")
-        print(f"The package {PACKAGE} is out of this process's reach: the checkpoint's own code was enough.")
-    if not has_tokenizer(source):
-        raise OSError("It has no tokenizer: neither tokenizer.json nor vocab.txt.")
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=True), model
+        print(f"The package {PACKAGE} is hidden from this process: the checkpoint's own code was enough.")
+    return open_tokenizer(source, trust_remote_code=True), model
 
 
-@torch.inference_mode()
 def embed(sentences: list[str], tokenizer, model) -> torch.Tensor:
-    """`(N, C)`, each row of length 1."""
+    """The embeddings, `(N, C)`, each of length 1."""
+    import torch
+
     batch = tokenizer(sentences, padding=True, truncation=True, max_length=model.config.max_position_embeddings,
                       return_tensors="pt")  # fmt: skip
-    states = model(**batch).last_hidden_state  # (N, T, C)
+    with torch.inference_mode():
+        states = model(**batch).last_hidden_state  # (N, T, C)
     weights = batch["attention_mask"][..., None].to(states.dtype)
     return torch.nn.functional.normalize((states * weights).sum(dim=1) / weights.sum(dim=1))
 
 
 def table(sentences: list[str], similarities: torch.Tensor) -> str:
-    """The sentences with their numbers, and below the diagonal how alike each two are."""
+    """The sentences with their numbers, and the similarities below the diagonal."""
     width = max(map(len, sentences))
     lines = [" " * (width + 4) + "".join(f"{i + 1:>7}" for i in range(len(sentences)))]
     for i, sentence in enumerate(sentences):
@@ -106,45 +108,49 @@ def table(sentences: list[str], similarities: torch.Tensor) -> str:
 
 
 def makes_sense(similarities: torch.Tensor) -> bool:
-    """Whether each default sentence is closer to its paraphrase than any two unrelated ones are to each other."""
+    """Whether each default sentence is more similar to its paraphrase than any two unrelated ones are. Prints both
+    bounds."""
+    import torch
+
     pair = torch.arange(len(similarities)) // 2
     paraphrase = (pair[:, None] == pair[None, :]).fill_diagonal_(False)
     lowest, highest = similarities[paraphrase].min(), similarities[pair[:, None] != pair[None, :]].max()
-    print(f"\nparaphrases (1 and 2, 3 and 4, 5 and 6): {lowest:.2f} and more; all others: {highest:.2f} and less")
-    return bool(lowest > highest)  # False too where either is not a number
+    print(f"\nparaphrases (1 and 2, 3 and 4, 5 and 6): at least {lowest:.2f}; all others: at most {highest:.2f}")
+    return bool(lowest > highest)  # False if either is NaN
+
+
+def make_parser() -> Parser:
+    parser = Parser(__file__, __doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="a checkpoint with a tokenizer: a folder or a hub id")
+    parser.add_argument("sentences", metavar="SENTENCE", nargs="*", help="two or more; default: six of our own")
+    parser.group("model").add_argument("--without_package", action="store_true", help=f"hide the package {PACKAGE}: "
+                                       "shows that the folder alone is enough")  # fmt: skip
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", help="a checkpoint with a tokenizer: a folder or a hub id")
-    parser.add_argument("sentences", metavar="sentence", nargs="*", help="two or more (default: six of our own)")
-    parser.add_argument(
-        "--without-package",
-        action="store_true",
-        help=f"put the package {PACKAGE} out of reach first: shows that the folder alone is enough",
-    )
+    parser = make_parser()
     args = parser.parse_args(argv)
     if len(args.sentences) == 1:
-        parser.error("one sentence alone is like no other: give two or more, or none for the default ones")
-    # Retries, load reports and the like: what matters of them comes back as an error.
-    logging.disable(logging.WARNING)
-    transformers.logging.disable_progress_bar()
-    try:
+        parser.error("one sentence is given; expected two or more, or none for the default ones")
+
+    def work() -> None:
         if args.without_package:
             block_package()
-        tokenizer, model = open_checkpoint(args.folder, args.without_package)
-        sentences = args.sentences or [sentence for pair in PARAPHRASES for sentence in pair]
-        embeddings = embed(sentences, tokenizer, model)
-    except (OSError, ValueError, RuntimeError, ImportError, StrictDataclassError) as error:
-        print(f"sentence_similarity: {args.folder}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    similarities = embeddings @ embeddings.T
-    print(f"\n{table(sentences, similarities)}")
-    if args.sentences or makes_sense(similarities):
-        return 0
-    print("sentence_similarity: an unrelated pair scores as high as a paraphrase", file=sys.stderr)
-    return 1
+        from toolkit.hub import silence_libraries
+
+        silence_libraries()
+        with about(args.folder):
+            tokenizer, model = open_checkpoint(args.folder, args.without_package)
+            sentences = args.sentences or [sentence for pair in PARAPHRASES for sentence in pair]
+            embeddings = embed(sentences, tokenizer, model)
+        similarities = embeddings @ embeddings.T
+        print(f"\n{table(sentences, similarities)}")
+        if not args.sentences and not makes_sense(similarities):
+            raise CommandError("an unrelated pair is as similar as a paraphrase", exit_code=1)
+
+    return parser.run(work, expected=(RuntimeError,))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from tokenizers.models import WordPiece
 from tokenizers.trainers import WordPieceTrainer
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from output import replacing
-from training_data import Source, columns_of, find_column, keep_rows, read_rows, text_of
+from toolkit.files import atomic_folder
+from toolkit.training.rows import Source, columns_of, find_column, keep_rows, read_rows, text_of
 
 PROG = "train_tokenizer.py"
 
@@ -310,7 +310,7 @@ def train(args: argparse.Namespace) -> None:
         raise FileExistsError(f"--output {args.output} exists already; give a folder that is new or empty")
     corpus = Corpus(Source(files=args.train_file), args.column, args.on_bad_row, args.held_out)
     sizes = (args.vocab_size, args.min_frequency, args.limit_alphabet)
-    with replacing(args.output.resolve()) as folder:  # from the start, so that one that cannot be written shows
+    with atomic_folder(args.output.resolve()) as folder:  # from the start, so that one that cannot be written shows
         if args.pre_split == "bert":
             strip = {"keep": False, "strip": True}.get(args.accents)
             tokenizer = train_bert(corpus.to_train_on, *sizes, args.cased, strip, args.model_max_length)

@@ -37,13 +37,15 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
-import push_to_hub
-from output import written
-from sources import check_source
-from training_data import LengthGroupedBatches, Source, evaluation_batches
-from training_optimizer import add_lora, freeze, make_optimizer, merged
-from training_report import plot_curves, write_card, write_metrics
-from training_settings import Settings, changed, parse, recipe_of
+from toolkit import publish
+from toolkit.files import atomic_file
+from toolkit.hub import check_source
+from toolkit.model_card import write_training_card
+from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
+from toolkit.training.optimizer import add_lora, freeze, make_optimizer, merged
+from toolkit.training.report import plot_curves, write_metrics
+from toolkit.training.rows import Source
+from toolkit.training.settings import Settings, changed, parse, recipe_of
 
 # Adam keeps two numbers for each that is trained, and the weights lie beside them.
 FLOATS_PER_PARAMETER = 3
@@ -552,7 +554,7 @@ class Training:
         self.task.tokenizer.save_pretrained(unfinished)
         write_metrics(unfinished, report)
         plot_curves(unfinished / "curves.png", self.progress.history, list(report.get("validation", {})))
-        write_card(
+        write_training_card(
             unfinished,
             task=self.task.name,
             model_class=self.model_class,
@@ -576,11 +578,9 @@ class Training:
         """
         repo = self.settings.push_to_hub
         try:
-            commit, _ = push_to_hub.push(
-                push_to_hub.survey(self.output, repo), repo, private=self.settings.hub_private or None
-            )
+            commit, _ = publish.push(publish.survey(self.output, repo), repo, private=self.settings.hub_private or None)
         except (OSError, ValueError, RuntimeError, HTTPError) as error:
-            why = push_to_hub.explain(error, repo)
+            why = publish.explain(error, repo)
             raise OSError(f"the model is in {self.output} and was not pushed: {why}; push_to_hub.py does it") from None
         print(f"pushed to {commit}")
 
@@ -610,7 +610,7 @@ def prepare_output(settings: Settings) -> Path:
             )
         raise ValueError(f"--resume: {output} holds no run; recipe.yaml is missing there")
     output.mkdir(parents=True, exist_ok=True)
-    with written(recipe) as temporary:
+    with atomic_file(recipe) as temporary:
         temporary.write_text(recipe_of(settings), encoding="utf-8")
     return output
 

@@ -1,4 +1,4 @@
-"""Two kinds of step that benchmark.py times beside whole batches: of training, and of decoding."""
+"""The steps that the benchmark times beside whole batches: of training and of decoding."""
 
 import gc
 import statistics
@@ -9,10 +9,9 @@ import torch
 from transformers import BertForSequenceClassification, EncoderDecoderModel, StoppingCriteria
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
-from modeling_scratchbert.bert_weights import canonical_name
-
-from benchmark_machine import packed_step, weights_of_a_step
-from benchmark_workloads import Batch, pad, random_rows
+from toolkit.benchmark.lower_bound import decoding_step_bytes, decoding_step_seconds
+from toolkit.benchmark.workloads import Batch, pad, random_rows
+from toolkit.checkpoint import canonical_name
 
 WAYS = {"greedy": 1, "beam 4": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -21,8 +20,8 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def trainees(folder: Path) -> dict[str, torch.nn.Module]:
-    """The twin and ours, with the same weights, the new classifier's included."""
+def models_to_train(folder: Path) -> dict[str, torch.nn.Module]:
+    """The reference and our model with the same weights, the new classifier's included."""
     classifier = folder / "classifier"
     BertForSequenceClassification.from_pretrained(folder, num_labels=2, **NO_DROPOUT).save_pretrained(classifier)
     classes = {"bert": BertForSequenceClassification, "ours": ScratchBertForSequenceClassification}
@@ -30,7 +29,7 @@ def trainees(folder: Path) -> dict[str, torch.nn.Module]:
 
 
 def training_step(model, optimizer, batch: Batch) -> tuple[float, float]:
-    """The seconds that a step takes, and its loss. The gradients stay for whoever wants to look."""
+    """The seconds that a step takes, and its loss. The gradients stay in the model."""
     started = time.perf_counter()
     optimizer.zero_grad()
     loss = model(**batch.inputs, labels=batch.labels).loss
@@ -40,20 +39,20 @@ def training_step(model, optimizer, batch: Batch) -> tuple[float, float]:
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    """By our names. Without the keys' biases: their gradient is 0, and what is there is rounding."""
+    """The gradients by our names. Without the keys' biases, whose gradient is zero except for rounding."""
     found = {canonical_name(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
     return {name: gradient for name, gradient in found.items() if not name.endswith("key.bias")}
 
 
 def gradient_difference(models: dict[str, torch.nn.Module]) -> float:
-    """The largest ‖difference‖ / ‖gradient‖ of any tensor."""
+    """The largest ‖difference‖ / ‖gradient‖ over all tensors."""
     theirs, ours = gradients(models["bert"]), gradients(models["ours"])
     return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
 def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
-    """A row: how long a step takes in either, and how far apart the losses and the first gradients are."""
-    models = trainees(folder)
+    """The median seconds of a step of each model, and the differences of the losses and of the first gradients."""
+    models = models_to_train(folder)
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in models.items()}
     seconds = {name: [] for name in models}
     losses, difference = [], 0.0
@@ -79,7 +78,7 @@ def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
 
 
 class Clock(StoppingCriteria):
-    """Is asked after each token whether to stop; notes the time and never says yes."""
+    """Records the time after each token and never stops the generation."""
 
     def __init__(self):
         self.times = []
@@ -90,7 +89,7 @@ class Clock(StoppingCriteria):
 
 
 def generators(folder: Path, seed: int) -> dict[str, torch.nn.Module]:
-    """The twin and ours, plain and optimised, with the same weights."""
+    """The reference and our model, as loaded and optimised, with the same weights."""
     torch.manual_seed(seed)
     pair = folder / "encoder-decoder"
     model = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder)
@@ -99,7 +98,7 @@ def generators(folder: Path, seed: int) -> dict[str, torch.nn.Module]:
         setattr(model.config, name, value)
         setattr(model.generation_config, name, value)
     model.save_pretrained(pair)
-    # All from the file: how weights came into memory makes a difference of a few per cent.
+    # All are opened from the file: how weights got into memory changes times by a few per cent.
     return {
         "bert": EncoderDecoderModel.from_pretrained(pair).eval(),
         "ours": ScratchBertForConditionalGeneration.from_pretrained(pair).eval(),
@@ -108,7 +107,7 @@ def generators(folder: Path, seed: int) -> dict[str, torch.nn.Module]:
 
 
 def steps(model, batch: Batch, tokens: int, beams: int) -> tuple[list[float], torch.Tensor]:
-    """The seconds that each token after the first took, and the tokens."""
+    """The seconds that each token after the first takes, and the tokens, `(B, T)`."""
     clock = Clock()
     ids = model.generate(**batch.inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False,
                          num_beams=beams, stopping_criteria=[clock])  # fmt: skip
@@ -116,16 +115,16 @@ def steps(model, batch: Batch, tokens: int, beams: int) -> tuple[list[float], to
 
 
 def ragged(config, batch: int, length: int, generator: torch.Generator) -> Batch:
-    """Sources as text has them: the first is shorter than the rest."""
+    """Sources of which the first is shorter than the rest."""
     lengths = [length * 3 // 4, *[length] * (batch - 1)]
     return pad(random_rows(config, lengths, generator))
 
 
 def decode(folder: Path, cases: list[tuple[int, str]], tokens: int, repetitions: int, bandwidth: float, seed: int):
-    """Yields a row for each case, a batch size and a way of decoding. Times are of one step."""
+    """Yields a row for each case, a batch size and a way of decoding, with the seconds of one step."""
     models = generators(folder, seed)
     config = models["bert"].config.decoder
-    reading = weights_of_a_step(models["bert"]) / bandwidth
+    reading = decoding_step_bytes(models["bert"]) / bandwidth
     generator = torch.Generator().manual_seed(seed)
     for batch_size, way in cases:
         batch = ragged(config, batch_size, 64, generator)
@@ -143,6 +142,6 @@ def decode(folder: Path, cases: list[tuple[int, str]], tokens: int, repetitions:
             "seconds": medians,
             "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
             "reading_floor": reading,
-            "products_floor": packed_step(config, batch_size * WAYS[way]),
+            "products_floor": decoding_step_seconds(config, batch_size * WAYS[way]),
             "same_tokens": same,
         }

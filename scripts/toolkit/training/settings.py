@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser
 
-from sources import looks_like_a_path
+from toolkit.files import looks_like_a_path
 
 # What may differ between a run and its continuation: it changes no weight.
 FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps"}

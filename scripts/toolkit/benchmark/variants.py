@@ -1,13 +1,12 @@
-"""The models that benchmark.py times: one table of ways to run the same BERT, other people's and ours.
+"""The variants that the benchmark times: one table of ways to run the same BERT, in other runtimes and in ours.
 
-Each way opens the same folder and becomes a function from a padded batch to its last hidden states.
+Each opens the same folder and returns a function from a padded batch to its last hidden states.
 """
 
 import contextlib
 import gc
 import importlib.util
 import io
-import logging
 import multiprocessing
 import os
 import re
@@ -21,21 +20,28 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import BertModel
 
 from modeling_scratchbert import ScratchBertModel
-
-from benchmark_workloads import Batch
+from toolkit.benchmark.workloads import Batch
+from toolkit.cli import how_to_install
+from toolkit.hub import silence_libraries
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-TOLERANCE = 1e-5  # of float32 numbers that ought to be the same
+TOLERANCE = 1e-5  # between float32 values that should be equal
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the model: `build(folder, threads)`, the libraries it needs, whose rate its floor is taken at, and
-    how far it may be from BertModel, if that is for us to answer for."""
+    """A way to run the model.
+
+    Attributes:
+        build: `build(folder, threads)` opens the model.
+        needs: the libraries that it requires.
+        dtype: whose matrix-multiplication rate its lower bound is computed with.
+        tolerance: the largest difference to BertModel that is allowed; None: any, because the variant is not ours or
+            computes in lower precision.
+    """
 
     build: Callable[[Path, int], Run]
     needs: tuple[str, ...] = ()
@@ -72,7 +78,7 @@ def ours(folder: Path, threads: int, dtype=torch.float32, optimised: bool = Fals
 
 
 class LastHiddenState(torch.nn.Module):
-    """BertModel with plain tensors going in and coming out, as exporters like it."""
+    """BertModel with plain tensors as inputs and output, as exporters expect them."""
 
     def __init__(self, model: BertModel):
         super().__init__()
@@ -83,7 +89,7 @@ class LastHiddenState(torch.nn.Module):
 
 
 def to_export(folder: Path) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """The model and an example. The wrapper is put into eval mode as well: an exporter may pass its mode on."""
+    """The model and example inputs. The wrapper is in evaluation mode as well: an exporter may pass its mode on."""
     input_ids, mask = torch.full((2, 8), 5), torch.ones(2, 8, dtype=torch.long)
     mask[0, 5:] = 0
     return LastHiddenState(BertModel.from_pretrained(folder)).eval(), (input_ids, mask)
@@ -95,7 +101,7 @@ def onnx(folder: Path, threads: int, int8: bool = False) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Else its threads keep on turning after a call, and whoever is timed next has the cores to share with them.
+    # Otherwise its threads spin after a call and take cores from the variant that is timed next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     file = onnx_file(folder, int8)
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
@@ -108,7 +114,7 @@ def onnx(folder: Path, threads: int, int8: bool = False) -> Run:
 
 
 def onnx_file(folder: Path, int8: bool) -> Path:
-    """The exported model, from an earlier call where there was one."""
+    """The exported model, from an earlier call if there was one."""
     file = folder / ("int8.onnx" if int8 else "float32.onnx")
     if file.exists():
         return file
@@ -134,7 +140,7 @@ def openvino(folder: Path, threads: int, precision: str = "f32") -> Run:
     if not file.exists():
         model, example = to_export(folder)
         openvino.save_model(openvino.convert_model(model, example_input=example), file, compress_to_fp16=False)
-    # The precision is always named: left alone, it may take bfloat16 where the machine has it.
+    # Without the hint it computes in bfloat16 if the machine supports it.
     options = {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": threads,
@@ -143,7 +149,7 @@ def openvino(folder: Path, threads: int, precision: str = "f32") -> Run:
     compiled = openvino.Core().compile_model(file, "CPU", options)
 
     def run(inputs):
-        # A copy: the next call writes over the numbers.
+        # A copy: the next call overwrites the result.
         return torch.from_numpy(compiled([inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()])[0].copy())
 
     return run
@@ -170,12 +176,7 @@ VARIANTS = {
 def missing(name: str) -> str | None:
     """Why a variant cannot run here, or None if it can."""
     absent = [library for library in VARIANTS[name].needs if importlib.util.find_spec(library) is None]
-    return f'needs {" and ".join(absent)}: pip install ".[bench]"' if absent else None
-
-
-def quiet() -> None:
-    logging.disable(logging.WARNING)  # what matters of it comes back as an error
-    transformers.logging.disable_progress_bar()
+    return how_to_install(absent) if absent else None
 
 
 def first_line(error: Exception) -> str:
@@ -184,16 +185,16 @@ def first_line(error: Exception) -> str:
 
 
 def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[str, Run], dict[str, str]]:
-    """The variants that run here, and for the others the reason why not."""
+    """The variants that run here, and the reason why each of the others does not."""
     runs, reasons = {}, {}
     for name in names:
         reason = missing(name)
         if reason is None:
             try:
-                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # exporters talk
+                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     runs[name] = VARIANTS[name].build(folder, threads)
-            except Exception as error:  # other people's libraries raise whatever they like
+            except Exception as error:  # a runtime can raise any exception
                 reason = first_line(error)
         if reason is not None:
             reasons[name] = reason
@@ -204,8 +205,8 @@ def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[st
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def status(field: str) -> float:
-    """MiB of this process: VmRSS now, VmHWM at most so far. Not ru_maxrss: a child starts with its parent's."""
+def memory(field: str) -> float:
+    """The memory of this process in MiB: VmRSS now, VmHWM at its peak. ru_maxrss of a child starts at its parent's."""
     try:
         text = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # not Linux
@@ -215,20 +216,20 @@ def status(field: str) -> float:
     return int(re.search(rf"^{field}:\s+(\d+) kB$", text, flags=re.MULTILINE)[1]) / 1024
 
 
-def peak_here(name: str, folder: Path, threads: int, batch: Batch) -> float:
-    quiet()
+def peak_in_this_process(name: str, folder: Path, threads: int, batch: Batch) -> float:
+    silence_libraries()
     torch.set_num_threads(threads)
-    before = status("VmRSS")
+    before = memory("VmRSS")
     VARIANTS[name].build(folder, threads)(batch.inputs)
-    return status("VmHWM") - before
+    return memory("VmHWM") - before
 
 
 def peak_memory(name: str, folder: Path, threads: int, batch: Batch) -> float:
-    """The MiB by which opening this variant and running it on one batch raise the peak of a fresh process, in which
-    torch and transformers are imported already. Its files are its own: Linux leaves in memory what of a file another
-    process, this one, has mapped as well, and what is not on the disk yet."""
+    """The MiB by which opening this variant and running it on one batch raise the peak memory of a new process that has
+    imported torch and transformers. The process reads a copy of the files: pages that this process has mapped, or that
+    are not on the disk yet, would not count."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as copy, ProcessPoolExecutor(1, mp_context=context) as pool:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         os.sync()
-        return pool.submit(peak_here, name, Path(copy), threads, batch).result()
+        return pool.submit(peak_in_this_process, name, Path(copy), threads, batch).result()

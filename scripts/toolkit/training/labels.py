@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training_settings import Settings, flag
+from toolkit.training.settings import Settings, flag
 
 
 @dataclass

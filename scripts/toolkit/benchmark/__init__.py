@@ -1,0 +1,20 @@
+"""The parts of the commands `benchmark` and `benchmark_sentences`."""
+
+# Named here so that `benchmark --help` lists them without importing torch.
+ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single")
+WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity")
+VARIANT_NAMES = (
+    "bert",
+    "bert-eager",
+    "bert-compiled",
+    "bert-bf16",
+    "bert-int8",
+    "onnx",
+    "onnx-int8",
+    "openvino",
+    "openvino-bf16",
+    "ours",
+    "ours-optimised",
+    "ours-compiled",
+    "ours-bf16",
+)

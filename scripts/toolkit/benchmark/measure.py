@@ -1,0 +1,266 @@
+"""Timing of the variants in turns, in one process, and the report of the results."""
+
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertModel
+
+from modeling_scratchbert import ScratchBertModel
+from toolkit.benchmark import ENCODER_WORKLOADS
+from toolkit.benchmark.lower_bound import encoder_seconds
+from toolkit.benchmark.steps import decode, train
+from toolkit.benchmark.variants import VARIANTS, Run, first_line, open_variants, peak_memory
+from toolkit.benchmark.workloads import Batch, line_batches, make_batches
+from toolkit.machine import describe, measure_again
+from toolkit.parity import largest
+
+LINE_SIZES = [2**i for i in range(9)]
+LINE_FILLS = [i / 10 for i in range(1, 11)]
+
+# Seconds before each measurement: threads of the runtime that was timed last spin for a while before they sleep.
+PAUSE = 0.01
+
+HEAD = "variant            seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
+
+
+# --------------------------------------------------------------------------------------------------------------- timing
+
+
+def deviation(hidden: torch.Tensor, reference: torch.Tensor, batch: Batch) -> float:
+    """The largest difference at a non-padding token; infinite if a value there is NaN."""
+    return largest((hidden.float() - reference.float())[batch.attention_mask.bool()])
+
+
+def warm_up(runs: dict[str, Run], batches: list[Batch]) -> tuple[dict[str, float], dict[str, str]]:
+    """Runs each variant once on each batch: its difference to BertModel, or why it fails."""
+    deviations, reasons = dict.fromkeys(runs, 0.0), {}
+    for batch in batches:
+        reference = runs["bert"](batch.inputs)
+        for name in runs.keys() - {"bert"} - reasons.keys():
+            try:
+                found = deviation(runs[name](batch.inputs), reference, batch)
+                deviations[name] = max(deviations[name], found)
+            except Exception as error:  # a runtime can raise any exception
+                reasons[name] = first_line(error)
+    return deviations, reasons
+
+
+def interleave(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> dict[str, list[float]]:
+    """The median seconds of each variant for each batch. The variants take turns."""
+    times = {name: [[] for _ in batches] for name in runs}
+    for repetition in range(repetitions):
+        order = list(runs) if repetition % 2 == 0 else list(reversed(runs))
+        for i, batch in enumerate(batches):
+            for name in order:
+                time.sleep(PAUSE)
+                started = time.perf_counter()
+                runs[name](batch.inputs)
+                times[name][i].append(time.perf_counter() - started)
+    return {name: [statistics.median(each) for each in of_batches] for name, of_batches in times.items()}
+
+
+def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, machine: dict, repetitions: int) -> list:
+    """A row for each variant."""
+    deviations, reasons = warm_up(runs, batches)
+    seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
+    lengths = [length for batch in batches for length in batch.lengths]
+    fill = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
+    common = {"workload": workload, "batches": len(batches), "sequences": len(lengths), "real_tokens": sum(lengths)}
+    rows = []
+    for name in runs:
+        row = {**common, "fill": fill, "variant": name, "error": reasons.get(name)}
+        if name not in reasons:
+            total, faster = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
+            row |= {
+                "seconds_per_batch": total / len(batches),
+                "sequences_per_second": len(lengths) / total,
+                "tokens_per_second": sum(lengths) / total,
+                "vs_bert": faster,
+                "vs_bert_times_fill": faster * fill,
+                "floor_gflops": machine["gflops"][VARIANTS[name].dtype],
+                "of_floor": encoder_seconds(config, lengths, machine, VARIANTS[name].dtype) / total,
+                "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
+                "peak_mib": None,
+            }
+        rows.append(row)
+    return rows
+
+
+def line_of(run: Run, config, machine: dict, repetitions: int, seed: int) -> list[dict]:
+    """Time against non-padding tokens: a row for each batch."""
+    batches = line_batches(config, LINE_SIZES, LINE_FILLS, seed)
+    for _, batch in batches:
+        run(batch.inputs)
+    seconds = interleave({"run": run}, [batch for _, batch in batches], repetitions)["run"]
+    return [
+        {
+            "series": series,
+            "sequences": len(batch.lengths),
+            "fill": batch.fill,
+            "real_tokens": batch.tokens,
+            "seconds": took,
+            "floor": encoder_seconds(config, batch.lengths, machine, "float32"),
+        }
+        for (series, batch), took in zip(batches, seconds, strict=True)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def failed(row: dict) -> bool:
+    """Whether a row of our variants has an error or differs from BertModel."""
+    tolerance = VARIANTS[row["variant"]].tolerance
+    if row["error"] is not None:
+        return row["variant"].startswith("ours")
+    return tolerance is not None and (row["max_abs"] is None or row["max_abs"] > tolerance)
+
+
+def failures(report: dict) -> list[str]:
+    """The reasons for exit code 1."""
+    found = [f"{name}: {reason}" for name, reason in report["unavailable"].items() if name.startswith("ours")]
+    found += [
+        f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
+        for row in report["rows"]
+        if failed(row)
+    ]
+    found += [
+        f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
+        for row in report["decoding"]
+        if not row["same_tokens"]
+    ]
+    return found
+
+
+def line(row: dict) -> str:
+    if row["error"] is not None:
+        return f"{row['variant']:15} {row['error']}"
+    wrong = "  WRONG" if failed(row) else ""
+    difference = "nan" if row["max_abs"] is None else f"{row['max_abs']:.1e}"
+    memory = "" if row["peak_mib"] is None else f"  peak {row['peak_mib']:.0f} MiB"
+    return (
+        f"{row['variant']:15} {row['sequences_per_second']:8.1f} {row['tokens_per_second']:9.0f} "
+        f"{1000 * row['seconds_per_batch']:9.1f} {row['vs_bert']:8.2f} {row['vs_bert_times_fill']:7.2f} "
+        f"{row['of_floor']:9.0%} {difference:>8}{memory}{wrong}"
+    )
+
+
+def linearity_line(row: dict) -> str:
+    return (
+        f"{row['series']:9} {row['sequences']:4} sequences, fill rate {row['fill']:4.0%}, {row['real_tokens']:6} tokens "
+        f"{1000 * row['seconds']:8.1f} ms, lower bound {1000 * row['floor']:8.1f} ms"
+    )
+
+
+def say(*lines: str) -> None:
+    print("\n".join(lines), flush=True)
+
+
+def say_machine(machine: dict) -> None:
+    libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
+    say(
+        f"{machine['processor']} ({', '.join(machine['flags'])}), {machine['cores']} cores, "
+        f"{machine['threads']} threads",
+        f"matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
+        f"Python {machine['python']}, {libraries}",
+    )
+
+
+def say_training(row: dict) -> None:
+    took = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in row["seconds"].items())
+    say(
+        "\ntraining: a step (forward, backward, AdamW) on 32 reviews",
+        f"{took}: speed-up {row['vs_bert']:.2f}; losses differ by at most {row['loss_difference']:.1e}, "
+        f"the gradients of the first step by {row['gradient_difference']:.1e} of their norm",
+    )
+
+
+def say_decoding(row: dict) -> None:
+    took = "  ".join(
+        f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})" for name, value in row["seconds"].items()
+    )
+    say(
+        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds: memory {1000 * row['reading_floor']:.1f} "
+        "ms, "
+        f"GEMM {1000 * row['products_floor']:.1f} ms{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def save_model(source: str | None, folder: Path, seed: int):
+    """Writes the weights that all variants open, as a BERT folder. Returns the model's configuration."""
+    if source is None:
+        torch.manual_seed(seed)
+        BertModel(BertConfig()).save_pretrained(folder)
+    else:
+        ScratchBertModel.from_pretrained(source, dtype=torch.float32).save_as_bert(folder)
+    return BertConfig.from_pretrained(folder)
+
+
+def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
+    for workload in (name for name in ENCODER_WORKLOADS if name in args.workloads):
+        batches = make_batches(workload, config, args.model, args.batches, args.seed)
+        measure_again(report["machine"], config)
+        rows = rows_of(workload, runs, batches, config, report["machine"], args.repetitions)
+        shape = f"{len(batches)} × {len(batches[0].lengths)} sequences, fill rate {rows[0]['fill']:.0%}"
+        say(f"\n{workload}: {shape}", HEAD)
+        for row in rows:
+            if args.memory and row["error"] is None:
+                largest_batch = max(batches, key=lambda batch: batch.input_ids.numel())
+                row["peak_mib"] = peak_memory(row["variant"], folder, args.threads, largest_batch)
+            say(line(row))
+        report["rows"] += rows
+
+
+def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
+    if "linearity" in args.workloads and "ours-optimised" in runs:
+        report["linearity"] = line_of(runs["ours-optimised"], config, report["machine"], args.repetitions, args.seed)
+        say("\nlinearity: ours-optimised", *map(linearity_line, report["linearity"]))
+    runs.clear()  # the steps below open their own models
+    if "training" in args.workloads:
+        batches = make_batches("training", config, args.model, args.batches, args.seed)
+        report["training"] = train(folder, batches, args.repetitions)
+        say_training(report["training"])
+    if "decoding" in args.workloads:
+        say(f"\ndecoding: a step of {args.tokens}, from sources of 64 tokens")
+        measure_again(report["machine"], config)
+        bandwidth = report["machine"]["bandwidth_gb"] * 1e9
+        for row in decode(folder, args.cases, args.tokens, args.repetitions, bandwidth, args.seed):
+            report["decoding"].append(row)
+            say_decoding(row)
+
+
+def benchmark(args) -> dict:
+    """Runs the workloads, prints each result, and returns the report, as it is written into the JSON file.
+
+    Args:
+        args: as the command `benchmark` parses them.
+
+    Raises:
+        RuntimeError: BertModel cannot be opened.
+    """
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = save_model(args.model, folder, args.seed)
+        machine = describe(config, args.threads)
+        say_machine(machine)
+        runs, unavailable = open_variants(list(dict.fromkeys(["bert", *args.variants])), folder, args.threads)
+        if "bert" in unavailable:
+            raise RuntimeError(f"BertModel, the reference, cannot be opened: {unavailable['bert']}")
+        for name, reason in unavailable.items():
+            say(f"skipped {name}: {reason}")
+        report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
+                  "repetitions": args.repetitions, "seed": args.seed, "unavailable": unavailable,
+                  "rows": [], "linearity": [], "training": None, "decoding": []}  # fmt: skip
+        run_encoder(report, runs, config, folder, args)
+        run_steps(report, runs, config, folder, args)
+    report["failures"] = failures(report)
+    return report

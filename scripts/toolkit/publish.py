@@ -1,0 +1,262 @@
+"""Uploading a saved model's folder to the Hub: which files go there, in one commit, and what the Hub's errors mean."""
+
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from toolkit.checkpoint import weights_among
+from toolkit.files import read_json
+from toolkit.model_card import published_card
+
+SECRET = "it looks like a secret"
+
+# Files that are not uploaded, by their path in the folder, and why.
+LEFT_BEHIND = {
+    r"(.*/)?(\.|__pycache__/).*": "hidden files and caches",
+    r"(checkpoints|checkpoint-\d+)/.*": "checkpoints of the training",
+    r"(logs|runs|wandb|mlruns)/.*|(.*/)?events\.out\.tfevents\..*": "logs of the training",
+    r"(.*/)?(optimizer|scheduler|scaler|rng_state\w*|random_states\w*|training_args)\.(bin|pt|pth|pkl)": (
+        "the training's state"
+    ),
+    r"(.*/)?(id_(rsa|dsa|ecdsa|ed25519)|netrc|.*\.(pem|key|p12|pfx|env))": SECRET,
+    r"(.*/)?(.*[-_.])?(token|secrets?|credentials?|passwords?)(\.(txt|json|ya?ml|ini|cfg))?": SECRET,
+}
+
+# Tokens of the Hub, of GitHub, OpenAI and Amazon, a password in a URL, a private key.
+SECRET_TEXT = re.compile(
+    rb"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16})"
+    rb"|://[^/\s\"':@]+:[^/\s\"'@]+@|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+@dataclass
+class Listing:
+    """The files of a folder that are uploaded, by their path there, and those that are not, with the reason."""
+
+    files: dict[str, Path | bytes]
+    left: dict[str, str]
+
+    def size(self, name: str) -> int:
+        content = self.files[name]
+        return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def push(
+    listing: Listing,
+    repo: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    pull_request: bool = False,
+    message: str = "Upload model",
+) -> tuple[CommitInfo, bool]:
+    """Uploads these files to the repository `repo`, which is created if need be, in one commit.
+
+    Args:
+        listing: what `survey` returned for that repository.
+        repo: "user/name".
+        private: None: as the Hub's settings say, or as it is.
+        revision: the branch, which is created if need be; None: "main".
+        pull_request: propose the commit instead.
+        message: of the commit.
+
+    Returns:
+        The commit, and whether it changed anything.
+
+    Raises:
+        OSError: there is no token.
+        ValueError: the repository is private and should be public, or the reverse.
+        HfHubHTTPError, httpx's HTTPError, RuntimeError: the Hub refuses, or cannot be reached; see `explain`.
+    """
+    if get_token() is None:
+        raise LocalTokenNotFoundError(
+            f"There is no token; create one with write access on {constants.ENDPOINT}/settings/tokens and give it by "
+            "`hf auth login` or HF_TOKEN."
+        )
+    api = HfApi()
+    if not pull_request:
+        api.create_repo(repo, private=private, exist_ok=True)
+    there = api.model_info(repo)
+    if private is not None and there.private != private:
+        is_now = "private" if there.private else "public"
+        raise ValueError(
+            f"{repo} is {is_now} already; leave the flag out, or change that on {constants.ENDPOINT}/{repo}/settings"
+        )
+    if revision is not None:
+        if not revision.startswith("refs/"):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        there = api.model_info(repo, revision=revision)
+    # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two.
+    commit = api.create_commit(
+        repo,
+        operations(listing, [file.rfilename for file in there.siblings or []]),
+        commit_message=message,
+        revision=revision,
+        create_pr=pull_request,
+        # Removes exactly the files seen there: the commit fails if somebody else has pushed in between.
+        parent_commit=there.sha,
+    )
+    return commit, commit.oid != there.sha
+
+
+def operations(listing: Listing, there: list[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """Of the commit that adds the files to a repository that holds `there`. Old weights under another name, sharded or
+    in one file, would be opened in place of the new ones."""
+    stale = [name for name in there if WEIGHTS.fullmatch(name) and name not in listing.files]
+    add = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in listing.files.items()]
+    return add + [CommitOperationDelete(path_in_repo=name) for name in stale]
+
+
+# ----------------------------------------------------------------------------------------------- the files to upload
+
+
+def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
+    """Sorts the files of `folder`, and makes the card. Contacts nobody, and writes nothing.
+
+    Args:
+        folder: as `save_pretrained` or a training command leaves it.
+        repo: where it will go, "user/name".
+        parity: a file that check_parity.py wrote with --json.
+
+    Raises:
+        OSError, ValueError: the folder holds no model that can be opened, or a secret in a file that the model needs;
+            or README.md, metrics.json or `parity` cannot be read.
+    """
+    validate_repo_id(repo)
+    if "/" not in repo:
+        raise ValueError(f"REPO is {repo!r}; expected the name of a user or an organisation as well: user/{repo}")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"FOLDER {folder} is not a folder")
+    listing = Listing({}, {})
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if why := why_left(name, path):
+            listing.left[name] = why
+        elif path.is_file():
+            listing.files[name] = path
+    check_opens(folder, listing)
+    architecture = (fields_of(folder).get("architectures") or ["Model"])[0]
+    listing.files["README.md"] = published_card(folder, repo, architecture, parity).encode()
+    token = get_token()
+    for name, content in list(listing.files.items()):
+        if (line := line_of_secret(content, token)) is None:
+            continue
+        if name in ("README.md", "config.json") or name.endswith(".py"):
+            raise ValueError(f"{folder / name}, line {line}: {SECRET}, and the model cannot go without this file")
+        listing.left[name] = f"{SECRET}, in line {line}"
+        del listing.files[name]
+    check_opens(folder, listing)
+    return listing
+
+
+def why_left(name: str, path: Path) -> str | None:
+    """Why the file `name` is not uploaded, or None if it is."""
+    if path.is_dir():
+        return "a link to a folder" if path.is_symlink() else None
+    if not path.exists():
+        return "a link to nothing"
+    return next((why for pattern, why in LEFT_BEHIND.items() if re.fullmatch(pattern, name, re.IGNORECASE)), None)
+
+
+def check_opens(folder: Path, listing: Listing) -> None:
+    """Raises OSError or ValueError unless the files have the weights and the code that `from_pretrained` reads."""
+    weights_among(list(listing.files), str(folder))
+    code = {reference.rpartition("--")[2] for reference in (fields_of(folder).get("auto_map") or {}).values()}
+    for module in sorted({reference.split(".")[0] for reference in code}):
+        if f"{module}.py" not in listing.files:
+            raise FileNotFoundError(f"{folder} has no {module}.py, which its config.json names in auto_map")
+
+
+def fields_of(folder: Path) -> dict:
+    """The fields of its config.json."""
+    fields = read_json(folder / "config.json")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{folder / 'config.json'} does not hold a JSON object")
+    return fields
+
+
+def line_of_secret(content: Path | bytes, token: str | None) -> int | None:
+    """The line of the first secret, or of the user's own token; None if there is none. In files of weights only the
+    token is searched for: random bytes match any pattern in time."""
+    if isinstance(content, bytes):
+        return find_secret(content, token, SECRET_TEXT)
+    if content.stat().st_size == 0:
+        return None
+    with content.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return find_secret(text, token, None if WEIGHTS.fullmatch(content.name) else SECRET_TEXT)
+
+
+def find_secret(text, token: str | None, pattern: re.Pattern | None) -> int | None:
+    start = text.find(token.encode()) if token else -1
+    if start < 0 and pattern is not None and (found := pattern.search(text)):
+        start = found.start()
+    return None if start < 0 else text[:start].count(b"\n") + 1
+
+
+def describe(listing: Listing) -> str:
+    """The files with their sizes in bytes, and those that are left behind with the reason."""
+    sizes = {name: listing.size(name) for name in sorted(listing.files)}
+    lines = [f"{size:>15,}  {name}" for name, size in sizes.items()]
+    lines.append(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
+    for why in dict.fromkeys(listing.left.values()):
+        names = [name for name, reason in listing.left.items() if reason == why]
+        shown = names if len(names) <= 5 else [*names[:4], f"… ({len(names)} files)"]
+        lines.append(f"left behind: {', '.join(shown)}: {why}")
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def explain(error: BaseException, repo: str) -> str:
+    """What went wrong in a push to `repo`, and what to do about it. The user's token is not in it."""
+    message = next((told for cause in causes(error) if (told := explanation(cause, repo))), str(error))
+    token = get_token()
+    return message.replace(token, "…") if token else message
+
+
+def explanation(cause: BaseException, repo: str) -> str | None:
+    if isinstance(cause, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it to push"
+    if isinstance(cause, HfHubHTTPError):
+        return refusal(cause, repo)
+    if isinstance(cause, HTTPError):
+        return (
+            f"the Hub at {constants.ENDPOINT} cannot be reached, or broke off ({cause or type(cause).__name__}): "
+            "check the network, the proxy and HF_ENDPOINT and run it again; all of it arrives, or nothing"
+        )
+    return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def refusal(error: HfHubHTTPError, repo: str) -> str:
+    status = error.response.status_code
+    if status == 401:
+        return (
+            f"the Hub does not accept the token (401): create one with write access on {constants.ENDPOINT}"
+            "/settings/tokens and give it by `hf auth login` or HF_TOKEN"
+        )
+    if status == 403:
+        return (
+            f"the token may not write to {repo} (403): use one that may, a repository of your own, or --pull_request, "
+            "which asks its owner"
+        )
+    if status == 404:
+        return f"there is no {repo}, or no such revision in it, or it is private and not yours (404)"
+    if status in (409, 412):
+        return f"somebody else has pushed to {repo} in the meantime ({status}): look at it, and run this again"
+    if status >= 500:
+        return f"the Hub is out of order ({status}): run this again later; all of it arrives, or nothing"
+    return str(error)
