@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel
 
 import benchmark
-import benchmark_machine
-import benchmark_steps
-import benchmark_variants
-import benchmark_workloads
-from benchmark_variants import VARIANTS, Variant
+from toolkit import machine as benchmark_machine
+from toolkit.benchmark import ENCODER_WORKLOADS, VARIANT_NAMES, lower_bound, measure
+from toolkit.benchmark import steps as benchmark_steps
+from toolkit.benchmark import variants as benchmark_variants
+from toolkit.benchmark import workloads as benchmark_workloads
+from toolkit.benchmark.variants import VARIANTS, Variant
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -46,10 +47,10 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """The smallest of everything, on a machine that need not be measured."""
-    monkeypatch.setattr(benchmark, "describe", lambda config, threads: MACHINE)
-    monkeypatch.setattr(benchmark, "measure_again", lambda machine, config: None)
-    monkeypatch.setattr(benchmark, "LINE_SIZES", [1, 4])
-    monkeypatch.setattr(benchmark, "LINE_FILLS", [0.5, 1.0])
+    monkeypatch.setattr(measure, "describe", lambda config, threads: MACHINE)
+    monkeypatch.setattr(measure, "measure_again", lambda machine, config: None)
+    monkeypatch.setattr(measure, "LINE_SIZES", [1, 4])
+    monkeypatch.setattr(measure, "LINE_FILLS", [0.5, 1.0])
     monkeypatch.setattr(benchmark, "FULL", {**benchmark.FULL, "cases": [(2, "greedy"), (1, "beam 4")], "tokens": 3})
 
 
@@ -116,7 +117,7 @@ def test_the_line_has_batches_that_grow_in_one_way_each():
 def test_the_floors_products_by_hand():
     # Per layer: 3 + 5 tokens through 4 · 32² + 2 · 32 · 48 weights, and (3² + 5²) pairs, 32 wide, in two products.
     by_hand = 2 * ((3 + 5) * 2 * (4 * 32**2 + 2 * 32 * 48) + (3**2 + 5**2) * 2 * 2 * 32)
-    assert benchmark_machine.encoder_flops(config(), [3, 5]) == by_hand
+    assert lower_bound.encoder_flops(config(), [3, 5]) == by_hand
 
 
 def test_the_floors_products_as_torch_counts_them():
@@ -126,19 +127,19 @@ def test_the_floors_products_as_torch_counts_them():
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.full((1, length), 5))
         total += counter.get_total_flops()
-    assert benchmark_machine.encoder_flops(config(), [3, 7]) == total
+    assert lower_bound.encoder_flops(config(), [3, 7]) == total
 
 
 def test_the_floor_is_at_the_dtypes_own_rate():
-    flops = benchmark_machine.encoder_flops(config(), [8])
-    assert benchmark_machine.floor(config(), [8], MACHINE, "float32") == pytest.approx(flops / 100e9)
-    assert benchmark_machine.floor(config(), [8], MACHINE, "bfloat16") == pytest.approx(flops / 200e9)
+    flops = lower_bound.encoder_flops(config(), [8])
+    assert lower_bound.encoder_seconds(config(), [8], MACHINE, "float32") == pytest.approx(flops / 100e9)
+    assert lower_bound.encoder_seconds(config(), [8], MACHINE, "bfloat16") == pytest.approx(flops / 200e9)
 
 
 def test_packed_is_the_linear_layer():
     weight, bias, x = torch.randn(24, 16), torch.randn(24), torch.randn(5, 16)
-    expected = benchmark_machine.plain(weight, bias)(x)
-    torch.testing.assert_close(benchmark_machine.packed(weight, bias)(x), expected)
+    expected = benchmark_machine.plain_linear(weight, bias)(x)
+    torch.testing.assert_close(benchmark_machine.prepacked_linear(weight, bias)(x), expected)
 
 
 def test_the_machine_is_described(monkeypatch):
@@ -162,7 +163,7 @@ def test_of_two_rates_the_better_is_kept(monkeypatch):
 def test_rates_are_measured():
     assert benchmark_machine.best_rate(config(), torch.float32, rows=(4,)) > 0
     assert benchmark_machine.bandwidth(1000) > 0
-    assert benchmark_machine.packed_step(config(), 2) > 0
+    assert lower_bound.decoding_step_seconds(config(), 2) > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- variants
@@ -176,7 +177,7 @@ def test_every_variant_computes_the_model(name, folder):
     assert reasons == {}
     batches = benchmark_workloads.make_batches("single", config(), None, 1, seed=0)[:2]
     batches.append(benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])]))
-    deviations, reasons = benchmark.warm_up(runs, batches)
+    deviations, reasons = measure.warm_up(runs, batches)
     assert reasons == {}
     exact = VARIANTS[name].dtype == "float32" and "int8" not in name
     assert deviations[name] <= (1e-5 if exact else 1.0)
@@ -206,8 +207,8 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
     assert code == 0
     assert found["failures"] == []
     assert found["machine"] == MACHINE
-    assert {row["workload"] for row in found["rows"]} == set(benchmark.ENCODER_WORKLOADS)
-    assert len(found["rows"]) == 3 * len(benchmark.ENCODER_WORKLOADS)
+    assert {row["workload"] for row in found["rows"]} == set(ENCODER_WORKLOADS)
+    assert len(found["rows"]) == 3 * len(ENCODER_WORKLOADS)
     for row in found["rows"]:
         assert row["error"] is None
         assert row["max_abs"] <= 1e-5
@@ -262,8 +263,8 @@ def test_numbers_on_padding_do_not_count():
     batch = benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])])
     reference = torch.zeros(2, 3, 4)
     hidden = torch.where(batch.attention_mask[..., None].bool(), 0.0, 9.0).expand(2, 3, 4)
-    assert benchmark.deviation(hidden, reference, batch) == 0
-    assert benchmark.deviation(hidden + 1, reference, batch) == 1
+    assert measure.deviation(hidden, reference, batch) == 0
+    assert measure.deviation(hidden + 1, reference, batch) == 1
 
 
 def test_a_peer_that_fails_stops_nothing(tmp_path, folder, small, monkeypatch, capsys):
@@ -333,25 +334,25 @@ def test_what_cannot_run_is_said_in_one_line(arguments, words, small, monkeypatc
     arguments = arguments if "--model" in arguments else ["--model", folder, *arguments]
     assert run(*arguments, "--repetitions", 1) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("benchmark: ")
+    assert line.startswith("benchmark.py: ")
     assert words in line
 
 
 @pytest.mark.parametrize("arguments", [["--repetitions", "0"], ["--variants", "tensorflow"], ["--workloads", "speed"]])
 def test_arguments_are_checked(arguments, capsys):
     with pytest.raises(SystemExit):
-        benchmark.parse(arguments)
+        benchmark.parse(benchmark.make_parser(), arguments)
     assert arguments[0] in capsys.readouterr().err
 
 
 def test_quick_is_less_and_can_be_overruled():
-    quick = benchmark.parse(["--quick", "--batches", "3"])
+    quick = benchmark.parse(benchmark.make_parser(), ["--quick", "--batches", "3"])
     assert (quick.batches, quick.repetitions) == (3, 2)
-    assert set(quick.variants) < set(benchmark.parse([]).variants) == set(VARIANTS)
+    assert set(quick.variants) < set(benchmark.parse(benchmark.make_parser(), []).variants) == set(VARIANTS)
 
 
 def test_the_help_names_every_variant(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        benchmark.parse(["--help"])
+        benchmark.parse(benchmark.make_parser(), ["--help"])
     assert set(VARIANTS) <= set(capsys.readouterr().out.replace(",", " ").split())

@@ -1,5 +1,6 @@
 """`scripts/check_parity.py`: it finds what is equal equal, what differs different, and says where."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -21,7 +22,8 @@ from modeling_scratchbert import (
 
 import check_parity
 from heads import NEEDS, TWINS
-from model_classes import classes_in
+from toolkit import parity
+from toolkit.checkpoint import classes_in
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check_parity.py"
 
@@ -137,11 +139,11 @@ def test_real_weights_with_their_tokenizer(minilm, tmp_path, capsys):
 
 def test_rounding_is_no_difference(minilm):
     """Another kernel rounds otherwise everywhere; the gradients of the key biases then hold nothing but noise."""
-    checkpoint = check_parity.read_checkpoint(minilm)
-    model, reference = check_parity.load_pair(checkpoint, None, "Model", True)
+    checkpoint = parity.read_checkpoint(minilm)
+    model, reference = parity.load_pair(checkpoint, None, "Model", True)
     model.set_attn_implementation("eager")
-    rows, _ = check_parity.encode([checkpoint], 0)
-    rows = check_parity.compare(model, reference, check_parity.make_batch(rows[:3], checkpoint.config))
+    rows, _ = parity.encode([checkpoint], 0)
+    rows = parity.compare(model, reference, parity.make_batch(rows[:3], checkpoint.config))
     assert all(row.equal for row in rows)
     assert any(0 < row.relative < 1e-5 for row in rows if row.kind == "gradient")
 
@@ -222,12 +224,12 @@ def test_what_the_halves_share_has_the_sum_of_their_gradients(fields, alone, tmp
 
 
 def test_gradients_of_half_a_shared_tensor_differ(tmp_path):
-    checkpoint = check_parity.read_checkpoint(str(seq2seq(tmp_path / "ours")))
-    model, reference = check_parity.load_pair(checkpoint, None, "ForConditionalGeneration", False)
+    checkpoint = parity.read_checkpoint(str(seq2seq(tmp_path / "ours")))
+    model, reference = parity.load_pair(checkpoint, None, "ForConditionalGeneration", False)
     positions = model.get_decoder().embeddings.position_embeddings
     positions.register_forward_hook(lambda module, args, output: output.detach())
-    rows, _ = check_parity.encode([checkpoint], 0)
-    rows = check_parity.compare(model, reference, check_parity.make_batch(rows, checkpoint.config))
+    rows, _ = parity.encode([checkpoint], 0)
+    rows = parity.compare(model, reference, parity.make_batch(rows, checkpoint.config))
     (different,) = [row for row in rows if not row.equal]
     assert different.worst == "model.encoder.embeddings.position_embeddings.weight"
 
@@ -235,7 +237,7 @@ def test_gradients_of_half_a_shared_tensor_differ(tmp_path):
 def test_seq2seq_models_that_have_no_twin(tmp_path, capsys):
     bare, other = (seq2seq(tmp_path / name, ScratchBertSeq2SeqModel) for name in ("bare", "other"))
     assert run(bare) == 2
-    assert "ScratchBertSeq2SeqModel has no head" in one_line(capsys)
+    assert "ScratchBertSeq2SeqModel has no model head" in one_line(capsys)
     code, found = report(tmp_path, bare, other)
     assert code == 0
     assert {"encoder layer 2: attention", "decoder layer 2: cross-attention"} <= set(what(found))
@@ -368,21 +370,21 @@ def test_not_a_number_is_a_difference(tmp_path, pretraining):
 
 
 def pair_and_batch(pretraining):
-    checkpoint = check_parity.read_checkpoint(str(pretraining))
-    pair = check_parity.load_pair(checkpoint, None, "ForPreTraining", True)
-    rows, _ = check_parity.encode([checkpoint], 0)
-    return *pair, check_parity.make_batch(rows, checkpoint.config)
+    checkpoint = parity.read_checkpoint(str(pretraining))
+    pair = parity.load_pair(checkpoint, None, "ForPreTraining", True)
+    rows, _ = parity.encode([checkpoint], 0)
+    return *pair, parity.make_batch(rows, checkpoint.config)
 
 
 def test_gradients_alone_may_differ(pretraining):
     model, reference, batch = pair_and_batch(pretraining)
     name = "model.encoder.blocks.1.feed_forward.output.weight"
     model.get_parameter(name).register_hook(lambda gradient: gradient * (1 + 1e-4))
-    rows = check_parity.compare(model, reference, batch)
+    rows = parity.compare(model, reference, batch)
     (different,) = [row for row in rows if not row.equal]
     assert (different.what, different.worst) == ("gradient: layer 1", name)
     assert different.relative == pytest.approx(1e-4, rel=1e-2)
-    assert name in check_parity.verdict(rows)
+    assert name in parity.verdict(rows)
 
 
 def test_a_mask_that_is_not_heeded_differs(pretraining):
@@ -392,7 +394,7 @@ def test_a_mask_that_is_not_heeded_differs(pretraining):
         return args, {name: value for name, value in kwargs.items() if name != "attention_mask"}
 
     model.register_forward_pre_hook(drop_mask, with_kwargs=True)
-    different = [row.what for row in check_parity.compare(model, reference, batch) if not row.equal]
+    different = [row.what for row in parity.compare(model, reference, batch) if not row.equal]
     assert different[0] == "layer 0: attention"
 
 
@@ -411,26 +413,26 @@ def test_a_mask_that_is_not_heeded_differs(pretraining):
     ],
 )
 def test_a_decoders_mask_that_is_not_heeded_differs(folder, name, mask, first, tmp_path):
-    checkpoint = check_parity.read_checkpoint(str(folder(tmp_path)))
-    pair = check_parity.load_pair(checkpoint, None, name, False)
-    rows, _ = check_parity.encode([checkpoint], 0)
+    checkpoint = parity.read_checkpoint(str(folder(tmp_path)))
+    pair = parity.load_pair(checkpoint, None, name, False)
+    rows, _ = parity.encode([checkpoint], 0)
 
     def drop_mask(module, args, kwargs):
         return args, {name: value for name, value in kwargs.items() if name != mask}
 
     pair[0].register_forward_pre_hook(drop_mask, with_kwargs=True)
-    rows = check_parity.compare(*pair, check_parity.make_batch(rows, checkpoint.config))
+    rows = parity.compare(*pair, parity.make_batch(rows, checkpoint.config))
     assert next(row.what for row in rows if not row.equal) == first
 
 
 def test_a_target_is_not_its_source():
     """Else a decoder that takes its own mask or tokens for the source's would pass."""
     config = ScratchBertConfig(vocab_size=99, is_encoder_decoder=True)
-    batch = check_parity.make_batch([([5, 6], [0, 0]), ([7, 8, 9], [0, 0, 0]), ([], [])], config)
+    batch = parity.make_batch([([5, 6], [0, 0]), ([7, 8, 9], [0, 0, 0]), ([], [])], config)
     for name in ("input_ids", "attention_mask"):
         assert not torch.equal(batch[name], batch[f"decoder_{name}"])
         assert sorted(batch[name].tolist()) == sorted(batch[f"decoder_{name}"].tolist())
-    real = check_parity.real_tokens(batch)
+    real = parity.non_padding_tokens(batch)
     assert real["encoder"].sum() == 10
     assert real["decoder"].any(dim=1).tolist() == [False, True, False, False, True, False]
 
@@ -439,7 +441,7 @@ def test_what_one_side_does_not_return_is_no_match(pretraining):
     model, reference, batch = pair_and_batch(pretraining)
     model.base_model.pooler = None
     with pytest.raises(ValueError, match="Only one of the models returns pooler"):
-        check_parity.compare(model.base_model, reference.base_model, batch)
+        parity.compare(model.base_model, reference.base_model, batch)
 
 
 def test_padding_is_not_compared(pretraining):
@@ -452,20 +454,20 @@ def test_padding_is_not_compared(pretraining):
     assert padding[:, 0].any(), "a first token that is padding"
     assert padding.all(dim=1).any(), "a row that is padding throughout"
     model.base_model.encoder.blocks[-1].register_forward_hook(scramble)
-    assert all(row.equal for row in check_parity.compare(model, reference, batch))
+    assert all(row.equal for row in parity.compare(model, reference, batch))
 
 
 def test_the_reference_is_allowed_its_own_error():
     def observed(*values):
-        return check_parity.Observed("logits", "", None, [3], torch.tensor(values, dtype=torch.float64))
+        return parity.Observed("logits", "", None, [3], torch.tensor(values, dtype=torch.float64))
 
     theirs, exact = observed(1000.0, 0.0, 1.0), observed(1000.0001, 0.0, 1.0)
-    near = check_parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, exact)
+    near = parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, exact)
     assert near.equal
     assert near.limit == pytest.approx(1e-4)
     assert near.relative == pytest.approx(9e-8)
-    assert not check_parity.value_row("logits", observed(1000.00011, 0.0, 1.0), theirs, exact).equal
-    assert not check_parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, theirs).equal
+    assert not parity.value_row("logits", observed(1000.00011, 0.0, 1.0), theirs, exact).equal
+    assert not parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, theirs).equal
 
 
 # ------------------------------------------------------------------------------------------------------- what is chosen
@@ -490,7 +492,7 @@ def test_the_reference_is_allowed_its_own_error():
     ],
 )
 def test_classes_follow_the_tensors(parts, architectures, classes):
-    assert check_parity.classes_for(classes_in(False, False), parts, architectures) == classes
+    assert parity.covering_classes(classes_in(False, False), parts, architectures) == classes
 
 
 @pytest.mark.parametrize(
@@ -509,7 +511,7 @@ def test_classes_follow_the_tensors(parts, architectures, classes):
 )
 def test_classes_follow_the_configuration(is_encoder_decoder, is_decoder, parts, architectures, classes):
     known = classes_in(is_encoder_decoder, is_decoder)
-    assert check_parity.classes_for(known, parts, architectures) == classes
+    assert parity.covering_classes(known, parts, architectures) == classes
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -518,7 +520,7 @@ def test_classes_follow_the_configuration(is_encoder_decoder, is_decoder, parts,
 def one_line(capsys) -> str:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("check_parity: ")
+    assert lines[0].startswith("check_parity.py: ")
     return lines[0]
 
 
@@ -582,12 +584,13 @@ def test_refuses_two_berts_that_lack_a_tensor(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_refuses_an_unwritable_file_before_any_work(tmp_path, pretraining, capsys, option):
-    assert run(pretraining, option, tmp_path / "missing" / "file.png") == 2
+    with pytest.raises(SystemExit, match="2"):
+        run(pretraining, option, tmp_path / "missing" / "file.png")
     assert "missing" in one_line(capsys)
 
 
 def test_says_so_if_matplotlib_is_missing(tmp_path, pretraining, capsys, monkeypatch):
-    monkeypatch.setattr(check_parity.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(pretraining, "--plot", tmp_path / "drift.png") == 2
     assert "matplotlib" in one_line(capsys)
 
@@ -596,4 +599,4 @@ def test_every_class_of_the_package_is_known():
     """A head that is added later must be added to the script."""
     ours = {name.removeprefix("ScratchBert") for name in modeling_scratchbert.__all__}
     known = {name for two_halves in (True, False) for name in classes_in(two_halves, False)}
-    assert ours - {"Config", "PreTrainedModel"} == set(check_parity.LOGITS) == known
+    assert ours - {"Config", "PreTrainedModel"} == set(parity.LOGITS) == known

@@ -28,7 +28,9 @@ import modeling_scratchbert
 from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file
 from modeling_scratchbert.pretrained import NOT_IN_BERT
 
-import convert_checkpoint as script
+import convert_checkpoint
+from toolkit import conversion as script
+from toolkit.model_card import BEGIN, END
 from checkpoint_kinds import assert_same_outputs, change_config, random_two_berts
 from heads import NEEDS, ONE_HALF, OURS, TWINS, TWO_HALVES
 
@@ -290,7 +292,7 @@ def test_tensors_that_no_class_has_are_named(bert, tmp_path, capsys):
         tensors["bert.whitening.weight"] = torch.ones(3)
 
     source = bert("ForMaskedLM", edit=add, tie_word_embeddings=False)
-    assert script.main([str(source), str(tmp_path / "there")]) == 0
+    assert convert_checkpoint.main([str(source), str(tmp_path / "there")]) == 0
     told = capsys.readouterr().out
     assert "tensor bert.whitening.weight: ScratchBertForMaskedLM has no place for it" in told
     assert "tensor cls.predictions.bias: cls.predictions.decoder.bias differs" in told
@@ -495,7 +497,7 @@ def test_each_name_in_a_file_of_two_berts_has_one_of_ours():
 )
 def test_nothing_is_filled_in_at_random(name, fields, edit, says, bert, tmp_path, capsys):
     source = bert(name, fields=fields, edit=edit)
-    assert script.main([str(source), str(tmp_path / "new" / "there")]) == 2
+    assert convert_checkpoint.main([str(source), str(tmp_path / "new" / "there")]) == 2
     assert says.replace("cls.predictions.bias", "cls.predictions.decoder.bias") in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
 
@@ -525,10 +527,10 @@ def test_refused_by_its_config(fields, says, bert, tmp_path, capsys):
 def assert_refused(arguments, says, capsys):
     """One line on the screen, and exit code 2."""
     capsys.readouterr()
-    assert script.main([str(argument) for argument in arguments]) == 2
+    assert convert_checkpoint.main([str(argument) for argument in arguments]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert re.fullmatch("convert_checkpoint.py: error: [^\n]+\n", told.err), told.err
+    assert re.fullmatch("convert_checkpoint.py: [^\n]+\n", told.err), told.err
     assert says in told.err
 
 
@@ -572,7 +574,7 @@ def test_a_changed_weight_is_never_written(bert, tmp_path, monkeypatch, capsys):
 
     rewrite(source, lambda tensors: tensors["encoder.layer.1.attention.self.key.bias"][3].zero_())
     monkeypatch.setattr(script, "load_whole", load_and_change)
-    assert script.main([str(source), str(tmp_path / "there")]) == 2
+    assert convert_checkpoint.main([str(source), str(tmp_path / "there")]) == 2
     assert "encoder.layer.1.attention.self.key.bias would come out changed" in capsys.readouterr().err
     assert not (tmp_path / "there").exists()
 
@@ -580,7 +582,7 @@ def test_a_changed_weight_is_never_written(bert, tmp_path, monkeypatch, capsys):
 def test_what_bert_cannot_express_is_refused(tmp_path, tiny_config, capsys):
     source, target = tmp_path / "source", tmp_path / "back"
     modeling_scratchbert.ScratchBertModel(tiny_config(norm_first=True)).save_pretrained(source)
-    assert script.main([str(source), str(target), "--to", "bert"]) == 2
+    assert convert_checkpoint.main([str(source), str(target), "--to", "bert"]) == 2
     assert "norm_first is True" in capsys.readouterr().err
 
     config = read_config(source)
@@ -640,7 +642,7 @@ def test_an_interrupted_conversion_leaves_the_target_as_it_was(
         raise failure
 
     monkeypatch.setattr(script, "write_card", fail)
-    assert script.main([str(source), str(target), "--overwrite"]) == code
+    assert convert_checkpoint.main([str(source), str(target), "--overwrite"]) == code
     assert says in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert target.exists() == existed
@@ -833,7 +835,7 @@ def test_the_card_keeps_the_sources_own(bert, tmp_path):
         "library_name": "transformers",
         "pipeline_tag": "fill-mask",
     }
-    assert card.text.endswith(script.END + "\n" + body)
+    assert card.text.endswith(END + "\n" + body)
     assert card.text.count('("there", trust_remote_code=True)') == 2  # without it, the tokenizer asks as well
     snippet = re.search("```python\n(.+?)```", card.text, flags=re.DOTALL)[1].replace('"there"', repr(str(there)))
     opened = {}
@@ -844,8 +846,8 @@ def test_the_card_keeps_the_sources_own(bert, tmp_path):
 
     card = RepoCard((back / "README.md").read_text())
     assert card.data.tags == ["exbert"]
-    assert card.text.endswith(script.END + "\n" + body)
-    assert card.text.count(script.BEGIN) == 1
+    assert card.text.endswith(END + "\n" + body)
+    assert card.text.count(BEGIN) == 1
     assert "trust_remote_code" not in card.text
 
 
@@ -863,7 +865,7 @@ def test_a_card_without_readable_metadata(text, bert, tmp_path):
         "library_name": "transformers",
         "pipeline_tag": "feature-extraction",
     }
-    assert card.text.endswith(script.END + "\n" + (text or ""))
+    assert card.text.endswith(END + "\n" + (text or ""))
 
 
 # ------------------------------------------------------------------------------------------------ the Hub

@@ -18,7 +18,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from modeling_scratchbert import ScratchBertModel
 
 import benchmark_sentences
-import convert_checkpoint
+from toolkit import conversion
 from sentence_similarity import PARAPHRASES
 
 pytestmark = pytest.mark.ecosystem
@@ -50,7 +50,7 @@ def embeddings(model: SentenceTransformer) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def converted(minilm, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sentences") / "minilm"
-    convert_checkpoint.convert(minilm, folder)
+    conversion.convert(minilm, folder)
     return folder
 
 
@@ -143,4 +143,4 @@ def test_benchmark(minilm, capsys, monkeypatch, quiet_only_here):
     monkeypatch.setattr(SentenceTransformer, "encode", broken)
     assert benchmark_sentences.main([minilm, "--texts", "1", "--repetitions", "1"]) == 1
     assert benchmark_sentences.main(["./nowhere"]) == 2
-    assert capsys.readouterr().err == "benchmark_sentences: ./nowhere: There is no folder ./nowhere.\n"
+    assert capsys.readouterr().err == "benchmark_sentences.py: ./nowhere: There is no folder ./nowhere.\n"

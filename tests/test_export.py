@@ -2,6 +2,7 @@
 found; and CTranslate2, which reads what save_as_bert writes."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import subprocess
@@ -15,7 +16,8 @@ from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizer, Ro
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 
-import export as script
+import export
+from toolkit import exporting as script
 from heads import HEADS, NEEDS, OURS
 
 pytestmark = pytest.mark.ecosystem
@@ -65,7 +67,7 @@ def folder(tmp_path, tiny_config, randomise):
 
 
 def run(*arguments) -> int:
-    return script.main([str(argument) for argument in arguments])
+    return export.main([str(argument) for argument in arguments])
 
 
 def runtime(folder, format_name, piece="model"):
@@ -399,14 +401,14 @@ def assert_removed(out, capsys) -> str:
 
 @pytest.mark.parametrize("forgotten", ["attention_mask", "token_type_ids"])
 def test_a_graph_that_leaves_out_an_input_is_found(forgotten, one_model, tmp_path, monkeypatch, capsys):
-    forward = script.Plain.forward
+    forward = script.TensorModel.forward
 
     def forgetful(self, input_ids, attention_mask, token_type_ids):
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         given[forgotten] = torch.full_like(input_ids, forgotten == "attention_mask")
         return forward(self, **given)
 
-    monkeypatch.setattr(script.Plain, "forward", forgetful)
+    monkeypatch.setattr(script.TensorModel, "forward", forgetful)
     assert run(one_model, tmp_path / "out", "--format", "torch") == 1
     assert_removed(tmp_path / "out", capsys)
 
@@ -448,7 +450,7 @@ def assert_refused(arguments, words, capsys, out=None):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("export.py: error: ")
+    assert printed.err.startswith("export.py: ")
     for word in words:
         assert word in printed.err, printed.err
     assert out is None or not out.exists()
@@ -492,7 +494,7 @@ def test_an_exporter_that_fails(one_model, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_package_that_is_missing(format_name, missing, words, one_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None if name in missing else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
     assert_refused([one_model, tmp_path / "out", "--format", format_name], [words], capsys, tmp_path / "out")
 
 

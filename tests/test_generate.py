@@ -33,7 +33,8 @@ from modeling_scratchbert import (
 )
 
 import generate
-from generate import generate_text
+from toolkit import generation
+from toolkit.generation import generate_text
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -94,7 +95,7 @@ def folders(tmp_path_factory, tiny_config, randomise) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def opened(folders):
     """`opened[name]`: the tokenizer and the model."""
-    return {name: generate.open_generator(str(folders[name]), "auto", "cpu") for name in ("seq2seq", "causal")}
+    return {name: generation.open_generator(str(folders[name]), "auto", "cpu") for name in ("seq2seq", "causal")}
 
 
 @pytest.fixture(params=["seq2seq", "causal"])
@@ -229,15 +230,15 @@ def test_a_continuation_may_start_within_a_word():
     tokenizer = make_tokenizer()
     ids = tokenizer("The  WALK").input_ids[:-1]
     more = tokenizer.convert_tokens_to_ids(["##ing", ".", "[SEP]", "[PAD]"])
-    assert generate.decode_continued(tokenizer, "The  WALK", ids, more) == "The  WALKing."
-    assert generate.decode_continued(tokenizer, "The WALK", ids, more[1:]) == "The WALK."
+    assert generation.decode_continued(tokenizer, "The  WALK", ids, more) == "The  WALKing."
+    assert generation.decode_continued(tokenizer, "The WALK", ids, more[1:]) == "The WALK."
 
 
 def test_a_continuation_adds_no_second_space():
     tokenizer = make_tokenizer()
     ids, more = tokenizer("the ").input_ids[:-1], tokenizer.convert_tokens_to_ids(["dog", "runs"])
-    assert generate.decode_continued(tokenizer, "the ", ids, more) == "the dog runs"
-    assert generate.decode_continued(tokenizer, "the", ids, more) == "the dog runs"
+    assert generation.decode_continued(tokenizer, "the ", ids, more) == "the dog runs"
+    assert generation.decode_continued(tokenizer, "the", ids, more) == "the dog runs"
 
 
 # ------------------------------------------------------------------------------------------------ lengths and ends
@@ -267,7 +268,7 @@ def test_the_longest_output_there_is_room_for(opened, kind):
     most = POSITIONS if kind == "seq2seq" else POSITIONS - 1
     [[output]] = generate_text(model, tokenizer, ["dog"], max_new_tokens=most, min_new_tokens=most)
     assert output
-    with pytest.raises(ValueError, match=f"max_new_tokens is {most + 1}, .* {POSITIONS} positions .* {most} at most"):
+    with pytest.raises(ValueError, match=f"max_new_tokens is {most + 1}; expected at most {most}, with {POSITIONS} positions"):
         generate_text(model, tokenizer, ["dog"], max_new_tokens=most + 1)
 
 
@@ -288,7 +289,7 @@ def test_default_length(opened, kind, calls):
     ],
 )
 def test_lengths_of_the_model_and_of_the_user(folders, kind, calls, own, given, passed):
-    tokenizer, model = generate.open_generator(str(folders[kind]), "auto", "cpu")
+    tokenizer, model = generation.open_generator(str(folders[kind]), "auto", "cpu")
     model.generation_config.update(**own)
     [[output]] = generate_text(model, tokenizer, ["the dog"], **given, eos_token_id=None)
     lengths = {name: value for name, value in calls[0].items() if name.startswith("max_")}
@@ -308,7 +309,7 @@ def test_the_tokenizer_says_what_ends_an_output_if_nobody_else_does(opened, call
 
 
 def test_the_models_own_settings_hold_until_others_are_given(folders, kind):
-    tokenizer, model = generate.open_generator(str(folders[kind]), "auto", "cpu")
+    tokenizer, model = generation.open_generator(str(folders[kind]), "auto", "cpu")
     options = {"max_new_tokens": 6, "no_repeat_ngram_size": 1}
     expected = by_hand(tokenizer, model, TEXTS[0], **options)
     plain = by_hand(tokenizer, model, TEXTS[0], max_new_tokens=6, no_repeat_ngram_size=0)
@@ -319,7 +320,7 @@ def test_the_models_own_settings_hold_until_others_are_given(folders, kind):
 
 
 def test_an_option_of_the_models_own_without_effect_is_no_error(folders, kind):
-    tokenizer, model = generate.open_generator(str(folders[kind]), "auto", "cpu")
+    tokenizer, model = generation.open_generator(str(folders[kind]), "auto", "cpu")
     model.generation_config.update(temperature=0.5, length_penalty=2.0)
     assert generate_text(model, tokenizer, ["dog"], max_new_tokens=2)
     with pytest.raises(ValueError, match="top_p"):
@@ -370,13 +371,13 @@ def test_flags_reach_generate(folders, opened, calls, capsys, flags):
 
 def test_every_flag_is_tested():
     tested = {name for options in FLAGS.values() for name in options}
-    assert set(generate.FLAGS) <= tested
+    assert set(generate.DECODING_FLAGS) <= tested
 
 
 def test_every_field_of_generation_config_is_an_option_or_named_as_none():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields > generate.NO_OPTIONS
-    assert fields - generate.NO_OPTIONS == generate.OPTIONS
+    assert fields > generation.NOT_OPTIONS
+    assert fields - generation.NOT_OPTIONS == generation.OPTIONS
 
 
 def test_values_of_options():
@@ -387,7 +388,8 @@ def test_values_of_options():
         "eos_token_id=null": ("eos_token_id", None),
         'compile_config={"dynamic": true}': ("compile_config", CompileConfig(dynamic=True)),
     }.items():
-        assert generate.option(text) == value
+        args = generate.make_parser().parse_args(["model", "--option", text])
+        assert list(generate.decoding_options(args).items()) == [value]
 
 
 def test_texts_from_arguments_from_a_file_and_from_standard_input(folders, opened, kind, tmp_path, monkeypatch, capsys):
@@ -503,7 +505,7 @@ def test_a_stream_comes_in_pieces(folders, kind, capsys, monkeypatch):
 def test_a_stream_waits_for_what_the_next_words_change():
     tokenizer = make_tokenizer(clean_up_tokenization_spaces=True)
     pieces = []
-    streamer = generate.WordStreamer(lambda ids: generate.decode(tokenizer, ids), pieces.append)
+    streamer = generation.WordStreamer(lambda ids: generation.decode(tokenizer, ids), pieces.append)
     streamer.put(torch.tensor([[CLS]]))
     words = ["it", "'", "s", "a", "dog", ",", "don", "'", "t", "walk", "##ing", "##s", "the", "dog", "[SEP]"]
     for number in tokenizer.convert_tokens_to_ids(words):
@@ -517,7 +519,7 @@ def test_a_stream_waits_for_what_the_next_words_change():
 @pytest.mark.parametrize("flags", [["--num-beams", 2], ["--do-sample", "--num-return-sequences", 2]])
 def test_a_stream_is_of_one_output(folders, capsys, flags):
     assert refused(capsys, folders["seq2seq"], "dog", "--stream", *flags) == (
-        "--stream prints one output as it grows: it takes --num-beams 1 and --num-return-sequences 1"
+        "--stream prints one output while it grows; expected --num_beams 1 and --num_return_sequences 1"
     )
 
 
@@ -586,11 +588,11 @@ def test_the_assistants_positions_count_too(opened, kind, tiny_config, randomise
 def test_assistants_that_do_not_fit(folders, tmp_path, capsys):
     argv = [folders["seq2seq"], "dog", "--assistant"]
     assert refused(capsys, *argv, folders["causal"]) == (
-        f"{folders['causal']}: Of the model and its assistant one has an encoder, and the other has none."
+        f"{folders['causal']}: Either the model or its assistant has an encoder, and the other has none; expected two of a kind."
     )
     shutil.copytree(folders["seq2seq"], tmp_path, dirs_exist_ok=True)
     make_tokenizer(WORDS[::-1]).save_pretrained(tmp_path)
-    assert refused(capsys, *argv, tmp_path).startswith(f"{tmp_path}: Its vocabulary is another one than the model's")
+    assert refused(capsys, *argv, tmp_path).startswith(f"{tmp_path}: Its vocabulary differs from the model's")
     assert refused(capsys, *argv, tmp_path / "none") == f"{tmp_path / 'none'}: There is no such folder."
     assert "num_beams is 2" in refused(capsys, *argv, folders["other seq2seq"], "--num-beams", 2)
 
@@ -623,14 +625,14 @@ def test_names_the_package_where_it_takes_it(folders, capsys, monkeypatch, name)
     monkeypatch.setitem(sys.modules, "modeling_scratchbert", None)
     err = refused(capsys, folders[name], "dog")
     assert err.startswith(
-        f"{folders[name]}: No code lies beside the weights, and modeling_scratchbert is not installed"
+        f"{folders[name]}: It has no code beside the weights, and modeling_scratchbert is not installed"
     )
 
 
 def test_the_dtype(folders, opened, calls, capsys):
     models = []
     for dtype, expected in {"auto": torch.float32, "bfloat16": torch.bfloat16}.items():
-        models.append(generate.open_generator(str(folders["seq2seq"]), dtype, "cpu")[1])
+        models.append(generation.open_generator(str(folders["seq2seq"]), dtype, "cpu")[1])
         assert models[-1].dtype == expected
         assert not models[-1].training
     assert printed(capsys, folders["seq2seq"], "--dtype", "bfloat16", "--max-new-tokens", 2, "dog")
@@ -648,33 +650,31 @@ def broken(folders, tmp_path, name: str, **fields) -> Path:
 def test_refuses_an_encoder(folders, minilm, capsys):
     for source in (folders["encoder"], minilm):
         assert refused(capsys, source, "dog") == (
-            f"{source}: It is an encoder alone, which writes nothing. "
-            "ScratchBertForConditionalGeneration.from_bert(…) makes a generator that starts from its weights; that "
-            "must be trained first, and saved."
+            f"{source}: It is an encoder, which generates nothing; expected a generator. Make one of its weights with "
+            "ScratchBertForConditionalGeneration.from_bert(…), train it, and save it."
         )
 
 
 def test_refuses_a_generator_without_all_weights(folders, capsys):
     err = refused(capsys, folders["headless"], "dog")
-    assert "Weights of a generator that it lacks: 5, such as lm_head.decoder.bias. " in err
-    assert "train it" in err
+    assert "It lacks 5 weights, such as lm_head.decoder.bias, which would be random. Train it" in err
 
 
 def test_refuses_other_kinds_of_model(folders, tmp_path, capsys):
     folder = broken(folders, tmp_path, "causal", model_type="gpt2", auto_map=None)
-    assert refused(capsys, folder, "dog") == f"{folder}: It has model_type 'gpt2', and is no ScratchBert."
+    assert refused(capsys, folder, "dog") == f"{folder}: It has model_type 'gpt2'; expected a ScratchBert or a BERT."
 
 
 def test_refuses_a_folder_without_a_tokenizer(folders, kind, tmp_path, capsys):
     shutil.copytree(folders[kind], tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tokenizer*"))
-    assert refused(capsys, tmp_path, "dog").startswith(f"{tmp_path}: It has no tokenizer, neither")
+    assert refused(capsys, tmp_path, "dog").startswith(f"{tmp_path}: It has no tokenizer: neither")
 
 
 def test_refuses_what_is_no_checkpoint(tmp_path, capsys):
     assert refused(capsys, tmp_path / "none", "dog") == f"{tmp_path / 'none'}: There is no such folder."
     assert "config.json" in refused(capsys, tmp_path, "dog")
     (tmp_path / "config.json").write_text("[]")
-    assert refused(capsys, tmp_path, "dog") == f"{tmp_path}: Its config.json does not hold a JSON object."
+    assert refused(capsys, tmp_path, "dog") == f"{tmp_path}: Its config.json is not a JSON object."
 
 
 def test_refuses_a_device_that_is_not_there(folders, capsys):
@@ -687,27 +687,27 @@ def test_refuses_a_device_that_is_not_there(folders, capsys):
 # ------------------------------------------------------------------------------------------------ what it refuses
 
 REFUSALS = {
-    "--num-beams 0": "argument --num-beams: '0' is not a whole number from 1 up",
-    "--max-new-tokens many": "argument --max-new-tokens: 'many' is not a whole number from 1 up",
-    "--top-k -1": "argument --top-k: '-1' is not a whole number from 0 up",
-    "--batch-size 0": "argument --batch-size: '0' is not a whole number from 1 up",
-    "--early-stopping maybe": "argument --early-stopping: invalid choice: 'maybe'",
-    "--option top_j=3": "argument --option: there is no option 'top_j'; the closest is 'top_",
-    "--option output_scores=true": "argument --option: there is no option 'output_scores'; the closest is",
-    "--option top_k": "argument --option: 'top_k' is not of the form NAME=VALUE",
-    '--option watermarking_config={"bios":1}': "argument --option: watermarking_config: ",
-    "--option watermarking_config=3": "the value of an --option is of no use: ",
+    "--num-beams 0": "argument --num_beams: '0' is invalid; expected an integer of at least 1",
+    "--max-new-tokens many": "argument --max_new_tokens: 'many' is invalid; expected an integer of at least 1",
+    "--top-k -1": "argument --top_k: '-1' is invalid; expected an integer of at least 0",
+    "--batch-size 0": "argument --batch_size: '0' is invalid; expected an integer of at least 1",
+    "--early-stopping maybe": "argument --early_stopping: invalid choice: 'maybe'",
+    "--option top_j=3": "--option 'top_j' does not exist; the closest is 'top_",
+    "--option output_scores=true": "--option 'output_scores' does not exist; the closest is",
+    "--option top_k": "argument --option: 'top_k' is invalid; expected NAME=VALUE",
+    '--option watermarking_config={"bios":1}': "--option watermarking_config: ",
+    "--option watermarking_config=3": "the value of an --option is invalid: ",
     "--option top_k=3 --option top_k=4": "top_k is given more than once",
     "--num-beams 2 --option num_beams=2": "num_beams is given more than once",
-    "--option cache_implementation=paged": "cache_implementation 'paged' is for serving, and not for generate",
-    "--stream --jsonl": "--stream prints text as it grows, and --jsonl whole objects: give one of them",
+    "--option cache_implementation=paged": "cache_implementation is 'paged', which is for serving; expected a cache of `generate`",
+    "--stream --jsonl": "--stream and --jsonl are both given; expected one of the two",
     "--num-return-sequences 2": "MODEL: Greedy methods (do_sample != True) without beam search do not support",
     "--num-return-sequences 3 --num-beams 2": "MODEL: `num_return_sequences` (3) has to be smaller or equal to",
     "--temperature 0.5": "MODEL: GenerationConfig is invalid: - `temperature`: `do_sample` is not set to `True`.",
     "--length-penalty 2": "MODEL: GenerationConfig is invalid: - `length_penalty`: `num_beams` is set to None.",
     "--do-sample --temperature 0": "MODEL: `temperature` (=0.0) has to be a strictly positive float",
-    "--max-new-tokens 25": "MODEL: max_new_tokens is 25, and with 24 positions it can be 24 at most.",
-    "--max-new-tokens 3 --min-new-tokens 4": "MODEL: min_new_tokens is 4, and max_new_tokens 3.",
+    "--max-new-tokens 25": "MODEL: max_new_tokens is 25; expected at most 24, with 24 positions.",
+    "--max-new-tokens 3 --min-new-tokens 4": "MODEL: min_new_tokens is 4; expected at most max_new_tokens, 3.",
     "--option max_length=99": "MODEL: max_length is 99, of which the prompt takes 1, and max_position_embeddings is 24",
     "--nothing": "unrecognized arguments: --nothing",
 }
@@ -720,8 +720,8 @@ def test_refuses_in_one_line(folders, capsys, flags):
 
 
 def test_usage(tmp_path, capsys):
-    assert refused(capsys).startswith("the following arguments are required: MODEL (generate.py --help lists")
-    assert refused(capsys, tmp_path, "dog", "--file", "x").startswith("texts are given as arguments and in --file")
+    assert refused(capsys) == "the following arguments are required: MODEL"
+    assert refused(capsys, tmp_path, "dog", "--file", "x").startswith("texts are given both as arguments and in --file")
 
 
 def test_the_help_is_the_docstring(capsys):
@@ -730,7 +730,7 @@ def test_the_help_is_the_docstring(capsys):
     out = capsys.readouterr().out
     assert stopped.value.code == 0
     assert generate.__doc__.strip() in out
-    assert all(f"--{name.replace('_', '-')}" in out for name in generate.FLAGS)
+    assert all(f"--{name}" in out for name in generate.DECODING_FLAGS)
 
 
 def test_files_that_cannot_be_read_are_told_before_the_model_is_opened(tmp_path, capsys):
@@ -752,7 +752,7 @@ def test_standard_input_that_is_not_utf8(folders, monkeypatch, capsys):
 
 def test_standard_input_that_is_closed(folders, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
-    assert refused(capsys, folders["seq2seq"]).startswith("there is no text: give some as arguments")
+    assert refused(capsys, folders["seq2seq"]).startswith("there is no text; expected some as arguments")
 
 
 def test_remarks_on_texts_that_are_cut(folders, capsys, monkeypatch):

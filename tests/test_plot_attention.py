@@ -22,8 +22,10 @@ from modeling_scratchbert import (
 )
 
 import plot_attention
-from check_parity import shortened
-from plot_attention import Attention, attention, draw, open_model, save
+from toolkit import attention_plot
+from toolkit.attention_plot import Attention, attention, draw, save
+from toolkit.attention_plot import open_for_attention as open_model
+from toolkit.cli import shortened
 from test_generate import CLS, PAD, SEP, make_tokenizer
 
 SENTENCE = "the dog sees a cat walking ."
@@ -276,8 +278,8 @@ def test_nothing_is_cut_off_and_no_label_runs_into_another(made_up, layers, head
 
 
 def test_letters_that_no_font_has_are_remarked_on_in_a_png_alone(folders, tmp_path, capsys, monkeypatch):
-    real = plot_attention.draw
-    monkeypatch.setattr(plot_attention, "draw", lambda *args: real(*args[:-1], title="\u4e2d"))
+    real = attention_plot.draw
+    monkeypatch.setattr(attention_plot, "draw", lambda *args: real(*args[:-1], title="\u4e2d"))
     for name, remark in (("a.svg", ""), ("a.png", "plot_attention.py: no font here has some of the letters")):
         assert plot_attention.main([folders["bert"], SENTENCE, "--output", str(tmp_path / name)]) == 0
         out, err = capsys.readouterr()
@@ -342,22 +344,22 @@ def test_a_picture_is_written_whole_or_not_at_all(folders, tmp_path, capsys, mon
 def test_a_png_that_would_be_too_large_is_refused_and_an_svg_is_not(made_up, tmp_path, monkeypatch):
     figure = draw(made_up(2, 2, TOKENS))
     width, height = (round(144 * side) for side in figure.get_size_inches())
-    monkeypatch.setattr(plot_attention, "MAX_PIXELS", width * height - 1)
+    monkeypatch.setattr(attention_plot, "MAX_PIXELS", width * height - 1)
     with pytest.raises(ValueError, match=f"{width:,} × {height:,} pixels is too large: .*--layers") as refusal:
         save(figure, tmp_path / "a.png")
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
     save(figure, tmp_path / "a.svg")
-    monkeypatch.setattr(plot_attention, "MAX_PIXELS", width * height)
+    monkeypatch.setattr(attention_plot, "MAX_PIXELS", width * height)
     save(figure, tmp_path / "a.png")
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_largest_picture_has_the_heads_of_bert_base_and_the_most_tokens():
-    tokens = ["##ation"] * plot_attention.MAX_TOKENS
-    layout = plot_attention.Layout.of(12, 12, tokens, tokens, "a title")
+    tokens = ["##ation"] * 48
+    layout = attention_plot.Layout.of(12, 12, tokens, tokens, "a title")
     pixels = layout.width * layout.height * (144 / 72) ** 2
-    assert 0.9 * plot_attention.MAX_PIXELS < pixels < plot_attention.MAX_PIXELS
+    assert 0.9 * attention_plot.MAX_PIXELS < pixels < attention_plot.MAX_PIXELS
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

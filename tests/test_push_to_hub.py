@@ -21,6 +21,7 @@ import modeling_scratchbert
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 import push_to_hub
+from toolkit import publish
 from checkpoint_kinds import random_scratchbert
 from heads import OURS, inputs_for
 from hub_server import serving, use
@@ -230,7 +231,7 @@ def push(folder, capsys):
 def assert_one_line(result, *parts) -> None:
     code, _, err = result
     assert code == 2
-    assert err.startswith("push_to_hub.py: error: ")
+    assert err.startswith("push_to_hub.py: ")
     assert err.count("\n") == 1
     for part in parts:
         assert part in err
@@ -311,7 +312,7 @@ def test_a_server_that_repeats_the_token_is_not_quoted(hub, push, monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError(f"LFS batch API returned errors:\nno such token as {TOKEN}")
 
-    monkeypatch.setattr(push_to_hub.HfApi, "create_commit", refuse)
+    monkeypatch.setattr(publish.HfApi, "create_commit", refuse)
     assert_one_line(push(), "no such token as …")
 
 
@@ -342,14 +343,14 @@ def test_a_push_that_breaks_off_leaves_all_as_it_was(hub, folder, push, where):
 
 def test_an_answer_that_is_lost_does_no_harm(hub, push):
     """The commit has been made and the client does not hear of it."""
-    answer = push_to_hub.HfApi.create_commit
+    answer = publish.HfApi.create_commit
 
     def lose(*args, **kwargs):
         answer(*args, **kwargs)
-        raise push_to_hub.HTTPError("Server disconnected without sending a response.")
+        raise publish.HTTPError("Server disconnected without sending a response.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push_to_hub.HfApi, "create_commit", lose)
+        patch.setattr(publish.HfApi, "create_commit", lose)
         assert_one_line(push(), "run it again")
     commits = len(hub.repositories["ada/m"].commits)
     assert push()[1].endswith("ada/m has all of it already\n")

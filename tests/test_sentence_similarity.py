@@ -49,7 +49,7 @@ def test_a_folder_without_code_does_not_pass_for_one_with(tmp_path):
     done = run(tmp_path, MINILM, "--without-package")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"sentence_similarity: {MINILM}: BertModel comes from transformers.models.bert.modeling_bert, not from code "
+        f"sentence_similarity.py: {MINILM}: BertModel comes from transformers.models.bert.modeling_bert, not from code "
         "beside the weights."
     ]
 
@@ -99,7 +99,7 @@ def test_random_weights_do_not_make_sense(tmp_path, capsys):
 
 def test_refuses_a_folder_that_is_not_there(tmp_path, capsys):
     assert sentence_similarity.main([str(tmp_path / "missing")]) == 2
-    assert capsys.readouterr().err == f"sentence_similarity: {tmp_path / 'missing'}: There is no such folder.\n"
+    assert capsys.readouterr().err == f"sentence_similarity.py: {tmp_path / 'missing'}: There is no such folder.\n"
 
 
 def test_refuses_a_folder_without_a_tokenizer(tmp_path, capsys):

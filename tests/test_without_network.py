@@ -25,7 +25,7 @@ import question_answering
 import sentence_similarity
 from checkpoint_kinds import random_scratchbert
 from hub_server import serving, use
-from sources import check_source, has_tokenizer
+from toolkit.hub import check_source, has_tokenizer
 
 # The scripts quieten their whole process.
 pytestmark = [pytest.mark.ecosystem, pytest.mark.usefixtures("quiet_only_here")]

@@ -151,8 +151,8 @@ def line(row: dict) -> str:
 
 def linearity_line(row: dict) -> str:
     return (
-        f"{row['series']:9} {row['sequences']:4} sequences, fill rate {row['fill']:4.0%}, {row['real_tokens']:6} tokens "
-        f"{1000 * row['seconds']:8.1f} ms, lower bound {1000 * row['floor']:8.1f} ms"
+        f"{row['series']:9} {row['sequences']:4} sequences, fill rate {row['fill']:4.0%}, "
+        f"{row['real_tokens']:6} tokens {1000 * row['seconds']:8.1f} ms, lower bound {1000 * row['floor']:8.1f} ms"
     )
 
 
