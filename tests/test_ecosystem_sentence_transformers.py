@@ -68,7 +68,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def test_the_folder_alone_gives_the_embeddings_of_the_original(converted, original, tmp_path):
     target = tmp_path / "embeddings.json"
-    scripts = str(Path(convert_checkpoint.__file__).parent)
+    scripts = str(Path(benchmark_sentences.__file__).parent)
     environment = {"PYTHONPATH": scripts, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", ALONE, converted, target], input=json.dumps(TEXTS), text=True, capture_output=True,

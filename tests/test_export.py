@@ -370,7 +370,7 @@ def test_a_wrong_export_is_found(wrong, compare):
     found = compare(WRONG[wrong])
     assert not found.agrees
     assert found.shapes == ["1×1", "1×9", "2×5", "5×12", "5×16 left", "1×40"]
-    assert found.complaint == ("5×12: five rows are too many" if wrong == "a runtime's complaint" else None)
+    assert found.error == ("5×12: five rows are too many" if wrong == "a runtime's complaint" else None)
     assert math.isnan(found.largest) == (wrong == "not a number")
     wrong_cells = [number for row in found.differences.values() for number in row if not number <= script.TOLERANCE]
     only = {"one output": 6, "one batch": 1, "one number": 1, "a runtime's complaint": 4}
@@ -395,7 +395,7 @@ def assert_removed(out, capsys) -> str:
     assert list(out.parent.iterdir()) == []
     printed = capsys.readouterr()
     assert len(printed.err.splitlines()) == 1
-    assert "would compute something else than" in printed.err
+    assert "would differ from" in printed.err
     return printed.out
 
 
@@ -488,9 +488,9 @@ def test_an_exporter_that_fails(one_model, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("format_name", "missing", "words"),
     [
-        ("onnx", {"onnxruntime"}, "needs onnxruntime, which is not installed: pip install onnxruntime"),
-        ("onnx", {"onnx", "onnxscript"}, "which are not installed: pip install onnx onnxscript"),
-        ("openvino", {"openvino"}, "pip install openvino"),
+        ("onnx", {"onnxruntime"}, 'onnxruntime is not installed; pip install "scratchbert[bench]"'),
+        ("onnx", {"onnx", "onnxscript"}, 'onnx and onnxscript are not installed; pip install "scratchbert[bench]"'),
+        ("openvino", {"openvino"}, 'pip install "scratchbert[bench]"'),
     ],
 )
 def test_a_package_that_is_missing(format_name, missing, words, one_model, tmp_path, monkeypatch, capsys):
@@ -501,7 +501,7 @@ def test_a_package_that_is_missing(format_name, missing, words, one_model, tmp_p
 def test_a_target_in_use(one_model, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     assert_refused([one_model, tmp_path / "file", "--format", "torch"], ["is a file"], capsys)
-    assert_refused([one_model, one_model / "onnx", "--format", "torch"], ["side by side"], capsys)
+    assert_refused([one_model, one_model / "onnx", "--format", "torch"], ["overlap"], capsys)
     with pytest.raises(SystemExit) as stopped:
         run(one_model, tmp_path / "out", "--format", "tflite")
     assert stopped.value.code == 2

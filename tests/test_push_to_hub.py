@@ -378,9 +378,9 @@ def test_a_push_that_came_between_is_not_overwritten(hub, folder, push):
     [
         (WRONG, "ada/m", ["does not accept the token (401)", "/settings/tokens", "HF_TOKEN"]),
         (WRONG, "ada/there", ["does not accept the token (401)"]),
-        (READER, "ada/m", ["may not write to ada/m (403)", "--pull-request"]),
+        (READER, "ada/m", ["may not write to ada/m (403)", "--pull_request"]),
         (READER, "ada/there", ["may not write to ada/there (403)"]),
-        (None, "ada/m", ["there is no token", "hf auth login", "HF_TOKEN"]),
+        (None, "ada/m", ["There is no token", "hf auth login", "HF_TOKEN"]),
     ],
 )
 def test_a_token_that_will_not_do(hub, push, monkeypatch, token, repo, parts):
@@ -429,7 +429,7 @@ def test_bad_usage(hub, folder, push):
     (folder / "config.json").unlink()
     assert_one_line(push(), "no config.json")
     shutil.rmtree(folder)
-    assert_one_line(push(), "is no folder")
+    assert_one_line(push(), "is not a folder")
 
 
 # --- where it goes

@@ -1,0 +1,79 @@
+"""The console script `scratchbert`: lists the commands, and runs the file of one.
+
+`scratchbert NAME …` runs the very file that `python scripts/NAME.py …` runs. In an installation this folder is
+`scratchbert_commands/scripts`, beside `scratchbert_commands/configuration`.
+"""
+
+import ast
+import difflib
+import runpy
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent
+
+USAGE = """\
+usage: scratchbert COMMAND [--FLAG VALUE …]
+       scratchbert COMMAND --help
+       scratchbert --path COMMAND|FILE
+
+--path prints where a command or a shipped file is, such as configuration/two_process.yaml:
+accelerate launch "$(scratchbert --path finetune_classification)" …
+
+commands:"""
+
+
+def command_files() -> dict[str, Path]:
+    """The file of each command, by its name."""
+    return {path.stem: path for path in sorted(SCRIPTS.glob("*.py")) if path.name != "__main__.py"}
+
+
+def summary(path: Path) -> str:
+    """The first line of a command's docstring. The file is not imported."""
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).partition("\n")[0]
+
+
+def listing() -> str:
+    """The usage, and the commands with a line each."""
+    return "\n".join([USAGE, *(f"  {name:30}{summary(path)}" for name, path in command_files().items())])
+
+
+def locate(name: str) -> Path | None:
+    """The file of a command, or a file or folder that this project ships; None if there is neither."""
+    path = command_files().get(name, SCRIPTS.parent / name)
+    return path if path.exists() and path.is_relative_to(SCRIPTS.parent) else None
+
+
+def fail(message: str) -> int:
+    print(f"scratchbert: {message}", file=sys.stderr)
+    return 2
+
+
+def main() -> int:
+    """Runs a command. Returns the exit code, unless the command exits itself."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(listing())
+        return 0
+    name, *rest = arguments
+    if name == "--path":
+        if len(rest) != 1:
+            return fail("--path has no name; expected one command or shipped file")
+        path = locate(rest[0])
+        if path is None:
+            return fail(f"--path is {rest[0]}; expected a command or a shipped file")
+        print(path)
+        return 0
+    commands = command_files()
+    if name not in commands:
+        closest = difflib.get_close_matches(name, commands, n=1, cutoff=0)[0]
+        return fail(f"there is no command {name!r}; the closest is {closest!r}. `scratchbert` lists the commands.")
+    # As for `python scripts/NAME.py`: the folder of the file is where its imports are found.
+    sys.path.insert(0, str(SCRIPTS))
+    sys.argv = [str(commands[name]), *rest]
+    runpy.run_path(str(commands[name]), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
