@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import finetune_classification
-from training import Training
+from toolkit.training.loop import Training
 
 
 def main(argv: list[str]) -> int:

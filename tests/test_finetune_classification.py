@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from transformers import BertForSequenceClassification
 
-from finetune_classification import Classification, ClassificationSettings, label_name, main
+from finetune_classification import main
+from toolkit.training.classification import Classification, label_name
+from toolkit.training.settings import ClassificationSettings
 from finetuning import ROOT, assert_one_line, make_task, save_tiny
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]

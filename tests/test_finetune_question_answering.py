@@ -10,17 +10,12 @@ from transformers import AutoTokenizer, BertForQuestionAnswering
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 
 import finetune_question_answering as script
-from finetune_question_answering import (
-    QuestionAnswering,
-    QuestionAnsweringSettings,
-    answers_of,
-    best_threshold,
-    ids_of,
-    main,
-)
+from finetune_question_answering import main
 from finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
-from question_answering import Answer, answer
-from training_metrics import compute
+from toolkit.spans import Answer, answer
+from toolkit.training.metrics import compute
+from toolkit.training.question_answering import QuestionAnswering, answers_of, best_threshold, ids_of
+from toolkit.training.settings import QuestionAnsweringSettings
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 

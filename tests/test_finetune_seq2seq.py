@@ -22,9 +22,10 @@ from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBer
 import cmudict_pairs
 import finetune_seq2seq
 import train_tokenizer
-from finetune_seq2seq import METRICS, Seq2Seq, Seq2SeqSettings, items
-from generate import generate_text
-from training_settings import parse
+from finetuning import read_settings
+from toolkit.generation import generate_text
+from toolkit.training.seq2seq import Seq2Seq, items
+from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
@@ -209,7 +210,7 @@ def test_a_configuration_file_and_overrides_make_a_model_of_random_weights(make_
 def test_the_recipe_is_of_the_model_that_its_comment_says(folder, make_task, monkeypatch):
     """Pre-norm, 3 + 3 blocks of 256: with the dictionary's 98 tokens 5.6 million parameters."""
     monkeypatch.chdir(RECIPE.parents[2])
-    recipe = parse(Seq2SeqSettings, "", [str(RECIPE), "--output", "nowhere"])
+    recipe = read_settings(Seq2SeqSettings, [str(RECIPE), "--output", "nowhere"])
     chosen = ("config_file", "config_overrides", "max_length", "max_target_length", "num_beams", "metrics")
     task = make_task(**{name: getattr(recipe, name) for name in chosen})
     config = task.model.config
@@ -250,7 +251,7 @@ def test_metrics_of_known_outputs(metrics, expected, make_task, folder, monkeypa
     monkeypatch.setattr(task, "generate", generate)
     found = task.evaluate(task.model, "validation")
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert set(found) == {value for name in [*metrics, "loss"] for value in METRICS[name]}
+    assert set(found) == {value for name in [*metrics, "loss"] for value in SEQ2SEQ_METRICS[name]}
 
 
 def test_the_loss_of_an_evaluation_is_a_labels_mean_without_smoothing_whatever_the_batches(make_task, folder):

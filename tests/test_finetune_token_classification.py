@@ -11,18 +11,12 @@ from datasets import Dataset
 from transformers import AutoModelForTokenClassification, AutoTokenizer, BertForTokenClassification, pipeline
 
 import finetune_token_classification as script
-from finetune_token_classification import (
-    TokenClassification,
-    TokenClassificationSettings,
-    check_iob2,
-    iob_tags,
-    list_of,
-    main,
-    windows,
-)
+from finetune_token_classification import main
 from finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
-from training_data import unpadded
-from training_labels import class_weights
+from toolkit.training.batches import unpadded
+from toolkit.training.labels import class_weights
+from toolkit.training.settings import TokenClassificationSettings
+from toolkit.training.token_classification import TokenClassification, check_iob2, iob_tags, list_of, windows
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 

@@ -588,7 +588,8 @@ def test_the_assistants_positions_count_too(opened, kind, tiny_config, randomise
 def test_assistants_that_do_not_fit(folders, tmp_path, capsys):
     argv = [folders["seq2seq"], "dog", "--assistant"]
     assert refused(capsys, *argv, folders["causal"]) == (
-        f"{folders['causal']}: Either the model or its assistant has an encoder, and the other has none; expected two of a kind."
+        f"{folders['causal']}: Either the model or its assistant has an encoder, and the other has none; expected two "
+        "of a kind."
     )
     shutil.copytree(folders["seq2seq"], tmp_path, dirs_exist_ok=True)
     make_tokenizer(WORDS[::-1]).save_pretrained(tmp_path)

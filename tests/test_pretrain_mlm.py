@@ -17,7 +17,8 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Bert
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 import pretrain_mlm
-from pretrain_mlm import Masking, Pretraining, PretrainingSettings, generator_of, pack, sentence_pairs, split_sentences
+from toolkit.training.masked_lm import Masking, Pretraining, generator_of, pack, sentence_pairs, split_sentences
+from toolkit.training.settings import PretrainingSettings
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 

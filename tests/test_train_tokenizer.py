@@ -14,6 +14,8 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 import train_tokenizer
 from finetuning import assert_one_line
+from toolkit.training import wordpiece
+from toolkit.training.rows import Source
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
@@ -280,7 +282,7 @@ def test_few_texts_are_measured_on_themselves(tmp_path, capsys):
 
 def test_texts_are_never_all_in_memory(trained, monkeypatch):
     """Of each pass, no row is asked for before those in front of it are through."""
-    corpus = train_tokenizer.Corpus(train_tokenizer.Source(files=[REVIEWS]), None, "stop", 100)
+    corpus = wordpiece.Corpus(Source(files=[REVIEWS]), None, "stop", 100, print)
     texts = corpus.to_train_on()
     monkeypatch.setattr(train_tokenizer, "text_of", lambda row, column: pytest.fail("read ahead"))
     with pytest.raises(pytest.fail.Exception, match="read ahead"):
@@ -353,7 +355,7 @@ def test_an_interrupted_run_leaves_nothing(error, tmp_path, monkeypatch, capsys)
 
 def test_an_error_while_the_library_trains_is_told(tmp_path, monkeypatch, capsys):
     """A file that changes under it."""
-    text, trainer = write(tmp_path / "text.txt", "a b\n"), train_tokenizer.WordPieceTrainer
+    text, trainer = write(tmp_path / "text.txt", "a b\n"), wordpiece.WordPieceTrainer
 
     def change_and_train(**options):
         text.write_bytes(b"\xff\n")

@@ -23,12 +23,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertModel
 
 import finetune_classification
-import training
 from comparison import assert_same_gradients
-from finetune_classification import Classification, ClassificationSettings
-from finetuning import assert_one_line
-from training_optimizer import parameter_groups
-from training_settings import parse
+from finetuning import assert_one_line, read_settings
+from toolkit import publish
+from toolkit.training import loop as training
+from toolkit.training.classification import Classification
+from toolkit.training.optimizer import parameter_groups
+from toolkit.training.settings import ClassificationSettings
 
 ROOT = Path(__file__).parent.parent
 REVIEWS = Path(__file__).parent / "data" / "movie_reviews.csv"
@@ -84,7 +85,7 @@ def make_training(arguments, tmp_path):
     """Makes a `Training` that has not begun."""
 
     def make(task_class=Classification, **flags):
-        settings = parse(ClassificationSettings, "", arguments(**flags))
+        settings = read_settings(ClassificationSettings, arguments(**flags))
         output = training.prepare_output(settings)
         return training.Training(task_class(settings, training.make_accelerator(settings)), output)
 
@@ -115,13 +116,13 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, arguments):
         "model: a\noutput: b\ntrain_file: [x.csv, y.csv]\nbatch_size: 4\nlearning_rate: 1e-4\nresume: true\nseed: 3\n"
         "freeze: null\n"
     )
-    settings = parse(ClassificationSettings, "", [str(recipe), "--batch_size", "8", "--problem", "regression"])
+    settings = read_settings(ClassificationSettings, [str(recipe), "--batch_size", "8", "--problem", "regression"])
     assert (settings.train_file, settings.batch_size, settings.seed) == (["x.csv", "y.csv"], 8, 3)
     assert (settings.learning_rate, settings.resume, settings.freeze) == (1e-4, True, None)
     assert settings.problem == "regression"
     # What is written of a run is a recipe that says the same.
     recipe.write_text(training.recipe_of(settings))
-    assert parse(ClassificationSettings, "", [str(recipe)]) == settings
+    assert read_settings(ClassificationSettings, [str(recipe)]) == settings
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_recipes_that_are_none(text, tmp_path, capsys):
     if text is not None:
         recipe.write_text(text)
     with pytest.raises(SystemExit) as exit:
-        parse(ClassificationSettings, "", [str(recipe)])
+        read_settings(ClassificationSettings, [str(recipe)])
     line = capsys.readouterr().err
     assert exit.value.code == 2
     assert str(recipe) in line
@@ -363,7 +364,7 @@ def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
         return "https://huggingface.co/me/reviews", True
 
     monkeypatch.setattr(training, "get_token", lambda: "hf_x")
-    monkeypatch.setattr(training.push_to_hub, "push", push)
+    monkeypatch.setattr(publish, "push", push)
     assert finetune_classification.main(arguments("pushed", **flags)) == 0
     files, *others = calls[0]
     assert others == ["me/reviews", True]

@@ -1,4 +1,4 @@
-"""`scripts/training_data.py`: rows and their places, bad rows, batches that cover every row, padded and flattened."""
+"""`toolkit.training.rows and toolkit.training.batches`: rows and their places, bad rows, batches that cover every row, padded and flattened."""
 
 import csv
 import io
@@ -22,14 +22,11 @@ from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
 
-import training_data
-from training_data import (
+from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
+from toolkit.training.rows import (
     BadRow,
-    LengthGroupedBatches,
-    PadOrFlatten,
     Source,
     columns_of,
-    evaluation_batches,
     find_column,
     load_rows,
     read_rows,

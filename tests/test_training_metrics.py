@@ -1,4 +1,4 @@
-"""scripts/training_metrics.py and the modules in scripts/metrics: values worked out by hand, and what is refused."""
+"""toolkit.training.metrics and the modules in scripts/metrics: values worked out by hand, and what is refused."""
 
 import math
 import os
@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import training_metrics
-from training_metrics import compute
+from toolkit.training import metrics as training_metrics
+from toolkit.training.metrics import compute
 
 pytestmark = pytest.mark.training
 
-SCRIPTS = Path(training_metrics.__file__).parent
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 # One input, right in half of its items or so, for each metric.
 EXAMPLES = {

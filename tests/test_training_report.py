@@ -1,4 +1,4 @@
-"""scripts/training_report.py: the files that a run leaves say what happened, and nothing that is private."""
+"""toolkit.training.report and toolkit.model_card: the files that a run leaves say what happened, and nothing that is private."""
 
 import json
 import math
@@ -16,8 +16,11 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 import modeling_scratchbert
 
-import training_report
-from training_report import plot_curves, public, shown, smoothed, write_card, write_metrics
+from toolkit import model_card
+from toolkit.model_card import public, shown
+from toolkit.model_card import write_training_card as write_card
+from toolkit.training import report as training_report
+from toolkit.training.report import plot_curves, smoothed, write_metrics
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
@@ -126,9 +129,9 @@ def test_files_and_folders_are_no_hub_ids(card, tmp_path, monkeypatch):
     for base, name in (("models/mine", "models/mine"), ("/home/jane/mine", "mine"), ("~/mine", "mine")):
         found = card(base_model=base, dataset=files, dataset_on_hub=False)
         assert not {"base_model", "datasets"} & set(found.data.to_dict())
-        assert f"weights of `{name}` and was trained on `reviews.csv, data/more.csv`" in found.text
+        assert f"trained on `reviews.csv, data/more.csv` from the weights of `{name}`" in found.text
         assert found.data.eval_results[0].dataset_type == "reviews.csv, data/more.csv"
-    assert "began at random weights" in card(base_model=None).text
+    assert "from random weights" in card(base_model=None).text
 
 
 def test_an_undefined_metric_is_told_and_kept_from_the_hub(card):
@@ -156,7 +159,7 @@ def test_a_folder_may_have_another_name_than_the_model(card):
 def test_the_card_says_how_long_with_what_and_where(card):
     text = card().text
     assert "1,500 steps, 2.25 epochs" in text
-    assert "2,000 real tokens a second" in text
+    assert "2,000 non-padding tokens per second" in text
     assert "processes: 1" in text
     assert f"torch {torch.__version__}" in text
     assert rows(text, "setting | value") == [["learning_rate", "2e-05"], ["num_train_epochs", "3"]]
@@ -224,7 +227,7 @@ def run_code(text: str, folder, monkeypatch) -> dict:
     return names
 
 
-@pytest.mark.parametrize("short", sorted(training_report.EXAMPLES))
+@pytest.mark.parametrize("short", sorted(model_card.EXAMPLES))
 def test_the_code_of_the_card_runs(short, card, words, tiny_config, tmp_path, monkeypatch, capsys):
     name = f"ScratchBert{short}"
     seq2seq = {"is_encoder_decoder": True, "decoder_start_token_id": 2, "eos_token_id": 3}
@@ -254,7 +257,7 @@ def test_a_twin_needs_no_code_from_the_folder(card, words, tmp_path, monkeypatch
 
 
 def test_a_class_that_no_script_trains_is_refused(card):
-    with pytest.raises(ValueError, match="model_class is ScratchBertModel; the card knows how to use ForSequence"):
+    with pytest.raises(ValueError, match="model_class is ScratchBertModel; expected one of ForSequence"):
         card(model_class="ScratchBertModel")
 
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
 from toolkit.checkpoint import weights_among
 from toolkit.files import read_json
-from toolkit.model_card import published_card
+from toolkit.model_card import published_card, shown
+from toolkit.training.settings import with_paths
 
 SECRET = "it looks like a secret"
 
@@ -144,6 +146,8 @@ def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
     check_opens(folder, listing)
     architecture = (fields_of(folder).get("architectures") or ["Model"])[0]
     listing.files["README.md"] = published_card(folder, repo, architecture, parity).encode()
+    if "recipe.yaml" in listing.files:
+        listing.files["recipe.yaml"] = public_recipe(folder / "recipe.yaml").encode()
     token = get_token()
     for name, content in list(listing.files.items()):
         if (line := line_of_secret(content, token)) is None:
@@ -154,6 +158,19 @@ def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
         del listing.files[name]
     check_opens(folder, listing)
     return listing
+
+
+def public_recipe(path: Path) -> str:
+    """A training run's recipe without absolute paths: their last part is left.
+
+    Raises:
+        ValueError: it is not YAML.
+    """
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    return yaml.safe_dump(with_paths(recipe, lambda value, _: shown(value)), sort_keys=False, allow_unicode=True)
 
 
 def why_left(name: str, path: Path) -> str | None:

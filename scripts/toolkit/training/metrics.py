@@ -1,10 +1,10 @@
-"""What a model's predictions are worth: metrics computed by `evaluate`, from the modules in metrics/, without network.
+"""Metrics, computed by `evaluate` from the modules in scripts/metrics/, without a network.
 
     compute(["accuracy", "f1"], [0, 1, 2], [0, 1, 1], average="macro")     {"accuracy": 0.67, "f1": 0.56}
 
-What each metric takes and returns stands in its module, metrics/NAME/NAME.py, which `evaluate.load` takes by its path
-as well. Keys have no prefix, values are plain floats on the scale that is usual for the metric: 0 to 100 for sacrebleu
-and squad, else 0 to 1.
+The inputs and values of each metric are documented in its module, metrics/NAME/NAME.py, which `evaluate.load` can open
+by its path as well. Keys have no prefix; values are floats on the usual scale: 0 to 100 for sacrebleu and squad, else 0
+to 1.
 """
 
 import inspect
@@ -14,48 +14,45 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from toolkit.cli import require
 from toolkit.files import ROOT
 
 FOLDER = ROOT / "scripts" / "metrics"
 
-# Each metric, and what pip calls the packages that it needs.
+# The libraries that each metric requires.
 METRICS = {
-    "accuracy": "evaluate scikit-learn",
-    "correlation": "evaluate scipy",
-    "error_rate": "evaluate rapidfuzz",
-    "f1": "evaluate scikit-learn",
-    "matthews_correlation": "evaluate scikit-learn",
-    "mean_squared_error": "evaluate scikit-learn",
-    "rouge": "evaluate rouge-score",
-    "sacrebleu": "evaluate sacrebleu",
-    "seqeval": "evaluate seqeval",
-    "squad": "evaluate",
+    "accuracy": ("evaluate", "sklearn"),
+    "correlation": ("evaluate", "scipy"),
+    "error_rate": ("evaluate", "rapidfuzz"),
+    "f1": ("evaluate", "sklearn"),
+    "matthews_correlation": ("evaluate", "sklearn"),
+    "mean_squared_error": ("evaluate", "sklearn"),
+    "rouge": ("evaluate", "rouge_score"),
+    "sacrebleu": ("evaluate", "sacrebleu"),
+    "seqeval": ("evaluate", "seqeval"),
+    "squad": ("evaluate",),
 }
 OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
 
 
 def load(name: str):
-    """The `evaluate.Metric` of this name. Called before training, it finds a metric that cannot be computed after.
+    """The `evaluate.Metric` of this name. Tasks call it before the training, so that a missing library is found then.
 
-    evaluate copies the module, a few kB, to HF_MODULES_CACHE, under a lock and a hash of what it says. Nothing else is
+    evaluate copies the module, a few kB, to HF_MODULES_CACHE, under a lock and a hash of its content. Nothing else is
     written: processes that compute metrics at the same time share no file.
 
     Raises:
-        ValueError: There is no such metric.
-        ImportError: A package that it needs is not installed; the message says how to install it.
+        ValueError: there is no such metric.
+        CommandError: a library is not installed; the message says how to install it.
     """
     if name not in METRICS:
-        raise ValueError(f"there is no metric {name!r}; there are {', '.join(METRICS)}")
-    try:
-        import evaluate  # here, because it takes a second or more, which --help need not wait for
+        raise ValueError(f"there is no metric {name!r}; expected one of {', '.join(METRICS)}")
+    require(*METRICS[name])
+    import evaluate
 
-        # evaluate makes a folder even for a metric that keeps all in memory.
-        with tempfile.TemporaryDirectory() as folder:
-            return evaluate.load(str(FOLDER / name), keep_in_memory=True, cache_dir=folder)
-    except ImportError as error:
-        raise ImportError(
-            f"the metric {name} needs packages that cannot be imported: pip install {METRICS[name]}"
-        ) from error
+    # evaluate makes a folder even for a metric that keeps everything in memory.
+    with tempfile.TemporaryDirectory() as folder:
+        return evaluate.load(str(FOLDER / name), keep_in_memory=True, cache_dir=folder)
 
 
 def compute(names: str | Sequence[str], predictions: Sequence, references: Sequence, **options) -> dict[str, float]:

@@ -1,25 +1,26 @@
-"""What is trained, and how fast: freezing, LoRA, and AdamW's groups of parameters."""
+"""What is trained, and how fast: freezing, LoRA, AdamW's parameter groups, and the schedule of the learning rate."""
 
 import re
 import warnings
 
 import torch
 from torch import nn
+from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-# Block 3 is `encoder.blocks.3` here and `encoder.layer.3` in BertModel.
+# Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 
 
 def depth(name: str, blocks: int) -> int:
-    """How far from the embeddings, 0, a parameter stands; what stands above the blocks is at `blocks + 1`."""
+    """The depth of a parameter: 0 in the embeddings, `blocks + 1` above the blocks."""
     if found := BLOCK.search(name):
         return int(found[1]) + 1
     return 0 if "embeddings." in name else blocks + 1
 
 
 def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float, layer_decay: float) -> list[dict]:
-    """AdamW's groups: no decay of biases and norms, as in BERT's own code, and a learning rate that falls by
+    """AdamW's groups: no decay of biases and norms, as in BERT's own code, and a learning rate that is multiplied by
     `layer_decay` for each layer further down (Howard & Ruder 2018, section 3.2)."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], [r"\bbias$"]))
     blocks = max(depth(name, 0) for name, _ in model.named_parameters())  # a decoder may have more than its encoder
@@ -41,10 +42,10 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
 
 
 def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
-    """AdamW over what is trained.
+    """AdamW over the parameters that are trained.
 
     Raises:
-        ValueError: nothing is.
+        ValueError: there are none.
     """
     groups = parameter_groups(model, settings.learning_rate, settings.weight_decay, settings.layer_decay)
     if not groups:
@@ -52,9 +53,19 @@ def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, fused=True)  # one pass over the weights instead of a dozen
 
 
+def make_schedule(optimizer: torch.optim.Optimizer, settings, steps: int):
+    """The schedule of the learning rate over `steps` updates."""
+    return get_scheduler(
+        settings.schedule,
+        optimizer,
+        num_warmup_steps=round(settings.warmup_ratio * steps),
+        num_training_steps=steps,
+    )
+
+
 def freeze(model: nn.Module, what: str | None) -> None:
-    """Has `what` not be trained: "embeddings"; "encoder", all but the head; or a number of blocks, from the lowest up,
-    and the embeddings below them.
+    """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
+    with the embeddings.
 
     Raises:
         ValueError: `what` is none of these.
@@ -63,7 +74,7 @@ def freeze(model: nn.Module, what: str | None) -> None:
         return
     blocks = model.config.num_hidden_layers
     if what not in ("embeddings", "encoder") and not (what.isdigit() and int(what) <= blocks):
-        raise ValueError(f"--freeze is {what}; it wants embeddings, encoder, or a number of blocks, at most {blocks}")
+        raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks, at most {blocks}")
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{model.base_model_prefix}.")
         if what == "encoder":
@@ -75,19 +86,20 @@ def freeze(model: nn.Module, what: str | None) -> None:
 
 
 def add_lora(model: nn.Module, settings) -> nn.Module:
-    """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and a head trained whole.
+    """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and with its model head trained.
 
     Raises:
-        ValueError: PEFT is not installed, or freezing was asked for as well.
+        ImportError: PEFT is not installed.
+        ValueError: --freeze is given as well.
     """
     if not settings.lora_rank:
         return model
     if settings.freeze is not None:
-        raise ValueError("--lora_rank freezes all but the adapters and the head: leave --freeze out")
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError("--lora_rank needs PEFT, which is not installed: pip install peft") from error
+        raise ValueError(
+            "--lora_rank and --freeze are both given; expected one, because --lora_rank freezes all but the model head"
+        )
+    from peft import LoraConfig, get_peft_model
+
     heads = [name for name, _ in model.named_children() if name not in (model.base_model_prefix, "lm_head", "dropout")]
     config = LoraConfig(
         r=settings.lora_rank,
@@ -100,12 +112,12 @@ def add_lora(model: nn.Module, settings) -> nn.Module:
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """The model with its adapters, if it has any, added into its own weights."""
+    """The model with its adapters, if it has any, merged into its weights."""
     if not hasattr(model, "merge_and_unload"):
         return model
     tied = model.config.tie_word_embeddings
     with warnings.catch_warnings():
-        # PEFT takes a head that is tied to the decoder's words, and not to the encoder's, to be tied to none.
+        # PEFT does not recognise a head that is tied to the embeddings of the decoder.
         warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
         whole = model.merge_and_unload()
     whole.config.tie_word_embeddings = tied

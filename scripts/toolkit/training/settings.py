@@ -1,194 +1,467 @@
-"""The flags that all training scripts share, and how they are read: from a YAML recipe and from the command line."""
+"""The flags of the training commands, and reading them from a YAML recipe and from the command line.
 
+Nothing here imports torch or transformers, so that `--help` answers at once.
+"""
+
+import argparse
+import math
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+import types
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
-from toolkit.files import looks_like_a_path
+from toolkit.cli import Parser
+from toolkit.files import find_shipped, looks_like_a_path
 
-# What may differ between a run and its continuation: it changes no weight.
+# The first group of `--help`. The others are in the order of GROUPS.
+MOST_USED = ("model", "output", "train_file", "validation_file", "max_length", "batch_size", "epochs", "learning_rate",
+             "seed", "resume")  # fmt: skip
+GROUPS = ("most used", "data", "model", "training", "evaluation", "output")
+
+# Flags whose values are files or folders; or, where no such folder exists, hub ids.
+FILES = ("train_file", "validation_file", "test_file", "config_file", "output")
+FOLDERS_OR_HUB_IDS = ("model", "tokenizer", "dataset")
+
+# Flags that may differ between a run and its continuation: they change no weight.
 FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps"}
 
 COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "epochs", "max_steps",
           "eval_steps", "save_steps", "keep_checkpoints", "log_steps", "early_stopping")  # fmt: skip
 
 
-def flag(default: Any, help: str):
-    """A field of the settings with the text that `--help` shows."""
-    return field(default=default, metadata={"help": help})
+def flag(default: Any, group: str, help: str, *aliases: str):
+    """A field of the settings: its default, its group in `--help`, its text there, and other spellings."""
+    return field(default=default, metadata={"group": group, "help": help, "aliases": aliases})
 
 
 @dataclass
 class Settings:
-    """What defines a training run. A script adds its own."""
+    """What defines a training run. Each command adds flags of its own."""
 
-    model: str = flag(None, "the BERT or ScratchBert to start from: a folder or hub id")
-    output: str = flag(None, "the folder to write; new, empty, or that of the run to --resume")
-    implementation: Literal["scratchbert", "bert"] = flag("scratchbert", "whose classes: ours, or transformers' own")
+    model: str | None = flag(None, "model", "the BERT or ScratchBert to start from: a folder or hub id")
+    implementation: Literal["scratchbert", "bert"] = flag(
+        "scratchbert", "model", "our classes, or those of transformers"
+    )
 
-    train_file: list[str] | None = flag(None, "files to train on: .csv, .tsv, .jsonl, .parquet, .txt")
-    validation_file: list[str] | None = flag(None, "files to evaluate on while training")
-    test_file: list[str] | None = flag(None, "files to evaluate the finished model on, once")
-    dataset: str | None = flag(None, "instead of files: a dataset's name on the hub")
-    dataset_config: str | None = flag(None, "its configuration")
-    train_split: str = flag("train", "of --dataset")
-    validation_split: str | None = flag("validation", "of --dataset; none: no evaluation")
-    test_split: str | None = flag(None, "of --dataset")
+    train_file: list[str] | None = flag(None, "data", "files to train on: .csv, .tsv, .jsonl, .parquet, .txt")
+    validation_file: list[str] | None = flag(None, "data", "files for evaluations during the training")
+    test_file: list[str] | None = flag(None, "data", "files for one evaluation of the finished model")
+    dataset: str | None = flag(None, "data", "instead of files: the hub id or folder of a dataset")
+    dataset_config: str | None = flag(None, "data", "the configuration of --dataset")
+    train_split: str = flag("train", "data", "of --dataset")
+    validation_split: str | None = flag("validation", "data", "of --dataset; none: no evaluation")
+    test_split: str | None = flag(None, "data", "of --dataset")
     on_bad_row: Literal["stop", "skip"] = flag(
-        "stop", "what to do with a row that cannot be used; skipped ones are named"
+        "stop", "data", "what to do with an invalid row; skipped ones are listed"
     )
-    max_length: int = flag(128, "tokens to a sequence, at most; longer ones are cut")
+    max_length: int = flag(128, "data", "maximum tokens per sequence; longer ones are cut")
+    padding_free_collation: bool = flag(False, "data", "batches are one row without padding (ScratchBert only)")
 
-    batch_size: int = flag(32, "sequences to a batch, on each process")
-    eval_batch_size: int = flag(64, "sequences to a batch of an evaluation, on each process")
-    gradient_accumulation_steps: int = flag(1, "batches to an update, on each process")
-    padding_free_collation: bool = flag(False, "batches come as one row without padding (ScratchBert alone)")
-
-    epochs: int = flag(3, "times through the training set")
-    max_steps: int | None = flag(None, "updates to stop after, instead of --epochs")
-    learning_rate: float = flag(5e-5, "at its highest")
-    schedule: str = flag(
-        "linear", "of the learning rate: linear, cosine, constant_with_warmup, … (transformers' names)"
+    batch_size: int = flag(32, "training", "sequences per batch, on each process")
+    gradient_accumulation_steps: int = flag(1, "training", "batches per update, on each process")
+    epochs: int = flag(3, "training", "passes over the training set")
+    max_steps: int | None = flag(None, "training", "number of updates, instead of --epochs")
+    learning_rate: float = flag(5e-5, "training", "the maximum learning rate")
+    schedule: str = flag("linear", "training", "of the learning rate: linear, cosine, constant_with_warmup, … "
+                         "(transformers' names)")  # fmt: skip
+    warmup_ratio: float = flag(0.1, "training", "share of the updates in which the learning rate rises")
+    weight_decay: float = flag(0.01, "training", "of AdamW; not for biases and layer norms")
+    layer_decay: float = flag(
+        1.0, "training", "factor of the learning rate per layer away from the model head; 1: none"
     )
-    warmup_ratio: float = flag(0.1, "share of the updates in which the learning rate rises")
-    weight_decay: float = flag(0.01, "AdamW's; not of biases and layer norms")
-    layer_decay: float = flag(1.0, "factor to the learning rate for each layer further from the head; 1: none")
-    max_grad_norm: float = flag(1.0, "longer gradients are shortened to this; 0: never")
-    freeze: str | None = flag(None, "what is not trained: embeddings, encoder, or the number of lowest blocks")
-    lora_rank: int = flag(0, "train adapters of this rank (PEFT's LoRA) and the head instead of all; 0: all")
-    lora_alpha: float = flag(16, "LoRA's scaling is this, over the rank")
-    lora_dropout: float = flag(0.0, "in front of the adapters")
-    early_stopping: int | None = flag(None, "evaluations without a better one to stop after")
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(None, "left out: what accelerate is configured for")
-    seed: int = flag(0, "of everything that is drawn")
+    max_grad_norm: float = flag(1.0, "training", "larger gradients are scaled to this norm; 0: never")
+    freeze: str | None = flag(
+        None, "training", "what is not trained: embeddings, encoder, or the number of lowest blocks"
+    )
+    lora_rank: int = flag(0, "training", "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights")
+    lora_alpha: float = flag(16, "training", "LoRA scales by this divided by the rank")
+    lora_dropout: float = flag(0.0, "training", "dropout before the adapters")
+    early_stopping: int | None = flag(None, "training", "stop after this many evaluations without a better one")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
+        None, "training", "default: as accelerate is configured"
+    )
+    seed: int = flag(0, "training", "of all random numbers")
 
-    eval_steps: int | None = flag(None, "updates between evaluations; left out: after each epoch")
-    save_steps: int | None = flag(None, "updates between checkpoints; left out: at each evaluation")
-    keep_checkpoints: int = flag(2, "how many of the last are kept; the best is kept besides")
-    resume: bool = flag(False, "continue the run in --output where its last checkpoint stands, if there is one")
-    log_steps: int = flag(10, "updates between points of the curve")
-    trackers: str = flag("tensorboard", "who follows the run: one of accelerate's, all, or none")
-    push_to_hub: str | None = flag(None, "the repository to push the finished model to: user/name")
-    hub_private: bool = flag(False, "whether that repository, if new, is private")
+    eval_batch_size: int = flag(64, "evaluation", "sequences per batch of an evaluation, on each process")
+    eval_steps: int | None = flag(None, "evaluation", "updates between evaluations; default: after each epoch")
+
+    output: str | None = flag(None, "output", "the folder to write; new, empty, or that of the run to --resume")
+    save_steps: int | None = flag(None, "output", "updates between checkpoints; default: at each evaluation")
+    keep_checkpoints: int = flag(2, "output", "number of checkpoints to keep, in addition to the best")
+    resume: bool = flag(False, "output", "continue the run in --output from its last checkpoint, if it has one")
+    log_steps: int = flag(10, "output", "updates between points of the curves")
+    trackers: str = flag("tensorboard", "output", "where the run is logged: one of accelerate's trackers, all, or none")
+    push_to_hub: str | None = flag(None, "output", "the repository to push the finished model to: user/name")
+    hub_private: bool = flag(False, "output", "make that repository private if it is new")
 
     def __post_init__(self):
-        """Checks what can be checked without data.
+        """Checks everything that does not depend on the data.
 
         Raises:
-            ValueError: a flag is missing or out of range; the message names it, what it got and what it wants.
+            ValueError: a flag is missing or invalid; the message names it, its value and what was expected.
         """
-        # Scripts that can start from random weights have a `config_file`, which takes the place of `model`.
+        # Commands that can start from random weights have a `config_file`, which replaces `model`.
         for name in ("output",) if getattr(self, "config_file", None) else ("model", "output"):
             if getattr(self, name) is None:
-                instead = " or --config_file" if name == "model" and hasattr(self, "config_file") else ""
+                alternative = " or --config_file" if name == "model" and hasattr(self, "config_file") else ""
                 told = type(self).__dataclass_fields__[name].metadata["help"]
-                raise ValueError(f"--{name}{instead} is missing: {told}")
+                raise ValueError(f"--{name}{alternative} is missing: {told}")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
-            raise ValueError(f"--push_to_hub is {self.push_to_hub}; it wants user/name")
+            raise ValueError(f"--push_to_hub is {self.push_to_hub}; expected user/name")
         for name in ("model", "tokenizer"):
             value = getattr(self, name, None)
             if value is not None and looks_like_a_path(value) and not Path(value).is_dir():
                 raise ValueError(f"--{name} {value}: there is no such folder")
         for name in COUNTS:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name} is {value}; it wants 1 or more")
+            self.check_range(name, 1)
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_rank", "seed"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"--{name} is {value}; it wants 0 or more")
-        for name, low, high in (("warmup_ratio", 0, 1), ("layer_decay", 0, 1), ("lora_dropout", 0, 1)):
-            if not low <= (value := getattr(self, name)) <= high:
-                raise ValueError(f"--{name} is {value}; it wants {low} to {high}")
+            self.check_range(name, 0)
+        for name in ("warmup_ratio", "layer_decay", "lora_dropout"):
+            self.check_range(name, 0, 1)
         if (self.train_file is None) == (self.dataset is None):
-            given = "neither was" if self.dataset is None else "both were"
-            raise ValueError(f"the data come from --train_file or from --dataset; {given} given")
+            given = "neither is" if self.dataset is None else "both are"
+            raise ValueError(f"{given} given of --train_file and --dataset; expected one of the two")
         if self.dataset is not None and (self.validation_file or self.test_file):
             raise ValueError("--validation_file and --test_file go with --train_file; with --dataset give splits of it")
         if self.padding_free_collation and self.implementation == "bert":
-            raise ValueError("--padding_free_collation wants --implementation scratchbert: BertModel computes padding")
+            raise ValueError("--padding_free_collation requires --implementation scratchbert")
+
+    def check_range(self, name: str, minimum: float, maximum: float = math.inf) -> None:
+        """Raises ValueError unless the flag is not set or in the range."""
+        value = getattr(self, name)
+        if value is not None and not minimum <= value <= maximum:
+            expected = f"{minimum} or more" if maximum == math.inf else f"{minimum} to {maximum}"
+            raise ValueError(f"--{name} is {value}; expected {expected}")
 
 
-class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Leaves the description's lines as they are, and one spelling of each flag: --batch_size, not --batch-size too."""
+@dataclass
+class LabelSettings(Settings):
+    """For classification of sequences or tokens."""
 
-    def _format_action_invocation(self, action):
-        spelt = action.option_strings
-        action.option_strings = spelt[:1] if spelt != ["-h", "--help"] else spelt
-        try:
-            return super()._format_action_invocation(action)
-        finally:
-            action.option_strings = spelt
+    labels: list[str] | None = flag(None, "data", "the labels; default: those of the training set")
+    class_weights: list[str] | None = flag(None, "training", "of each label, in the order of --labels; or balanced: "
+                                           "inversely to its frequency")  # fmt: skip
+    label_smoothing: float = flag(0.0, "training", "share of each label's weight that is spread over all labels")
 
-    def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-class Parser(HfArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+    def __post_init__(self):
+        super().__post_init__()
+        check_smoothing(self.label_smoothing)
+        if self.class_weights and self.class_weights != ["balanced"] and self.labels is None:
+            raise ValueError("--class_weights has numbers and --labels is missing; expected --labels, in their order")
+        if self.labels and len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"--labels is {' '.join(self.labels)}; expected each label once")
 
 
-def parse(settings_class: type[Settings], description: str, argv: list[str] | None) -> Settings:
-    """The settings of a recipe, if the command line begins with one, with what the command line says instead.
+def check_smoothing(value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"--label_smoothing is {value}; expected 0 or more, and less than 1")
 
-    Exits with code 2 and a line on stderr if something is wrong with either.
+
+@dataclass
+class ClassificationSettings(LabelSettings):
+    """Of `finetune_classification`."""
+
+    problem: Literal["single_label", "multi_label", "regression"] = flag("single_label", "data", "the kind of labels")
+    text_column: str | None = flag(None, "data", "default: text, sentence, sentence1, premise or question1")
+    text_pair_column: str | None = flag(None, "data", "default: sentence2, hypothesis or question2, if there is one")
+    label_column: str | None = flag(None, "data", "default: label, labels or score")
+    label_separator: str = flag("|", "data", "between the labels of a row, for --problem multi_label in CSV or TSV")
+    metric: str | None = flag(None, "evaluation", "the metric that selects the best model; default: accuracy, f1 or "
+                              "pearson")  # fmt: skip
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of the problem; the first one selects the best model by default."""
+        return {
+            "single_label": ["accuracy", "f1", "matthews_correlation"],
+            "multi_label": ["f1", "accuracy"],
+            "regression": ["pearson", "spearman", "mean_squared_error"],
+        }[self.problem]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.label_smoothing and self.problem != "single_label":
+            raise ValueError(f"--label_smoothing is given with --problem {self.problem}; expected single_label")
+        if self.metric is not None and self.metric not in self.metrics:
+            raise ValueError(f"--metric is {self.metric}; expected one of {', '.join(self.metrics)} for {self.problem}")
+        if self.class_weights and self.problem == "regression":
+            raise ValueError("--class_weights is given with --problem regression, which has no labels")
+        if self.class_weights == ["balanced"] and self.problem == "multi_label":
+            raise ValueError("--class_weights is balanced with --problem multi_label; expected single_label")
+
+
+@dataclass
+class TokenClassificationSettings(LabelSettings):
+    """Of `finetune_token_classification`."""
+
+    max_length: int = flag(128, "data", "tokens per window; longer rows are read in several")
+    stride: int | None = flag(
+        None, "data", "tokens that two windows of a row share; default: a quarter of --max_length"
+    )
+    scheme: Literal["iob2", "plain"] = flag("iob2", "data", "the tags: entities as B-TYPE, I-TYPE and O; or any tags")
+    words_column: str | None = flag(None, "data", "default: tokens or words")
+    tags_column: str | None = flag(None, "data", "default: tags, ner_tags or labels")
+    label_all_pieces: bool = flag(False, "training", "train on all pieces of a word (I-PER after B-PER)")
+    metric: Literal["f1", "accuracy"] = flag("f1", "evaluation", "the metric that selects the best model")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.stride = self.max_length // 4 if self.stride is None else self.stride
+        self.check_range("stride", 0)
+        if self.labels and self.scheme == "iob2":
+            wrong = [f"{tag!r} is one of them" for tag in self.labels if not is_iob_tag(tag)]
+            if wrong or "O" not in self.labels:
+                told = (wrong or ["O is missing"])[0]
+                raise ValueError(f"--labels is invalid: {told}; expected O, B-TYPE and I-TYPE with --scheme iob2")
+
+
+def is_iob_tag(tag: str) -> bool:
+    """Whether it is O, B-TYPE or I-TYPE."""
+    return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
+
+
+@dataclass
+class QuestionAnsweringSettings(Settings):
+    """Of `finetune_question_answering`."""
+
+    max_length: int = flag(384, "data", "tokens per window, including the question; longer texts are read in several")
+    stride: int = flag(128, "data", "context tokens that two windows share; also --doc_stride", "--doc_stride")
+    max_answer_length: int = flag(30, "evaluation", "maximum tokens of an answer")
+    null_threshold: str | None = flag(None, "evaluation", "the score that an answer must exceed: a number; best: the one "
+                                      "with the best F1 on the validation set; never: there always is an answer. "
+                                      "Default: "
+                                      "0 if the training set has questions without an answer, else never")  # fmt: skip
+    metric: Literal["f1", "exact_match"] = flag("f1", "evaluation", "the metric that selects the best model")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_range("stride", 0)
+        self.check_range("max_answer_length", 1)
+        if self.null_threshold not in (None, "best", "never"):
+            try:
+                number = float(self.null_threshold)
+            except ValueError:
+                number = math.nan
+            if not math.isfinite(number):
+                raise ValueError(f"--null_threshold is {self.null_threshold}; expected a number, best, or never")
+
+
+# The values of each of --metrics; the first one selects the best model by default.
+SEQ2SEQ_METRICS = {
+    "rouge": ["rougeL", "rouge1", "rouge2", "rougeLsum"],
+    "sacrebleu": ["bleu", "chrf"],
+    "error_rate": ["token_error_rate", "item_error_rate"],
+    "loss": ["loss", "perplexity"],
+}
+
+
+@dataclass
+class Seq2SeqSettings(Settings):
+    """Of `finetune_seq2seq`."""
+
+    config_file: str | None = flag(None, "model", "instead of --model: random weights of the size in a file such as "
+                                   "configuration/tiny.json")  # fmt: skip
+    config_overrides: list[str] | None = flag(None, "model", "NAME=VALUE, fields of the configuration, such as "
+                                              "norm_first=true")  # fmt: skip
+    tokenizer: str | None = flag(None, "model", "a folder, such as train_tokenizer.py writes, or hub id; default: the "
+                                 "model's")  # fmt: skip
+    num_decoder_layers: int | None = flag(None, "model", "blocks of the decoder; default: as many as the encoder has")
+    tie_encoder_decoder: bool = flag(False, "model", "encoder and decoder share their weights, except cross-attention")
+    source_column: str | None = flag(None, "data", "default: source, text, article, document or en")
+    target_column: str | None = flag(None, "data", "default: target, summary, highlights, translation or de")
+    max_target_length: int = flag(128, "data", "maximum tokens per target, including [SEP]; longer ones are cut")
+    label_smoothing: float = flag(0.0, "training", "share of each label's weight that is spread over the vocabulary")
+    num_beams: int = flag(1, "evaluation", "beams in evaluations and in the finished model; 1: greedy")
+    length_penalty: float = flag(1.0, "evaluation", "of beam search: the larger, the longer the outputs")
+    max_new_tokens: int | None = flag(None, "evaluation", "maximum tokens per output; default: --max_target_length")
+    metrics: list[str] | None = flag(None, "evaluation", f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with "
+                                     "loss alone nothing is generated")  # fmt: skip
+    metric: str | None = flag(None, "evaluation", "the value that selects the best model; default: the first of the "
+                              "first of --metrics")  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.metrics = self.metrics or ["rouge"]
+        if unknown := [name for name in self.metrics if name not in SEQ2SEQ_METRICS]:
+            raise ValueError(f"--metrics has {unknown[0]!r}; expected some of {', '.join(SEQ2SEQ_METRICS)}")
+        values = [value for name in [*self.metrics, "loss"] for value in SEQ2SEQ_METRICS[name]]
+        if self.metric is not None and self.metric not in values:
+            raise ValueError(f"--metric is {self.metric!r}; expected one of {', '.join(values)}, from --metrics")
+        for name in ("max_target_length", "num_beams", "max_new_tokens", "num_decoder_layers"):
+            self.check_range(name, 1)
+        check_smoothing(self.label_smoothing)
+        if self.length_penalty != 1 and self.num_beams == 1:
+            raise ValueError(f"--length_penalty is {self.length_penalty}; expected --num_beams of 2 or more with it")
+        if self.padding_free_collation:
+            raise ValueError("--padding_free_collation is given; expected an encoder, because decoders pad")
+        if self.implementation == "bert":
+            raise ValueError(
+                "--implementation is bert; expected scratchbert, because EncoderDecoderModel is not supported"
+            )
+        if None not in (self.config_file, self.model):
+            raise ValueError("--model and --config_file are both given; expected one of the two")
+        if self.config_file is not None and not Path(self.config_file).is_file():
+            raise ValueError(f"--config_file {self.config_file}: there is no such file")
+        if self.config_file is not None and self.tokenizer is None:
+            raise ValueError("--tokenizer is missing; --config_file requires one")
+        if self.max_new_tokens is None:
+            self.max_new_tokens = self.max_target_length
+
+
+@dataclass
+class PretrainingSettings(Settings):
+    """Of `pretrain_mlm`."""
+
+    config_file: str | None = flag(None, "model", "instead of --model: a configuration (.json), for random weights")
+    tokenizer: str | None = flag(None, "model", "a folder or hub id; default: that of --model")
+    text_column: str | None = flag(None, "data", "default: text, sentence, content or document")
+    line_by_line: bool = flag(False, "data", "each text is a sequence of its own, instead of concatenated with others")
+    next_sentence: bool = flag(False, "training", "also predict whether the second of two passages follows the first")
+    whole_word_masking: bool = flag(False, "training", "mask all tokens of a word, or none")
+    streaming: bool = flag(False, "data", "read the training set while training; requires --max_steps")
+    shuffle_buffer: int = flag(10_000, "data", "sequences that --streaming draws from")
+
+    def __post_init__(self):
+        if (self.model is None) == (self.config_file is None):
+            given = "neither is" if self.model is None else "both are"
+            raise ValueError(f"{given} given of --model and --config_file (random weights); expected one of the two")
+        super().__post_init__()
+        if self.config_file is not None and self.tokenizer is None:
+            raise ValueError("--tokenizer is missing; --config_file requires one, such as train_tokenizer.py writes")
+        if self.streaming and self.max_steps is None:
+            raise ValueError("--max_steps is missing; --streaming requires it, because the number of rows is not known")
+        if self.next_sentence and self.line_by_line:
+            raise ValueError("--line_by_line and --next_sentence are both given; expected one of the two")
+        self.check_range("shuffle_buffer", 1)
+        # [CLS], [SEP] and a word; or for pairs, two words and another [SEP].
+        self.check_range("max_length", 5 if self.next_sentence else 3)
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def parse(
+    file: str, description: str, settings_class: type[Settings], argv: list[str] | None
+) -> tuple[Parser, Settings]:
+    """The parser of a command, and its settings: of the recipe, if the command line begins with one, overridden by the
+    command line. Exits with code 2 and a line on standard error if one is invalid.
+
+    Args:
+        file: the command's `__file__`.
+        description: the command's docstring.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(
-        settings_class,
-        description=description,
-        usage="%(prog)s [RECIPE.yaml] [--FLAG VALUE …]",
-        formatter_class=HelpFormatter,
-    )
+    parser = make_parser(file, description, settings_class)
     try:
         if argv and not argv[0].startswith("-"):
-            argv = recipe_arguments(Path(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]
-        (settings,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+            argv = recipe_arguments(find_shipped(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]
+        given = vars(parser.parse_args(argv))
+        if given.get("config_file") is not None:
+            given["config_file"] = str(find_shipped(given["config_file"]))
+        settings = settings_class(**given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    return settings
+    return parser, settings
+
+
+def make_parser(file: str, description: str, settings_class: type[Settings]) -> Parser:
+    """A parser with a flag for each field of the settings, in the groups of `--help`."""
+    parser = Parser(file, description, usage="%(prog)s [RECIPE.yaml] [--FLAG VALUE …]")
+    types_of = get_type_hints(settings_class)
+    by_name = {each.name: each for each in fields(settings_class)}
+    for title in GROUPS:
+        for name in MOST_USED if title == "most used" else [name for name in by_name if name not in MOST_USED]:
+            metadata = by_name[name].metadata
+            if title in ("most used", metadata["group"]):
+                parser.group(title).add_argument(f"--{name}", *metadata["aliases"], default=by_name[name].default,
+                                                 help=metadata["help"], **argument_of(types_of[name]))  # fmt: skip
+    return parser
+
+
+def argument_of(annotation) -> dict:
+    """The arguments of `add_argument` for a field of this type: `str`, `int`, `float`, `bool`, a list or a literal of
+    strings, or one of these and None."""
+    if get_origin(annotation) in (types.UnionType, Union):
+        (annotation,) = set(get_args(annotation)) - {type(None)}
+    if get_origin(annotation) is Literal:
+        return {"choices": get_args(annotation)}
+    if get_origin(annotation) is list:
+        return {"nargs": "+", "type": get_args(annotation)[0], "metavar": "VALUE"}
+    if annotation is bool:
+        return {"nargs": "?", "const": True, "type": boolean, "metavar": "true|false"}
+    return {"type": annotation, "metavar": {int: "N", float: "X"}.get(annotation, "VALUE")}
+
+
+def boolean(text: str) -> bool:
+    values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected true or false")
+    return values[text.lower()]
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
 
 
 def recipe_arguments(path: Path, known: set[str]) -> list[str]:
-    """A recipe as the command line that says the same, so that its values are read, and refused, in the same way.
+    """A recipe as command-line arguments, so that its values are parsed and checked in the same way. Its files and
+    folders that begin with ./ or ../ are relative to the recipe.
 
     Raises:
-        OSError, ValueError: it cannot be read, or has a name that is no flag's.
+        OSError, ValueError: it cannot be read, or has a name that is not a flag.
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
-        raise ValueError(f"{path}: the recipe wants to be a .yaml file that exists; flags begin with --")
+        raise ValueError(f"{path} is not a recipe; expected a .yaml file that exists, or flags that begin with --")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
-        raise ValueError(f"{path}: a recipe is a list of `flag: value`, a line each")
+        raise ValueError(f"{path} is not a recipe; expected `flag: value` on each line")
     if unknown := sorted(map(str, recipe.keys() - known)):
-        raise ValueError(f"{path}: no such flag: {', '.join(unknown)}")
+        raise ValueError(f"{path} has {', '.join(unknown)}; expected names of flags")
     arguments = []
-    for name, value in recipe.items():
+    for name, value in with_paths(recipe, lambda each, _: beside(path, each)).items():
         if value is not None:
-            # One argument, so that a value such as -1 is not taken for a flag.
+            # One argument, so that a value such as -1 is not parsed as a flag.
             arguments += [f"--{name}={value}"] if not isinstance(value, list) else [f"--{name}", *map(str, value)]
     return arguments
 
 
+def beside(recipe: Path, value: str) -> str:
+    """`value`, if it begins with ./ or ../, relative to the folder of the recipe."""
+    return str((recipe.parent / value).resolve()) if value.startswith(("./", "../")) else value
+
+
 def recipe_of(settings: Settings) -> str:
-    """The recipe, in YAML, of exactly this run."""
-    return yaml.safe_dump(asdict(settings), sort_keys=False, allow_unicode=True)
+    """The recipe, in YAML, of exactly this run. It can be run from any folder: its paths are absolute."""
+    return yaml.safe_dump(with_paths(asdict(settings), absolute), sort_keys=False, allow_unicode=True)
 
 
-def changed(settings: Settings, recipe: str) -> dict[str, tuple]:
-    """The flags, with the earlier and the present value, that would make of a continuation another run."""
-    earlier = yaml.safe_load(recipe)
+def absolute(value: str, is_file: bool) -> str:
+    """The absolute path of a file or an existing folder; a hub id as it is."""
+    return str(Path(value).resolve()) if is_file or Path(value).is_dir() else value
+
+
+def with_paths(settings: dict, change) -> dict:
+    """The settings with `change(value, is_file)` applied to each value that is a file, a folder or a hub id."""
+
+    def changed(name: str, value):
+        if isinstance(value, list):
+            return [changed(name, each) for each in value]
+        is_path = isinstance(value, str) and name in (*FILES, *FOLDERS_OR_HUB_IDS)
+        return change(value, name in FILES) if is_path else value
+
+    return {name: changed(name, value) for name, value in settings.items()}
+
+
+def changed_flags(settings: Settings, recipe: str) -> dict[str, tuple]:
+    """The flags, with their earlier and present values, that make a continuation differ from the run of `recipe`."""
+    earlier = with_paths(yaml.safe_load(recipe), absolute)
     return {
         name: (earlier.get(name), value)
-        for name, value in asdict(settings).items()
+        for name, value in with_paths(asdict(settings), absolute).items()
         if name not in FREE_TO_CHANGE and earlier.get(name) != value
     }

@@ -1,0 +1,176 @@
+"""Fine-tuning for the classification of texts or pairs of texts: one label, several labels, or numbers."""
+
+import math
+from collections import Counter
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, BertForSequenceClassification
+
+from modeling_scratchbert import ScratchBertForSequenceClassification
+from toolkit.training.batches import PadOrFlatten
+from toolkit.training.labels import class_weights, label_fields
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load
+from toolkit.training.rows import columns_of, find_column, load_rows, text_of
+from toolkit.training.settings import ClassificationSettings
+
+TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
+SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
+LABELS = ("label", "labels", "score")
+CLASSES = {"scratchbert": ScratchBertForSequenceClassification, "bert": BertForSequenceClassification}
+# The modules that compute the metrics of each problem.
+METRICS = {
+    "single_label": ["accuracy", "f1", "matthews_correlation"],
+    "multi_label": ["f1", "accuracy"],
+    "regression": ["correlation", "mean_squared_error"],
+}
+
+
+class Classification(FineTuning):
+    """Texts, or pairs of texts, and their labels."""
+
+    name = "text-classification"
+
+    def __init__(self, settings: ClassificationSettings, accelerator):
+        super().__init__(settings, accelerator)
+        for name in METRICS[settings.problem]:
+            load(name)  # raises before the training if a library is missing
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.labels = settings.labels
+        for split, source in sources(settings).items():  # the training set first
+            rows = self.read(source)
+            self.labels = self.labels or self.find_labels(rows)
+            self.splits[split] = self.encode(rows)
+        self.train_set = self.splits.pop("train")
+        self.model = self.make_model()
+        counts = Counter(self.labels[label] for label in self.train_set["labels"] if settings.problem == "single_label")
+        self.weights = class_weights(settings.class_weights, self.labels, counts).to(accelerator.device)
+        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_sequence=["labels"])
+        self.metric = settings.metric or settings.metrics[0]
+        self.greater_is_better = self.metric != "mean_squared_error"
+
+    # -- data
+
+    def read(self, source):
+        """The rows of a split: text, text_pair if there is one, and label."""
+        settings, columns = self.settings, columns_of(source)
+        text = find_column(columns, settings.text_column, TEXTS, "the text (--text_column)")
+        label = find_column(columns, settings.label_column, LABELS, "the label (--label_column)")
+        pair = settings.text_pair_column or next((name for name in SECOND_TEXTS if name in columns), None)
+        if pair is not None:
+            find_column(columns, pair, (), "the second text (--text_pair_column)")
+
+        def check(row: dict) -> dict:
+            kept = {"text": text_of(row, text), "label": self.read_label(row.get(label))}
+            return kept | ({"text_pair": text_of(row, pair)} if pair else {})
+
+        return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+
+    def read_label(self, value) -> list:
+        """The labels, or the numbers, of a row.
+
+        Raises:
+            ValueError: there are none, or one is not among the labels.
+        """
+        if self.settings.problem == "regression":
+            try:
+                numbers = [float(number) for number in (value if isinstance(value, list) else [value])]
+            except (TypeError, ValueError):
+                numbers = []
+            if not numbers or not all(map(math.isfinite, numbers)):
+                raise ValueError(f"the label is {value!r}; expected finite numbers")
+            return numbers
+        if self.settings.problem == "multi_label" and not isinstance(value, list):
+            value = ("" if value is None else str(value)).split(self.settings.label_separator)
+        names = [label_name(each) for each in (value if isinstance(value, list) else [value])]
+        names = [name for name in names if name]
+        if self.settings.problem == "single_label" and len(names) != 1:
+            raise ValueError(f"the label is {value!r}; expected one label" if names else "the label is empty")
+        if self.labels and (unknown := [name for name in names if name not in self.labels]):
+            raise ValueError(f"the label is {unknown[0]!r}; expected one of {', '.join(self.labels)}")
+        return names
+
+    def find_labels(self, rows) -> list[str]:
+        """The labels of the training set, sorted by value if all are numbers."""
+        if self.settings.problem == "regression":
+            widths = sorted({len(numbers) for numbers in rows["label"]})
+            if len(widths) > 1:
+                raise ValueError(f"rows have {' and '.join(map(str, widths))} numbers; expected as many in each")
+            return [f"LABEL_{i}" for i in range(widths[0])]
+        names = {name for names in rows["label"] for name in names}
+        if len(names) < 2:
+            raise ValueError(f"the training set has the labels {', '.join(names) or 'none'}; expected two or more")
+        return sorted(names, key=lambda name: (int(name), "") if name.lstrip("-").isdigit() else (0, name))
+
+    def encode(self, rows):
+        """The rows as inputs of the model."""
+
+        def encode(batch: dict) -> dict:
+            encoded = self.tokenizer(
+                batch["text"], batch.get("text_pair"), truncation=True, max_length=self.settings.max_length,
+                return_attention_mask=False,
+            )  # fmt: skip
+            labels = [self.target(names) for names in batch["label"]]
+            return {**encoded, "labels": labels, "length": [len(ids) for ids in encoded["input_ids"]]}
+
+        return rows.map(encode, batched=True, remove_columns=[name for name in rows.column_names if name != "place"])
+
+    def target(self, names: list):
+        """A row's labels as the loss expects them."""
+        if self.settings.problem == "regression":
+            return names
+        if self.settings.problem == "multi_label":
+            return [float(name in names) for name in self.labels]
+        return self.labels.index(names[0])
+
+    # -- model
+
+    def make_model(self):
+        problem = self.settings.problem
+        return CLASSES[self.settings.implementation].from_pretrained(
+            self.settings.model,
+            **label_fields(self.labels),
+            problem_type=problem if problem == "regression" else f"{problem}_classification",
+        )
+
+    # -- loss and metrics
+
+    def counts(self, batch):
+        """The sum of the class weights, as in the mean of torch's losses."""
+        labels = batch["labels"]
+        return (self.weights[labels] if labels.ndim == 1 else torch.ones_like(labels)).sum()[None]
+
+    def losses(self, model, batch):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits, labels = model(**inputs).logits.float(), batch["labels"]
+        if self.settings.problem == "regression":
+            loss = nn.functional.mse_loss(logits, labels, reduction="sum")
+        elif self.settings.problem == "multi_label":
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, self.weights, reduction="sum")
+        else:
+            smoothing = self.settings.label_smoothing
+            loss = nn.functional.cross_entropy(logits, labels, self.weights, reduction="sum", label_smoothing=smoothing)
+        return loss[None]
+
+    def evaluate(self, model, split):
+        def forward(model, batch):
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            return model(**inputs).logits.float().cpu().tolist()
+
+        logits, labels = torch.tensor(self.predict(model, split, forward)), self.splits[split]["labels"]
+        options = {"average": "macro"} if self.settings.problem != "regression" else {}
+        if self.settings.problem == "regression":
+            predictions, labels = logits.flatten().tolist(), [number for row in labels for number in row]
+        elif self.settings.problem == "multi_label":
+            predictions, labels = (logits > 0).int().tolist(), torch.tensor(list(labels)).int().tolist()
+        else:
+            predictions = logits.argmax(-1).tolist()
+        return compute(METRICS[self.settings.problem], predictions, list(labels), **options)
+
+
+def label_name(value) -> str:
+    """The label as text. 1 and 1.0 are the same label; None is ""."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else str(value).strip()

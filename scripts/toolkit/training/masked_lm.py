@@ -1,0 +1,363 @@
+"""Pre-training of encoders: masked words, whole words, and next sentences."""
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset, Features, List, Value
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining
+
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
+from toolkit import files
+from toolkit.training.batches import PadOrFlatten
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import perplexity
+from toolkit.training.rows import Source, columns_of, find_column, load_rows, stream_rows, text_of
+from toolkit.training.settings import PretrainingSettings
+
+TEXTS = ("text", "sentence", "content", "document")
+CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}
+# Without and with next-sentence prediction.
+CLASSES = {
+    "scratchbert": (ScratchBertForMaskedLM, ScratchBertForPreTraining),
+    "bert": (BertForMaskedLM, BertForPreTraining),
+}
+
+# The share of words to predict; and among these, the shares replaced by [MASK] and by a random word. The rest stay
+# unchanged (Devlin et al. 2018, section 3.1).
+CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
+
+# The documents that are made into sequences at once; the remainder makes a shorter sequence.
+DOCUMENTS_TOGETHER = 100
+
+# After the end of a sentence, or between lines. Chinese and Japanese have no space there.
+SENTENCE_END = re.compile(r"(?<=[.!?…])\s+|(?<=[.!?…][\"'”’)\]])\s+|(?<=[。！？])|\n+")
+
+FEATURES = {"input_ids": List(Value("int32")), "place": Value("string"), "length": Value("int32")}
+PAIR_FEATURES = {"token_type_ids": List(Value("int8")), "next_sentence_label": Value("int64")}
+
+
+# ------------------------------------------------------------------------------------------------------------- masking
+
+
+class Masking:
+    """Chooses words for the model to predict, and masks them (Devlin et al. 2018, section 3.1, task 1).
+
+    transformers' DataCollatorForLanguageModeling differs: it replaces whole words by [MASK] only, never by another word
+    or by themselves, and a full stop belongs to the word before it.
+
+    Args:
+        whole_words: choose all tokens of a word or none. A word is a token and the ## tokens that follow it (the
+            whole-word masking of Google's BERT).
+
+    Raises:
+        ValueError: the tokenizer has no mask token, or for whole words no ## token.
+    """
+
+    def __init__(self, tokenizer, whole_words: bool):
+        vocabulary = tokenizer.get_vocab()
+        continued = [number for token, number in vocabulary.items() if token.startswith("##") and token != "##"]
+        if tokenizer.mask_token_id is None:
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no mask token")
+        if whole_words and not continued:
+            name = tokenizer.name_or_path
+            raise ValueError(
+                f"the tokenizer {name} has no ## token; expected a WordPiece tokenizer for --whole_word_masking"
+            )
+        self.whole_words, self.mask_id = whole_words, tokenizer.mask_token_id
+        self.is_special, self.continues = torch.zeros(2, max(vocabulary.values()) + 1, dtype=torch.bool)
+        self.is_special[tokenizer.all_special_ids] = True
+        self.continues[continued] = True
+        special = set(tokenizer.all_special_ids)
+        self.ordinary = torch.tensor(sorted(set(vocabulary.values()) - special))
+
+    def __call__(self, input_ids: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks sequences, in a tensor of any shape, that each begin with a special token.
+
+        Returns:
+            The masked ids and the labels, -100 for tokens that were not chosen, in the shape of `input_ids`.
+        """
+        ids = input_ids.flatten()
+        special = self.is_special[ids]
+        words = torch.arange(len(ids))
+        if self.whole_words:
+            words = (~self.continues[ids]).cumsum(0) - 1
+        chance, kind = torch.rand(2, len(ids), generator=generator)
+        others = self.ordinary[torch.randint(len(self.ordinary), ids.shape, generator=generator)]
+        chosen = (chance[words] < CHOSEN) & ~special
+        labels = ids.where(chosen, torch.tensor(-100))
+        ids = ids.where(~chosen | (kind < 1 - RANDOM), others)
+        ids = ids.masked_fill(chosen & (kind < MASKED), self.mask_id)
+        return ids.view_as(input_ids), labels.view_as(input_ids)
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """A generator seeded by these numbers; for other numbers an independent one."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+
+
+# --------------------------------------------------------------------------------------- from documents to sequences
+
+
+def pack(documents: list[list[int]], places: list[str], room: int, separator: int) -> Iterator[tuple[list[int], str]]:
+    """Concatenates documents, with `separator` between them, and cuts them into pieces of `room` tokens; the last one,
+    and those that a separator would begin or end, are shorter. Each has the place of the document that it begins in."""
+    ends = np.cumsum([len(ids) + 1 for ids in documents])
+    tokens = [token for ids in documents for token in (*ids, separator)]
+    for start in range(0, len(tokens), room):
+        piece = tokens[start : start + room]
+        skipped = piece[0] == separator
+        piece = piece[skipped : len(piece) - (piece[-1] == separator)]
+        if piece:
+            yield piece, places[np.searchsorted(ends, start + skipped, side="right")]
+
+
+def split_sentences(text: str) -> list[str]:
+    """Splits after full stops, exclamation and question marks, and lines; "Dr. No" becomes two."""
+    return [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
+
+
+def sentence_pairs(
+    document: list[list[int]], others: list[list[list[int]]], room: int, random: np.random.Generator
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """Pairs of consecutive passages of whole sentences; in half of them the second is replaced by one of another
+    document (Devlin et al. 2018, section 3.1, task 2, and Google's create_pretraining_data.py).
+
+    As there, a pair has enough sentences to fill `room`, and is then cut, but never where the passages meet.
+
+    Args:
+        document: the tokens of its sentences.
+        others: the other documents, not empty.
+
+    Yields:
+        A, B, and 0: B follows A, or 1: it does not.
+    """
+    start = 0
+    while start < len(document) - 1:
+        sizes = np.cumsum([len(sentence) for sentence in document[start : start + room]])
+        stop = start + max(2, int((sizes < room).sum()) + 1)
+        stop = min(stop, len(document))
+        middle = int(random.integers(start + 1, stop))
+        first, second, label = document[start:middle], document[middle:stop], int(random.random() < 0.5)
+        start = stop
+        if label:
+            other = others[random.integers(len(others))]
+            second = other[random.integers(len(other)) :]
+            start = middle  # the passage that was replaced comes next
+        first, second = ([token for sentence in part for token in sentence] for part in (first, second))
+        first = first[-max(room - len(second), (room + 1) // 2) :]
+        yield first, second[: room - len(first)], label
+
+
+# ---------------------------------------------------------------------------------------------------------------- task
+
+
+class Pretraining(FineTuning):
+    """Texts, without labels."""
+
+    name = "fill-mask"
+    metric = "perplexity"
+    greater_is_better = False
+    evaluates_at_start = True
+
+    def __init__(self, settings: PretrainingSettings, accelerator):
+        super().__init__(settings, accelerator)
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer or settings.model)
+        if self.tokenizer.cls_token_id is None or self.tokenizer.sep_token_id is None:
+            raise ValueError(f"the tokenizer {self.tokenizer.name_or_path} lacks [CLS] or [SEP]; expected both")
+        self.masking = Masking(self.tokenizer, settings.whole_word_masking)
+        self.model = self.make_model()
+        self.features = Features(FEATURES | (PAIR_FEATURES if settings.next_sentence else {}))
+        for split, source in sources(settings).items():
+            sequences = self.read(source, settings.streaming and split == "train")
+            if split == "train":
+                self.train_set = sequences
+            else:
+                self.splits[split] = self.mask_once(sequences, split)
+        self.collate = PadOrFlatten(
+            self.tokenizer, settings.padding_free_collation, per_token=["labels"], per_sequence=["next_sentence_label"]
+        )
+
+    # -- model
+
+    def make_model(self):
+        """The model, from a checkpoint or random weights.
+
+        Raises:
+            OSError, ValueError: there is none, or it does not match the tokenizer or --max_length.
+        """
+        settings, ours = self.settings, self.settings.implementation == "scratchbert"
+        model_class = CLASSES[settings.implementation][settings.next_sentence]
+        # Computes the vocabulary's scores of the masked words only.
+        options = {"sparse_prediction": True} if ours else {}
+        if settings.config_file is None:
+            model = model_class.from_pretrained(settings.model, **options)
+        else:
+            given = config_file_fields(settings.config_file)
+            fitting = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
+            model = model_class(CONFIGS[settings.implementation](**fitting | given | options))
+        words, positions = model.config.vocab_size, model.config.max_position_embeddings
+        if len(self.masking.is_special) > words:
+            raise ValueError(
+                f"the tokenizer has {len(self.masking.is_special):,} tokens; expected at most vocab_size, {words:,}"
+            )
+        if settings.max_length > positions:
+            raise ValueError(
+                f"--max_length is {settings.max_length}; expected at most {positions}, the positions of the model"
+            )
+        return model
+
+    # -- data
+
+    def read(self, source: Source, streaming: bool):
+        """The sequences of a split: a Dataset or, with streaming, a shuffled IterableDataset."""
+        settings = self.settings
+        column = find_column(columns_of(source), settings.text_column, TEXTS, "the texts (--text_column)")
+        documents = (stream_rows if streaming else load_rows)(
+            source, lambda row: {"text": text_of(row, column)}, settings.on_bad_row, self.accelerator.print
+        )
+        sequences = documents.map(
+            self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
+            remove_columns=["text", "place"], features=self.features,
+        )  # fmt: skip
+        if streaming:
+            return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer)
+        if not len(sequences):
+            what = "two documents of two sentences" if settings.next_sentence else "a word"
+            raise ValueError(
+                f"{', '.join(map(str, source.files)) or source.name} is too small; expected at least {what}"
+            )
+        return sequences
+
+    def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        """The columns of the sequences made of some documents."""
+        start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        if self.settings.next_sentence:
+            made = [
+                ([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
+                for a, b, label, place in self.pairs(documents, numbers[0])
+            ]
+        else:
+            made = [([start, *piece, end], place) for piece, place in self.pieces(documents)]
+        columns = list(zip(*made, strict=True)) or [[]] * (len(self.features) - 1)
+        names = ("input_ids", "place", "token_type_ids", "next_sentence_label")
+        return {"length": [len(ids) for ids in columns[0]]} | dict(zip(names, map(list, columns), strict=False))
+
+    def pieces(self, documents: dict[str, list]) -> Iterator[tuple[list[int], str]]:
+        room = self.settings.max_length - 2
+        ids, places = self.tokenize(documents["text"]), documents["place"]
+        if not self.settings.line_by_line:
+            return pack(ids, places, room, self.tokenizer.sep_token_id)
+        return ((each[:room], place) for each, place in zip(ids, places, strict=True) if each)
+
+    def pairs(self, documents: dict[str, list], number: int) -> Iterator[tuple[list[int], list[int], int, str]]:
+        """Pairs of passages, drawn with the documents' number as the seed: held-out pairs are the same for every
+        --seed."""
+        random = np.random.default_rng(number)
+        split = [list(filter(None, self.tokenize(split_sentences(text)))) for text in documents["text"]]
+        for i, place in enumerate(documents["place"]):
+            if others := [other for other in split[:i] + split[i + 1 :] if other]:
+                for a, b, label in sentence_pairs(split[i], others, self.settings.max_length - 3, random):
+                    yield a, b, label, place
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
+
+    def mask_once(self, sequences: Dataset, split: str) -> Dataset:
+        """Masks held-out sequences, each seeded by its number: the same for every --seed and number of processes."""
+
+        def mask(row: dict, number: int) -> dict:
+            ids, labels = self.masking(torch.tensor(row["input_ids"]), generator_of(number))
+            return {"input_ids": ids.tolist(), "labels": labels.tolist()}
+
+        masked = sequences.map(mask, with_indices=True)
+        if all(label == -100 for labels in masked["labels"] for label in labels):
+            raise ValueError(f"the {split} set is too small: no word of it is masked")
+        return masked
+
+    def batches_per_epoch(self):
+        return None if self.settings.streaming else super().batches_per_epoch()
+
+    def batches(self, epoch, start):
+        unmasked = self.streamed(epoch, start) if self.settings.streaming else super().batches(epoch, start)
+        for number, (places, batch) in enumerate(unmasked, start):
+            drawn = generator_of(self.settings.seed, epoch, number, self.accelerator.process_index)
+            batch["input_ids"], batch["labels"] = self.masking(batch["input_ids"], drawn)
+            yield places, batch
+
+    def streamed(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
+        """As `FineTuning.batches`: each process takes its share of a step's sequences. The remainder makes a smaller
+        step, if it has a sequence for each process."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        self.train_set.set_epoch(epoch)
+        sequences = iter(self.train_set)
+        for number in count():
+            step = list(islice(sequences, self.settings.batch_size * world))
+            if len(step) < world:
+                return
+            if number >= start:
+                own = step[rank::world]
+                yield [row["place"] for row in own], self.collate(own)
+
+    # -- loss and metrics
+
+    def counts(self, batch):
+        """The numbers of masked words and of pairs."""
+        words = (batch["labels"] != -100).sum()
+        pairs = [torch.full_like(words, len(batch["next_sentence_label"]))] if self.settings.next_sentence else []
+        return torch.stack([words, *pairs])
+
+    def losses(self, model, batch):
+        return torch.stack([each.sum() for each in self.each_loss(model, batch)[:2]])
+
+    def each_loss(self, model, batch) -> list[torch.Tensor]:
+        """The loss of each masked word, `(N,)`; with next sentences also that of each pair, `(B,)`, and whether its
+        prediction is correct, `(B,)`."""
+        labels, follows = batch["labels"], batch.get("next_sentence_label")
+        ours = self.settings.implementation == "scratchbert"
+        not_given = ("next_sentence_label",) if ours else ("next_sentence_label", "labels")
+        outputs = model(**{name: value for name, value in batch.items() if name not in not_given})
+        scores = outputs.logits if follows is None else outputs.prediction_logits
+        labelled = labels != -100
+        words = cross_entropy((scores if ours else scores[labelled]).float(), labels[labelled], reduction="none")
+        if follows is None:
+            return [words]
+        told = outputs.seq_relationship_logits.float()
+        return [words, cross_entropy(told, follows, reduction="none"), told.argmax(-1) == follows]
+
+    def evaluate(self, model, split):
+        """`loss`, as in training; `perplexity` of the masked words; loss and accuracy of pairs."""
+
+        def forward(model, batch) -> list[list[float]]:
+            """The sums over the batch, as the values of its first row."""
+            words, *pairs = self.each_loss(model, batch)
+            sums = [words.double().sum().item(), len(words), *(each.double().sum().item() for each in pairs)]
+            starts = batch.get("cu_seq_lens_q")
+            rows = len(batch["labels"]) if starts is None else len(starts) - 1
+            return [sums] + [[0.0] * len(sums)] * (rows - 1)
+
+        rows = self.predict(model, split, forward)
+        total, words, *pairs = map(math.fsum, zip(*rows, strict=True))
+        names = ("next_sentence_loss", "next_sentence_accuracy")
+        told = {name: each / len(rows) for name, each in zip(names, pairs, strict=False)}
+        loss = total / words + told.get("next_sentence_loss", 0.0)
+        return {"loss": loss, "perplexity": perplexity(total, words), **told}
+
+
+def config_file_fields(path: str) -> dict:
+    """The fields of a configuration, without its model type.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    fields = files.read_json(Path(path))
+    if not isinstance(fields, dict):
+        raise ValueError(f"--config_file {path} is not a JSON object")
+    return {name: value for name, value in fields.items() if name != "model_type"}

@@ -1,0 +1,255 @@
+"""Fine-tuning to answer questions from a text, by the span that is the answer or by none."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, BertForQuestionAnswering
+
+from modeling_scratchbert import ScratchBertForQuestionAnswering
+from toolkit.files import write_json
+from toolkit.spans import Answer, Feature, best_spans, positions, span_of, windows, with_no_answer
+from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load
+from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of
+from toolkit.training.settings import QuestionAnsweringSettings
+
+CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
+COLUMNS = ("question", "context", "answers")
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def articles(path: Path) -> list | None:
+    """The articles of a file in SQuAD's nested form; None if it is JSON lines.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if path.suffix.lower() != ".json":
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    found = content.get("data") if isinstance(content, dict) else None
+    return found if isinstance(found, list) else None
+
+
+def nested_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """The questions of a file in SQuAD's nested form, as `rows.read_rows` yields rows.
+
+    Raises:
+        ValueError: it is not in that form.
+    """
+    try:
+        for i, article in enumerate(articles(path), 1):
+            for k, paragraph in enumerate(article["paragraphs"], 1):
+                for n, question in enumerate(paragraph["qas"], 1):
+                    place = f"{path.name}, article {i}, paragraph {k}, question {n}"
+                    yield place, as_row(place, {**question, "context": paragraph["context"]})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not in SQuAD's form: after article {i}, {error!r} is wrong or missing") from error
+
+
+def answers_of(row: dict) -> list[tuple[str, int]]:
+    """The gold answers and their first characters, checked against the context; none if there is no answer.
+
+    Raises:
+        ValueError: they are in another form, or one is not at its position.
+    """
+    given = row.get("answers")
+    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        texts, starts = ([each.get(name) for each in given] for name in ("text", "answer_start"))
+    elif isinstance(given, dict):
+        texts, starts = given.get("text"), given.get("answer_start")
+    else:
+        texts = starts = None
+    if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
+        raise ValueError(
+            f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, two lists of one length"
+        )
+    for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        if not isinstance(text, str) or not isinstance(start, int):
+            raise ValueError(f"answer {i} is {text!r} at {start!r}; expected a text at an integer")
+        span_of(i, row["context"], (text, start))
+    return list(zip(texts, starts, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------- task
+
+
+class QuestionAnswering(FineTuning):
+    """Questions, texts, and answers that are spans of the texts."""
+
+    name = "question-answering"
+
+    def __init__(self, settings: QuestionAnsweringSettings, accelerator):
+        super().__init__(settings, accelerator)
+        load("squad")  # raises before the training if a library is missing
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.metric, self.rows = settings.metric, {}
+        for split, source in sources(settings).items():
+            self.rows[split] = self.read(source)
+            self.splits[split] = self.encode(self.rows[split])
+        self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
+        self.threshold = self.make_threshold(self.rows.pop("train"))
+        self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
+        self.model = CLASSES[settings.implementation].from_pretrained(settings.model, num_labels=2)
+        self.collate = PadOrFlatten(
+            self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
+        )
+
+    def make_threshold(self, rows) -> float | None:
+        """The score that an answer must exceed; None: there always is an answer. For "best" it is 0 until the first
+        evaluation."""
+        given = self.settings.null_threshold
+        if given == "best" and "validation" not in self.splits:
+            raise ValueError(
+                "--null_threshold is best and there is no validation set; expected one, on which it is chosen"
+            )
+        if given is None:
+            given = "never" if all(rows["answers"]) else "0"
+        return None if given == "never" else 0.0 if given == "best" else float(given)
+
+    # -- data
+
+    def read(self, source: Source):
+        """The rows of a split: id, question, context, the answers, and where the first starts."""
+        settings = self.settings
+
+        def check(row: dict) -> dict:
+            question, context = text_of(row, "question"), text_of(row, "context")
+            answers = answers_of(row)
+            first = answers[0] if answers else None
+            # Raises here, where the row can still be skipped. The windows are computed again in `encode`: to keep them
+            # all as rows would take gigabytes.
+            features = windows(self.tokenizer, [question], [context], settings.max_length, settings.stride)
+            positions(features, [context], [first])
+            return {
+                "id": "" if row.get("id") is None else str(row["id"]),
+                "question": question,
+                "context": context,
+                "answers": [text for text, _ in answers],
+                "start": first[1] if first else -1,
+            }
+
+        nested = [path for path in source.files if articles(path) is not None]
+        if not nested:
+            columns = columns_of(source)
+            for name in COLUMNS:
+                find_column(columns, None, [name], f"the {name}")
+            return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+        if other := [path for path in source.files if path not in nested]:
+            raise ValueError(f"{nested[0]} is in SQuAD's nested form and {other[0]} is not; expected files of one form")
+        found = (row for path in nested for row in nested_rows(path))
+        return Dataset.from_list(list(keep_rows(found, check, settings.on_bad_row, self.accelerator.print)))
+
+    def encode(self, rows):
+        """The windows of the rows as inputs of the model, each with the number of its row."""
+
+        def encode(batch: dict, numbers: list[int]) -> dict:
+            features = windows(
+                self.tokenizer, batch["question"], batch["context"], self.settings.max_length, self.settings.stride
+            )
+            firsts = [
+                (texts[0], start) if texts else None
+                for texts, start in zip(batch["answers"], batch["start"], strict=True)
+            ]
+            targets = positions(features, batch["context"], firsts)
+            return {
+                "input_ids": [feature.input_ids for feature in features],
+                "token_type_ids": [feature.token_type_ids for feature in features],
+                "start_positions": [start for start, _ in targets],
+                "end_positions": [end for _, end in targets],
+                "first": [feature.first for feature in features],
+                "offsets": [feature.offsets for feature in features],
+                "row": [numbers[feature.example] for feature in features],
+                "place": [batch["place"][feature.example] for feature in features],
+                "length": [len(feature.input_ids) for feature in features],
+            }
+
+        return rows.map(encode, batched=True, with_indices=True, remove_columns=rows.column_names)
+
+    # -- loss and metrics
+
+    def counts(self, batch):
+        return torch.tensor([len(batch["start_positions"])], device=batch["start_positions"].device)
+
+    def losses(self, model, batch):
+        """The mean of the cross-entropies of start and end over the window's tokens. `BertForQuestionAnswering`
+        includes padding, so that its loss depends on the other rows of the batch."""
+        targets = batch["start_positions"], batch["end_positions"]
+        rows = zip(*self.logits(model, batch), strict=True)
+        logits = (pad_sequence(each, batch_first=True, padding_value=float("-inf")) for each in rows)
+        both = (nn.functional.cross_entropy(*each, reduction="sum") for each in zip(logits, targets, strict=True))
+        return (sum(both) / 2)[None]
+
+    def logits(self, model, batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The start and the end logits, `(T,)` each, of each window."""
+        names = ("start_positions", "end_positions")
+        outputs = model(**{name: value for name, value in batch.items() if name not in names})
+        both = (unpadded(batch, logits.float()) for logits in (outputs.start_logits, outputs.end_logits))
+        return list(zip(*both, strict=True))
+
+    def best_answers(self, model, split: str) -> list[Answer]:
+        """The best span of each row, whatever its score."""
+
+        def forward(model, batch):
+            return [torch.stack(pair).cpu() for pair in self.logits(model, batch)]
+
+        starts, ends = zip(*self.predict(model, split, forward), strict=True)
+        features = [
+            Feature(each["row"], each["input_ids"], each["token_type_ids"], each["first"], each["offsets"])
+            for each in self.splits[split]
+        ]
+        contexts, longest = self.rows[split]["context"], self.settings.max_answer_length
+        return [spans[0] for spans in best_spans(starts, ends, features, contexts, max_answer_length=longest)]
+
+    def evaluate(self, model, split):
+        spans, golds = self.best_answers(model, split), list(self.rows[split]["answers"])
+        best = self.settings.null_threshold == "best"
+        if best and split == "validation":
+            self.threshold = best_threshold(spans, golds)
+        texts = [with_no_answer([span], self.threshold)[0].text for span in spans]
+        if self.accelerator.is_main_process:
+            path = Path(self.settings.output) / f"predictions_{split}.json"
+            write_json(path, dict(zip(self.ids[split], texts, strict=True)), indent=1)
+        return compute("squad", texts, golds) | ({"null_threshold": self.threshold} if best else {})
+
+
+def ids_of(rows: Dataset) -> list[str]:
+    """The rows' ids, or their places if they have none.
+
+    Raises:
+        ValueError: two have the same one.
+    """
+    ids, seen = [given or place for given, place in zip(rows["id"], rows["place"], strict=True)], {}
+    for each, place in zip(ids, rows["place"], strict=True):
+        if each in seen:
+            raise ValueError(
+                f"{place}: its id is {each!r}, like that of {seen[each]}; expected an id for each question"
+            )
+        seen[each] = place
+    return ids
+
+
+def best_threshold(spans: Sequence[Answer], golds: Sequence[list[str]]) -> float:
+    """The threshold with the highest F1 (the lowest of several), as in SQuAD 2.0's evaluation script."""
+    squad = load("squad")
+    gains = [
+        squad._compute([span.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
+        for span, gold in zip(spans, golds, strict=True)
+    ]
+    levels, level_of = np.unique([span.score for span in spans], return_inverse=True)
+    # The F1 gained by answering above a threshold: below all levels, at the first level, at the second, …
+    gained = [*np.bincount(level_of, gains)[::-1].cumsum()[::-1], 0.0]
+    thresholds = [levels[0] - 1, *levels]
+    return float(thresholds[int(np.argmax(gained))])

@@ -1,0 +1,226 @@
+"""Fine-tuning of generators on pairs of texts, from a BERT, a generator, or random weights."""
+
+import json
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
+from toolkit.checkpoint import config_fields, kind_of
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load, perplexity
+from toolkit.training.rows import columns_of, find_column, load_rows, text_of
+from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
+
+SOURCES = ("source", "text", "article", "document", "en")
+TARGETS = ("target", "summary", "highlights", "translation", "de")
+LESS_IS_BETTER = {*SEQ2SEQ_METRICS["error_rate"], *SEQ2SEQ_METRICS["loss"]}
+IGNORED = -100  # the label that torch's cross-entropy ignores
+
+
+class Seq2Seq(FineTuning):
+    """Pairs of texts."""
+
+    name = "text2text-generation"
+
+    def __init__(self, settings: Seq2SeqSettings, accelerator):
+        super().__init__(settings, accelerator)
+        found = sources(settings)  # raises before the weights are read if a file is missing
+        self.text_metrics = [name for name in settings.metrics if name != "loss"]
+        for name in self.text_metrics:
+            load(name)  # raises before the training if a library is missing
+        self.metric = settings.metric or SEQ2SEQ_METRICS[settings.metrics[0]][0]
+        self.greater_is_better = self.metric not in LESS_IS_BETTER
+        self.tokenizer = self.open_tokenizer()
+        self.model = self.make_model()
+        self.check_sizes()
+        self.set_generation()
+        for split, source in found.items():
+            self.splits[split] = self.encode(self.read(source))
+        self.train_set = self.splits.pop("train")
+        self.pad = DataCollatorForSeq2Seq(self.tokenizer, self.model, label_pad_token_id=IGNORED)
+
+    # -- data
+
+    def open_tokenizer(self):
+        """The tokenizer.
+
+        Raises:
+            ValueError: a special token is missing, or is not where BERT's tokenizers put it.
+        """
+        named = self.settings.tokenizer or self.settings.model
+        # Padding on the left would be between the start token and the target.
+        tokenizer = AutoTokenizer.from_pretrained(named, padding_side="right")
+        for role in ("pad_token", "cls_token", "sep_token"):
+            if getattr(tokenizer, role) is None:
+                raise ValueError(f"the tokenizer {named} has no {role}; expected BERT's special tokens")
+        if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
+            raise ValueError(
+                f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; expected one like BERT's"
+            )
+        return tokenizer
+
+    def read(self, source):
+        """The rows of a split: source and target."""
+        settings, columns = self.settings, columns_of(source)
+        first = find_column(columns, settings.source_column, SOURCES, "the source (--source_column)")
+        others = [name for name in columns if name != first]
+        second = find_column(others, settings.target_column, TARGETS, "the target (--target_column)")
+
+        def check(row: dict) -> dict:
+            return {"source": text_of(row, first), "target": text_of(row, second)}
+
+        return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+
+    def encode(self, rows):
+        """The rows with the inputs of the model. Labels lack [CLS], with which the decoder starts."""
+
+        def ids(texts: list[str], length: int) -> list[list[int]]:
+            return self.tokenizer(texts, truncation=True, max_length=length)["input_ids"]
+
+        def encode(batch: dict) -> dict:
+            inputs = ids(batch["source"], self.settings.max_length)
+            labels = [target[1:] for target in ids(batch["target"], self.settings.max_target_length + 1)]
+            lengths = [len(source) + len(target) for source, target in zip(inputs, labels, strict=True)]
+            return {"input_ids": inputs, "labels": labels, "length": lengths}
+
+        return rows.map(encode, batched=True)
+
+    def collate(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask`, `(B, S)`; `decoder_input_ids` and `labels`, -100 for padding, `(B, T)`."""
+        return {**self.pad([{name: example[name] for name in ("input_ids", "labels")} for example in examples])}
+
+    # -- model
+
+    def make_model(self) -> ScratchBertForConditionalGeneration:
+        """The model, from random weights, a generator or a BERT.
+
+        Raises:
+            ValueError: a flag does not apply to the kind of --model.
+        """
+        settings, cls = self.settings, ScratchBertForConditionalGeneration
+        fields = self.overridden_fields()
+        decoder = {"tie_encoder_decoder": settings.tie_encoder_decoder or None,
+                  "num_decoder_layers": settings.num_decoder_layers}  # fmt: skip
+        decoder = {name: value for name, value in decoder.items() if value is not None}
+        is_generator = settings.config_file is None and is_encoder_decoder(settings.model)
+        if is_generator and decoder:
+            raise ValueError(
+                f"--{next(iter(decoder))} is given and {settings.model} has a decoder; expected an encoder"
+            )
+        if not is_generator and (settings.lora_rank or settings.freeze not in (None, "embeddings")):
+            name = "lora_rank" if settings.lora_rank else "freeze"
+            raise ValueError(
+                f"--{name} is given and --model is not a generator, so the cross-attention would stay random"
+            )
+        if is_generator:
+            return cls.from_pretrained(settings.model, **fields)
+        special = {
+            "decoder_start_token_id": self.tokenizer.cls_token_id,
+            "eos_token_id": self.tokenizer.sep_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        if settings.config_file is None:
+            return cls.from_bert(settings.model, **special, **decoder, **fields)
+        special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
+        return cls(ScratchBertConfig.from_pretrained(settings.config_file, **{**special, **decoder, **fields}))
+
+    def overridden_fields(self) -> dict:
+        """The fields of --config_overrides. A value is JSON, or else a string.
+
+        Raises:
+            ValueError: one is not NAME=VALUE, or there is no such field.
+        """
+        fields, known = {}, set(ScratchBertConfig().to_dict())
+        for override in self.settings.config_overrides or []:
+            name, equals, value = override.partition("=")
+            if not equals or name not in known:
+                raise ValueError(f"--config_overrides has {override!r}; expected FIELD=VALUE, of ScratchBertConfig")
+            try:
+                fields[name] = json.loads(value)
+            except json.JSONDecodeError:
+                fields[name] = value
+        return fields
+
+    def check_sizes(self) -> None:
+        """Raises ValueError if the vocabulary or the positions of the model are too few."""
+        config = self.model.config
+        if len(self.tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens; expected at most vocab_size, {config.vocab_size}"
+            )
+        for name in ("max_length", "max_target_length", "max_new_tokens"):
+            if (value := getattr(self.settings, name)) > config.max_position_embeddings:
+                raise ValueError(
+                    f"--{name} is {value}; expected at most {config.max_position_embeddings}, the positions of the "
+                    "model"
+                )
+
+    def set_generation(self) -> None:
+        """Sets the model's generation settings, with which it is also saved."""
+        settings, generation = self.settings, self.model.generation_config
+        generation.update(max_new_tokens=settings.max_new_tokens, max_length=None, do_sample=False)
+        generation.num_beams = settings.num_beams
+        generation.length_penalty = settings.length_penalty if settings.num_beams > 1 else None
+        for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(generation, name) is None:  # as in a saved EncoderDecoderModel
+                setattr(generation, name, getattr(self.model.config, name))
+
+    # -- loss and metrics
+
+    def counts(self, batch):
+        return (batch["labels"] != IGNORED).sum()[None]
+
+    def losses(self, model, batch):
+        smoothing = self.settings.label_smoothing
+        return self.token_losses(model, batch, label_smoothing=smoothing).sum()[None]
+
+    def token_losses(self, model, batch: dict, **options) -> torch.Tensor:
+        """The cross-entropy of each label, `(B, T)`, 0 for padding."""
+        # Without the labels, with which the model would compute its own loss.
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+        scores = logits.float().transpose(1, 2)
+        return nn.functional.cross_entropy(scores, batch["labels"], ignore_index=IGNORED, reduction="none", **options)
+
+    def evaluate(self, model, split):
+        def forward(model, batch):
+            losses = self.token_losses(model, batch).sum(1)
+            counts = (batch["labels"] != IGNORED).sum(1)
+            texts = self.generate(model, batch) if self.text_metrics else [None] * len(losses)
+            return list(zip(losses.tolist(), counts.tolist(), texts, strict=True))
+
+        losses, counts, texts = zip(*self.predict(model, split, forward), strict=True)
+        metrics = {"loss": sum(losses) / sum(counts), "perplexity": perplexity(sum(losses), sum(counts))}
+        if not self.text_metrics:
+            return metrics
+        rows = self.splits[split]
+        predictions, references = items(rows["source"], rows["target"], texts)
+        return compute(self.text_metrics, predictions, references) | metrics
+
+    def generate(self, model, batch: dict) -> list[str]:
+        """The text that the model generates for each source."""
+        # All processes gather the weights of a sharded model together, so none may finish before the others.
+        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        ids = self.accelerator.unwrap_model(model).generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            synced_gpus=sharded and self.accelerator.num_processes > 1,
+        )
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def is_encoder_decoder(model: str) -> bool:
+    """Whether a checkpoint has an encoder and a decoder."""
+    fields = config_fields(model)
+    return bool(fields.get("is_encoder_decoder")) or kind_of(fields) == "encoder-decoder"
+
+
+def items(sources, targets, texts) -> tuple[list[str], list[list[str]]]:
+    """Rows with the same source as one item: its first text, and all its targets."""
+    written, right = {}, {}
+    for source, target, text in zip(sources, targets, texts, strict=True):
+        written.setdefault(source, text)
+        right.setdefault(source, []).append(target)
+    return list(written.values()), list(right.values())

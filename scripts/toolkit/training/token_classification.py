@@ -1,0 +1,260 @@
+"""Fine-tuning to tag the words of texts, such as named entities."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, BertForTokenClassification
+
+from modeling_scratchbert import ScratchBertForTokenClassification
+from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.labels import class_weights, label_fields
+from toolkit.training.loop import FineTuning, sources
+from toolkit.training.metrics import compute, load
+from toolkit.training.rows import columns_of, find_column, load_rows
+from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
+
+WORDS = ("tokens", "words")
+TAGS = ("tags", "ner_tags", "labels")
+CLASSES = {"scratchbert": ScratchBertForTokenClassification, "bert": BertForTokenClassification}
+METRICS = {"iob2": ["seqeval"], "plain": ["accuracy", "f1"]}
+OUTSIDE = "O"
+IGNORED = -100  # the label that torch's cross-entropy ignores
+
+
+# ------------------------------------------------------------------------------------------------------- words to tags
+
+
+def check_iob2(tags: Sequence[str]) -> None:
+    """Raises ValueError unless every entity begins with B- and continues with I- of the same type (IOB2: Tjong Kim
+    Sang & Veenstra 1999, section 2)."""
+    before = OUTSIDE
+    for number, tag in enumerate(tags, 1):
+        if not is_iob_tag(tag):
+            raise ValueError(f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE (or --scheme plain)")
+        if tag.startswith("I-") and before[2:] != tag[2:]:
+            raise ValueError(
+                f"tag {number} is {tag} after {before}; expected B-{tag[2:]}, with which an IOB2 entity begins"
+            )
+        before = tag
+
+
+def iob_tags(tags: set[str]) -> list[str]:
+    """O, and both tags of each type that occurs: a longer entity may come later."""
+    types = sorted({tag[2:] for tag in tags - {OUTSIDE}})
+    return [OUTSIDE, *(f"{prefix}-{each}" for each in types for prefix in "BI")]
+
+
+def list_of(row: dict, column: str) -> list[str]:
+    """A row's words or tags.
+
+    Raises:
+        ValueError: there are none, or one is neither text nor an integer.
+    """
+    value = row.get(column)
+    if isinstance(value, str):
+        value = [part for part in value.split(" ") if part]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{column!r} is {'empty' if value in (None, []) else repr(value)}; expected a list")
+    if bad := [each for each in value if not isinstance(each, str | int) or isinstance(each, bool)]:
+        raise ValueError(f"{column!r} has {bad[0]!r}; expected text")
+    return [str(each) for each in value]
+
+
+@dataclass
+class Window:
+    """A part of a row, with the tokenizer's special tokens around it."""
+
+    input_ids: list[int]
+    token_type_ids: list[int]
+    piece_of: list[int | None]  # for each token, its word; None unless the word is tagged in this window
+    words: list[int]  # the words that are tagged in this window
+    positions: list[int]  # the position of the first piece of each of them
+
+
+def windows(tokenizer, words: list[str], max_length: int, stride: int) -> list[Window]:
+    """Splits a row into windows; two neighbours share `stride` tokens. Each word is tagged in one of them: if its first
+    piece is in the first half of the shared tokens in the earlier one, else in the later one.
+
+    Returns:
+        Windows of up to `max_length` tokens; none if no word has a token.
+
+    Raises:
+        ValueError: a window holds no more than `stride` tokens.
+    """
+    room = max_length - tokenizer.num_special_tokens_to_add()
+    if room <= stride:
+        raise ValueError(
+            f"--max_length is {max_length}, which leaves {room} tokens for words; expected more than --stride, {stride}"
+        )
+    encoded = tokenizer(words, is_split_into_words=True, return_token_type_ids=True, verbose=False)
+    word_of = encoded.word_ids()  # None for [CLS] and [SEP]; words without tokens are missing
+    pieces = [i for i, word in enumerate(word_of) if word is not None]
+    if not pieces:
+        return []
+    begin, end = pieces[0], pieces[-1] + 1
+    first = {}
+    for i in pieces:
+        first.setdefault(word_of[i], i)
+    starts = range(begin, max(end - stride, begin + 1), room - stride)
+    bounds = [begin, *(start + stride // 2 for start in starts[1:]), end]
+    found = []
+    for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
+        own = {word: i for word, i in first.items() if low <= i < high}
+        kept = [*range(begin), *range(start, min(start + room, end)), *range(end, len(word_of))]
+        ids, types = ([encoded[name][i] for i in kept] for name in ("input_ids", "token_type_ids"))
+        piece_of = [word_of[i] if word_of[i] in own else None for i in kept]
+        found.append(Window(ids, types, piece_of, list(own), [begin + i - start for i in own.values()]))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- task
+
+
+class TokenClassification(FineTuning):
+    """Words and their tags."""
+
+    name = "token-classification"
+
+    def __init__(self, settings: TokenClassificationSettings, accelerator):
+        super().__init__(settings, accelerator)
+        load(METRICS[settings.scheme][0])  # raises before the training if a library is missing
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
+            )
+        self.metric, self.labels = settings.metric, settings.labels
+        self.rows = {}
+        for split, source in sources(settings).items():  # the training set first
+            self.rows[split] = self.read(source)
+            self.labels = self.labels or self.find_labels(self.rows[split])
+            self.splits[split] = self.encode(self.rows[split])
+        self.train_set = self.splits.pop("train")
+        self.tag_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
+        self.model = self.make_model()
+        self.weights = class_weights(settings.class_weights, self.labels, self.tag_counts).to(accelerator.device)
+        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"])
+
+    # -- data
+
+    def read(self, source):
+        """The rows of a split: words and tags."""
+        settings, columns = self.settings, columns_of(source)
+        words_column = find_column(columns, settings.words_column, WORDS, "the words (--words_column)")
+        tags_column = find_column(columns, settings.tags_column, TAGS, "the tags (--tags_column)")
+
+        def check(row: dict) -> dict:
+            words, tags = list_of(row, words_column), list_of(row, tags_column)
+            if len(words) != len(tags):
+                raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
+            if settings.scheme == "iob2":
+                check_iob2(tags)
+            if self.labels and (unknown := [tag for tag in tags if tag not in self.labels]):
+                raise ValueError(f"a tag is {unknown[0]!r}; expected one of {', '.join(self.labels)}")
+            return {"words": words, "tags": tags}
+
+        return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+
+    def find_labels(self, rows) -> list[str]:
+        """The tags of the training set."""
+        found = {tag for tags in rows["tags"] for tag in tags}
+        labels = iob_tags(found) if self.settings.scheme == "iob2" else sorted(found)
+        if len(labels) < 2:
+            raise ValueError(f"the training set has the tags {', '.join(labels)}; expected two or more")
+        return labels
+
+    def encode(self, rows):
+        """The windows of the rows as inputs of the model, each with the number of its row."""
+
+        def encode(batch: dict, numbers: list[int]) -> dict:
+            found = [
+                (number, place, tags, window)
+                for number, place, words, tags in zip(
+                    numbers, batch["place"], batch["words"], batch["tags"], strict=True
+                )
+                for window in windows(self.tokenizer, words, self.settings.max_length, self.settings.stride)
+            ]
+            return {
+                "input_ids": [window.input_ids for *_, window in found],
+                "token_type_ids": [window.token_type_ids for *_, window in found],
+                "labels": [self.targets(window, tags) for *_, tags, window in found],
+                "words": [window.words for *_, window in found],
+                "positions": [window.positions for *_, window in found],
+                "row": [number for number, *_ in found],
+                "place": [place for _, place, *_ in found],
+                "length": [len(window.input_ids) for *_, window in found],
+            }
+
+        return rows.map(encode, batched=True, with_indices=True, remove_columns=rows.column_names)
+
+    def targets(self, window: Window, tags: list[str]) -> list[int]:
+        """The label of each token of a window."""
+        firsts = set(window.positions)
+        targets = []
+        for i, word in enumerate(window.piece_of):
+            tag = None if word is None else tags[word]
+            if i not in firsts and tag is not None:
+                tag = self.tag_inside(tag) if self.settings.label_all_pieces else None
+            targets.append(IGNORED if tag is None else self.labels.index(tag))
+        return targets
+
+    def tag_inside(self, tag: str) -> str:
+        """The tag of the other pieces of a word with this tag."""
+        inside = f"I-{tag[2:]}"
+        return inside if tag.startswith("B-") and inside in self.labels else tag
+
+    # -- model
+
+    def make_model(self):
+        return CLASSES[self.settings.implementation].from_pretrained(
+            self.settings.model,
+            **label_fields(self.labels),
+        )
+
+    # -- loss and metrics
+
+    def counts(self, batch):
+        """The sum of the class weights, as in the mean of torch's losses."""
+        labels = batch["labels"]
+        return self.weights[labels[labels != IGNORED]].sum()[None]
+
+    def losses(self, model, batch):
+        loss = nn.functional.cross_entropy(
+            self.logits(model, batch).flatten(0, 1),
+            batch["labels"].flatten(),
+            self.weights,
+            reduction="sum",
+            ignore_index=IGNORED,
+            label_smoothing=self.settings.label_smoothing,
+        )
+        return loss[None]
+
+    def logits(self, model, batch) -> torch.Tensor:
+        """`(B, T, L)`, or `(1, N, L)` of a batch without padding."""
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
+
+    def predict_tags(self, model, split: str) -> list[list[str]]:
+        """A tag for each word of each row."""
+
+        def forward(model, batch):
+            return [row.tolist() for row in unpadded(batch, self.logits(model, batch).argmax(-1))]
+
+        unseen = OUTSIDE if self.settings.scheme == "iob2" else self.tag_counts.most_common(1)[0][0]
+        tags = [[unseen] * len(row) for row in self.rows[split]["words"]]
+        examples = self.splits[split].select_columns(["row", "words", "positions"])
+        for example, said in zip(examples, self.predict(model, split, forward), strict=True):
+            for word, position in zip(example["words"], example["positions"], strict=True):
+                tags[example["row"]][word] = self.labels[said[position]]
+        return tags
+
+    def evaluate(self, model, split):
+        predictions, references = self.predict_tags(model, split), list(self.rows[split]["tags"])
+        if self.settings.scheme == "iob2":
+            return compute(METRICS["iob2"], predictions, references)
+        predictions, references = (
+            [self.labels.index(tag) for row in rows for tag in row] for rows in (predictions, references)
+        )
+        return compute(METRICS["plain"], predictions, references, average="macro")

@@ -1,0 +1,226 @@
+"""Training of WordPiece tokenizers: BERT's, and one for symbols that are separated by spaces."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import WordPiece
+from tokenizers.trainers import WordPieceTrainer
+from transformers import BertTokenizer, PreTrainedTokenizerFast
+
+from toolkit.training.rows import Source, columns_of, find_column, keep_rows, read_rows, text_of
+
+# In the order of their ids, 0 to 4. Google's files have them at 0 and 100 to 103, after unused tokens.
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECE = "##"  # the prefix of tokens that continue a word
+
+# The number of texts that the report is computed on.
+MEASURED = 10_000
+
+Texts = Callable[[], Iterator[str]]  # returns an iterator from the first text on
+
+
+# --------------------------------------------------------------------------------------------------------------- texts
+
+
+class Corpus:
+    """The texts of files, read from the files each time.
+
+    Args:
+        columns: with the texts, each a text of its own. None: the column "text".
+        on_bad_row: "stop" or "skip". Skipped rows are listed at the first reading.
+        held_out: every how many rows one is kept from training. 0: none.
+        warn: is called with the list of skipped rows.
+
+    Raises:
+        OSError, ValueError: as `read_rows`, or a column is missing.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        columns: list[str] | None,
+        on_bad_row: str,
+        held_out: int,
+        warn: Callable[[str], None],
+    ):
+        there = columns_of(source)
+        self.source, self.on_bad_row, self.held_out = source, on_bad_row, held_out
+        self.columns = [find_column(there, column, ["text"], "the texts") for column in columns or [None]]
+        self.warn = warn
+
+    def texts(self) -> Iterator[tuple[bool, str]]:
+        """Each text, and whether it is held out."""
+        warn, self.warn = self.warn, lambda message: None
+        rows = keep_rows(read_rows(self.source), self.texts_of, self.on_bad_row, warn)
+        for number, row in enumerate(rows, 1):
+            is_held_out = self.held_out > 0 and number % self.held_out == 0
+            yield from ((is_held_out, text) for text in row["texts"])
+
+    def texts_of(self, row: dict) -> dict[str, list[str]]:
+        return {"texts": [text_of(row, column) for column in self.columns]}
+
+    def to_train_on(self) -> Iterator[str]:
+        return (text for is_held_out, text in self.texts() if not is_held_out)
+
+    def to_measure(self) -> tuple[bool, list[str]]:
+        """Whether there are held-out texts, and the first of these, or else the first of all."""
+        found = list(islice((text for is_held_out, text in self.texts() if is_held_out), MEASURED))
+        return bool(found), found or list(islice((text for _, text in self.texts()), MEASURED))
+
+
+# ---------------------------------------------------------------------------------------------------------- vocabulary
+
+
+def train_bert(
+    texts: Texts, vocab_size: int, min_frequency: int, limit_alphabet: int, cased: bool, strip_accents: bool | None,
+    model_max_length: int,
+) -> BertTokenizer:  # fmt: skip
+    """Trains the WordPiece of a BertTokenizer, in two passes over the texts.
+
+    The library numbers characters in the order of a hash table, which differs between processes, and these numbers
+    decide between equally frequent pairs. Here characters are counted first and numbered in Unicode order, so that the
+    result is deterministic.
+
+    Args:
+        vocab_size: the maximum number of tokens.
+        min_frequency: pairs that occur less often are not merged.
+        limit_alphabet: the maximum number of characters, the most frequent ones.
+        cased: keep upper case.
+        strip_accents: None: unless `cased`, as in BERT.
+
+    Raises:
+        ValueError: there are more characters than `vocab_size`, or none.
+    """
+    settings = {"do_lower_case": not cased, "strip_accents": strip_accents, "model_max_length": model_max_length}
+    backend = BertTokenizer(**settings).backend_tokenizer
+    pieces = alphabet(
+        (word for text in texts()
+         for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text))),
+        limit_alphabet,
+    )  # fmt: skip
+    if not pieces:
+        raise ValueError("there is no text to train on, only spaces and control characters")
+    check_size(vocab_size, {"characters, at the beginning of a word and within": len(pieces)})
+    letters = [piece for piece in pieces if not piece.startswith(PIECE) or piece == PIECE[0]]
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        # The only way to number "##a" as well. The tokens are special for the trainer only.
+        special_tokens=SPECIAL + pieces,
+        show_progress=sys.stderr.isatty(),
+    )
+    backend.train_from_iterator(texts(), trainer)
+    return BertTokenizer(vocab=backend.get_vocab(), **settings)
+
+
+def alphabet(words: Iterable[str] | Counter, limit: int) -> list[str]:
+    """The pieces of one character that spell these words: each character, in Unicode order, followed by those within a
+    word, with ## before them; at most `limit` characters, the most frequent ones."""
+    first, later = Counter(), Counter()
+    for word in words:
+        first[word[0]] += 1
+        later.update(word[1:])
+    both = first + later
+    kept = sorted(sorted(both, key=lambda character: (-both[character], character))[:limit])
+    return kept + [PIECE + character for character in kept if character in later]
+
+
+def check_size(vocab_size: int, parts: dict[str, int]) -> None:
+    """Raises ValueError unless the special tokens and these parts fit into the vocabulary.
+
+    Args:
+        parts: from a description to a number of tokens.
+    """
+    needed = len(SPECIAL) + sum(parts.values())
+    if vocab_size < needed:
+        counts = " and ".join(f"{count:,} {what}" for what, count in parts.items())
+        raise ValueError(
+            f"--vocab_size is {vocab_size:,}; expected at least {needed:,}, for {len(SPECIAL)} special tokens and "
+            f"{counts}"
+        )
+
+
+def train_symbols(
+    texts: Texts, vocab_size: int, min_frequency: int, limit_alphabet: int, model_max_length: int
+) -> PreTrainedTokenizerFast:
+    """Makes a tokenizer of symbols that are separated by spaces: frequent ones are tokens, the rest is spelt. It is a
+    WordPiece without merges. All rare symbols are in memory at once.
+
+    Args:
+        min_frequency: symbols that occur at least this often are tokens.
+        limit_alphabet: the maximum number of characters to spell the others with, the most frequent ones.
+
+    Raises:
+        ValueError: these are more than `vocab_size`, or the texts are blank.
+    """
+    seen = Counter(symbol for text in texts() for symbol in text.split())
+    if not seen:
+        raise ValueError("there is no text to train on, only spaces")
+    whole = sorted((symbol for symbol in seen if seen[symbol] >= min_frequency), key=lambda one: (-seen[one], one))
+    pieces = alphabet((symbol for symbol in seen.elements() if seen[symbol] < min_frequency), limit_alphabet)
+    check_size(vocab_size, {"symbols": len(whole), "characters to spell the rarer ones with": len(pieces)})
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(SPECIAL + whole + pieces))}
+    backend = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=max(map(len, seen))))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece(PIECE, cleanup=False)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **roles,
+        mask_token="[MASK]",
+        model_max_length=model_max_length,
+        model_input_names=BertTokenizer.model_input_names,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass
+class Measure:
+    """Counts of a tokenizer's results on texts."""
+
+    texts: int
+    words: int
+    tokens: int
+    unknown: int
+
+
+def measure(tokenizer, texts: list[str]) -> Measure:
+    """Counts words (separated by spaces), tokens without [CLS] and [SEP], and [UNK] among these."""
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    ids = Counter(number for row in encoded["input_ids"] for number in row)
+    return Measure(len(texts), sum(len(text.split()) for text in texts), ids.total(), ids[tokenizer.unk_token_id])
+
+
+def print_report(tokenizer, is_held_out: bool, texts: list[str], output: Path) -> None:
+    """Prints the counts and an example."""
+    found = measure(tokenizer, texts)
+    on = "held out" if is_held_out else "trained on"
+    print(f"{output}: {len(tokenizer):,} tokens")
+    print(f"on {found.texts:,} texts that were {on}, with {found.words:,} words:")
+    if found.tokens:
+        print(f"  {found.tokens / found.words:.2f} tokens per word, {found.unknown / found.tokens:.2%} of them [UNK]")
+    sample = tokenizer.tokenize(texts[0])
+    print(f"  {' '.join(sample[:40])}{' …' if len(sample) > 40 else ''}")
+
+
+def save(tokenizer, folder: Path) -> None:
+    """Writes the tokenizer's files."""
+    tokenizer.save_pretrained(folder)
+    if isinstance(tokenizer, BertTokenizer):
+        words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        text = "".join(f"{word}\n" for word, _ in words)
+        (folder / "vocab.txt").write_text(text, encoding="utf-8", newline="\n")
