@@ -18,20 +18,12 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import ClassificationSettings, parse
+from toolkit.training.settings import ClassificationSettings, train
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser, settings = parse(__file__, __doc__, ClassificationSettings, argv)
-
-    def work() -> None:
-        from toolkit.training.classification import Classification
-        from toolkit.training.loop import run
-
-        run(parser, settings, Classification)
-
-    return parser.run(work)
+    return train(__file__, __doc__, ClassificationSettings, argv)
 
 
 if __name__ == "__main__":

@@ -23,20 +23,12 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import QuestionAnsweringSettings, parse
+from toolkit.training.settings import QuestionAnsweringSettings, train
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser, settings = parse(__file__, __doc__, QuestionAnsweringSettings, argv)
-
-    def work() -> None:
-        from toolkit.training.loop import run
-        from toolkit.training.question_answering import QuestionAnswering
-
-        run(parser, settings, QuestionAnswering)
-
-    return parser.run(work)
+    return train(__file__, __doc__, QuestionAnsweringSettings, argv)
 
 
 if __name__ == "__main__":

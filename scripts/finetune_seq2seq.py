@@ -33,20 +33,12 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import Seq2SeqSettings, parse
+from toolkit.training.settings import Seq2SeqSettings, train
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser, settings = parse(__file__, __doc__, Seq2SeqSettings, argv)
-
-    def work() -> None:
-        from toolkit.training.loop import run
-        from toolkit.training.seq2seq import Seq2Seq
-
-        run(parser, settings, Seq2Seq)
-
-    return parser.run(work)
+    return train(__file__, __doc__, Seq2SeqSettings, argv)
 
 
 if __name__ == "__main__":

@@ -23,20 +23,12 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import TokenClassificationSettings, parse
+from toolkit.training.settings import TokenClassificationSettings, train
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser, settings = parse(__file__, __doc__, TokenClassificationSettings, argv)
-
-    def work() -> None:
-        from toolkit.training.loop import run
-        from toolkit.training.token_classification import TokenClassification
-
-        run(parser, settings, TokenClassification)
-
-    return parser.run(work)
+    return train(__file__, __doc__, TokenClassificationSettings, argv)
 
 
 if __name__ == "__main__":

@@ -24,20 +24,12 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import PretrainingSettings, parse
+from toolkit.training.settings import PretrainingSettings, train
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser, settings = parse(__file__, __doc__, PretrainingSettings, argv)
-
-    def work() -> None:
-        from toolkit.training.loop import run
-        from toolkit.training.masked_lm import Pretraining
-
-        run(parser, settings, Pretraining)
-
-    return parser.run(work)
+    return train(__file__, __doc__, PretrainingSettings, argv)
 
 
 if __name__ == "__main__":

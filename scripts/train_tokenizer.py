@@ -31,7 +31,8 @@ from toolkit.files import atomic_folder, check_new_folder
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__, usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")
+    parser = Parser(__file__, __doc__, allow_abbrev=False,
+                    usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help=".txt, .csv, .tsv, "
                       ".jsonl, .parquet")  # fmt: skip

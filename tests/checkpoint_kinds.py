@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modeling_scratchbert
-
 from heads import NEEDS, OURS, TWINS
 
 TINY = {

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 
 import benchmark
 from toolkit import machine as benchmark_machine
-from toolkit.benchmark import ENCODER_WORKLOADS, VARIANT_NAMES, lower_bound, measure
+from toolkit.benchmark import ENCODER_WORKLOADS, lower_bound, measure
 from toolkit.benchmark import steps as benchmark_steps
 from toolkit.benchmark import variants as benchmark_variants
 from toolkit.benchmark import workloads as benchmark_workloads

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
+from checkpoint_kinds import TINY, random_two_berts
+from heads import ONE_HALF, OURS, TWINS
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
 from modeling_scratchbert.bert_weights import (
     BERT_TO_SCRATCHBERT,
@@ -22,9 +24,6 @@ from modeling_scratchbert.bert_weights import (
     twin,
     without_half,
 )
-
-from checkpoint_kinds import TINY, random_two_berts
-from heads import ONE_HALF, OURS, TWINS
 
 DECODER = {"is_decoder": True, "add_cross_attention": True}
 # Each of our models and its twin: every class, and with cross-attention those that may have it.

@@ -11,7 +11,9 @@ import transformers
 from matplotlib import image
 from transformers import BertConfig, BertModel, EncoderDecoderConfig, EncoderDecoderModel, RobertaConfig
 
+import check_parity
 import modeling_scratchbert
+from heads import NEEDS, TWINS
 from modeling_scratchbert import (
     ScratchBertConfig,
     ScratchBertForConditionalGeneration,
@@ -19,9 +21,6 @@ from modeling_scratchbert import (
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
-
-import check_parity
-from heads import NEEDS, TWINS
 from toolkit import parity
 from toolkit.checkpoint import classes_in
 

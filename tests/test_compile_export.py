@@ -14,9 +14,8 @@ from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig
-
 from heads import HEADS, NEEDS, OURS, TWO_HALVES, inputs_for
+from modeling_scratchbert import ScratchBertConfig
 
 SIZES = {
     "vocab_size": 99,

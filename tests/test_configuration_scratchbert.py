@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
 import modeling_scratchbert
+from checkpoint_kinds import TINY, config_json, random_bert, write_bert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-
-from checkpoint_kinds import TINY, config_json, random_bert, write_bert
 
 OUR_OWN = {
     "norm_first": False,

@@ -24,15 +24,14 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import is_peft_available
 
-import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file
-from modeling_scratchbert.pretrained import NOT_IN_BERT
-
 import convert_checkpoint
-from toolkit import conversion as script
-from toolkit.model_card import BEGIN, END
+import modeling_scratchbert
 from checkpoint_kinds import assert_same_outputs, change_config, random_two_berts
 from heads import NEEDS, ONE_HALF, OURS, TWINS, TWO_HALVES
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file
+from modeling_scratchbert.pretrained import NOT_IN_BERT
+from toolkit import conversion as script
+from toolkit.model_card import BEGIN, END
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_checkpoint.py"
 

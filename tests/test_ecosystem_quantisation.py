@@ -9,10 +9,9 @@ from torch.nn.functional import cosine_similarity
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 from transformers import AutoModel, AutoTokenizer, BertModel, TorchAoConfig
 
-from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
-
 from checkpoint_kinds import random_scratchbert
 from heads import inputs_for
+from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 
 pytestmark = pytest.mark.ecosystem
 

@@ -15,11 +15,10 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-from modeling_scratchbert import ScratchBertModel
-
 import benchmark_sentences
-from toolkit import conversion
+from modeling_scratchbert import ScratchBertModel
 from sentence_similarity import PARAPHRASES
+from toolkit import conversion
 
 pytestmark = pytest.mark.ecosystem
 

@@ -14,11 +14,10 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizer, RobertaConfig, RobertaModel
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-
 import export
-from toolkit import exporting as script
 from heads import HEADS, NEEDS, OURS
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
+from toolkit import exporting as script
 
 pytestmark = pytest.mark.ecosystem
 

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import BertForSequenceClassification
 
 from finetune_classification import main
+from finetuning import ROOT, assert_one_line, make_task, save_tiny
 from toolkit.training.classification import Classification, label_name
 from toolkit.training.settings import ClassificationSettings
-from finetuning import ROOT, assert_one_line, make_task, save_tiny
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
@@ -134,10 +134,14 @@ def test_class_weights(weights, make):
     [
         ([{"text": " ", "label": 1}], {}, "train_file.jsonl, row 3 (line 3): 'text' is empty"),
         ([{"text": "film"}], {}, "row 3 (line 3): the label is empty"),
-        ([{"text": "film", "label": "c"}], {"labels": ["a", "b"]}, "the label is 'c'; it wants to be one of a, b"),
-        ([{"text": "film", "label": ["a", "b"]}], {}, "the label is ['a', 'b']; it wants to be one"),
-        ([{"text": "film", "label": "high"}], {"problem": "regression"}, "the label is 'high', which is no number"),
-        ([{"text": "film", "label": "nan"}], {"problem": "regression"}, "the label is 'nan', which is no number"),
+        ([{"text": "film", "label": "c"}], {"labels": ["a", "b"]}, "the label is 'c'; expected one of a, b"),
+        ([{"text": "film", "label": ["a", "b"]}], {}, "the label is ['a', 'b']; expected one label"),
+        (
+            [{"text": "film", "label": "high"}],
+            {"problem": "regression"},
+            "the label is 'high'; expected finite numbers",
+        ),
+        ([{"text": "film", "label": "nan"}], {"problem": "regression"}, "the label is 'nan'; expected finite numbers"),
         ([{"text": "film", "label": [1, 2]}], {"problem": "regression"}, "rows have 1 and 2 numbers"),
     ],
 )
@@ -147,32 +151,36 @@ def test_bad_rows(rows, flags, message, make):
     with pytest.raises(ValueError) as raised:  # noqa: PT011, the message is looked at below
         make(first + rows, **flags)
     assert message in str(raised.value)
-    if "row 3" in message or "wants to be one" in message:  # a row alone, which can be skipped
+    if "row 3" in message or "expected one" in message:  # a row alone, which can be skipped
         assert len(make(first + rows, **flags, on_bad_row="skip").train_set) == 2
 
 
 def test_a_label_that_only_the_validation_set_has(make):
     rows = [{"text": "film", "label": label} for label in "ab"]
-    with pytest.raises(
-        ValueError, match=r"validation_file.jsonl, row 1 .*: the label is 'c'; it wants to be one of a, b"
-    ):
+    with pytest.raises(ValueError, match=r"validation_file.jsonl, row 1 .*: the label is 'c'; expected one of a, b"):
         make(rows, [{"text": "film", "label": "c"}, *rows])
-    with pytest.raises(ValueError, match="two labels or more; the training set has a"):
+    with pytest.raises(ValueError, match="the training set has the labels a; expected two or more"):
         make(rows[:1])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--class_weights", "1", "2"], "--class_weights as numbers wants --labels"),
-        (["--class_weights", "1", "--labels", "0", "1"], "it wants 2 numbers of 0 or more"),
-        (["--class_weights", "heavy", "--labels", "0", "1"], "--class_weights is heavy; it wants numbers, or balanced"),
-        (["--class_weights", "balanced", "--problem", "multi_label"], "--class_weights balanced goes with"),
-        (["--class_weights", "balanced", "--problem", "regression"], "--class_weights are of labels"),
-        (["--label_smoothing", "0.1", "--problem", "regression"], "--label_smoothing goes with --problem single_label"),
-        (["--labels", "0", "0"], "--labels is 0 0; it wants each label once"),
+        (["--class_weights", "1", "2"], "--class_weights has numbers and --labels is missing"),
+        (["--class_weights", "1", "--labels", "0", "1"], "expected 2 numbers of 0 or more"),
+        (["--class_weights", "heavy", "--labels", "0", "1"], "--class_weights is heavy; expected numbers, or balanced"),
+        (["--class_weights", "balanced", "--problem", "multi_label"], "--class_weights is balanced with"),
+        (
+            ["--class_weights", "balanced", "--problem", "regression"],
+            "--class_weights is given with --problem regression",
+        ),
+        (
+            ["--label_smoothing", "0.1", "--problem", "regression"],
+            "--label_smoothing is given with --problem regression; expected",
+        ),
+        (["--labels", "0", "0"], "--labels is 0 0; expected each label once"),
         (["--problem", "guessing"], "invalid choice: 'guessing'"),
-        (["--max_length", "65"], "--max_length is 65; the model has 64 positions"),
+        (["--max_length", "65"], "--max_length is 65; expected at most 64"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, message, tiny, tmp_path, capsys):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
-from modeling_scratchbert import ScratchBertForQuestionAnswering
-
 import finetune_question_answering as script
 from finetune_question_answering import main
 from finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
+from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.spans import Answer, answer
 from toolkit.training.metrics import compute
 from toolkit.training.question_answering import QuestionAnswering, answers_of, best_threshold, ids_of
@@ -117,16 +116,16 @@ def test_answers_in_each_form():
 BAD_ROWS = {
     "an answer elsewhere": (
         row("x", "Who?", [("Anna", 6)]),
-        "answer 0, 'Anna', does not stand at character 6 of its context; there is ' Ann'",
+        "answer 0 is 'Anna' at character 6 of its context; found ' Ann' there",
     ),
-    "a second answer elsewhere": (row("x", "Who?", [("Anna", 7), ("Paul", 0)]), "answer 1, 'Paul', does not stand"),
+    "a second answer elsewhere": (row("x", "Who?", [("Anna", 7), ("Paul", 0)]), "answer 1 is 'Paul' at character 0"),
     "an empty answer": (row("x", "Who?", [("", 7)]), "answer 0 is empty"),
     "an answer that is no text": (row("x", "Who?", [(3, 7)]), "answer 0 is 3 at 7"),
     "a place that is none": (row("x", "Who?", [("Anna", "7")]), "answer 0 is 'Anna' at '7'"),
-    "no answers": ({"question": "Who?", "context": MILL}, "'answers' is None; it wants to be"),
+    "no answers": ({"question": "Who?", "context": MILL}, "'answers' is None; expected"),
     "more texts than places": (
         row("x", "Who?", []) | {"answers": {"text": ["a"], "answer_start": []}},
-        "two lists of a length",
+        "two lists of one length",
     ),
     "a question that is empty": (row("x", " ", []), "'question' is empty"),
     "a question without tokens": (row("x", "\u200b", []), "question 0 is empty"),
@@ -159,7 +158,7 @@ def test_ids_are_the_places_where_there_are_none(task):
         "0",
         "v.jsonl, row 4 (line 4)",
     ]
-    with pytest.raises(ValueError, match=r"v.jsonl, row 2 \(line 2\): its id is 'q1', as that of v.jsonl, row 1"):
+    with pytest.raises(ValueError, match=r"v.jsonl, row 2 \(line 2\): its id is 'q1', like that of v.jsonl, row 1"):
         task(ROWS, [ROWS[0], ROWS[0]])
 
 
@@ -267,7 +266,7 @@ def test_the_threshold_is_that_of_the_training_set(task):
     assert task().threshold == 0
     assert task([ROWS[0], ROWS[3]]).threshold is None
     assert task(null_threshold="-1.5").threshold == -1.5
-    with pytest.raises(ValueError, match="--null_threshold best is found on a validation set"):
+    with pytest.raises(ValueError, match="--null_threshold is best and there is no validation set"):
         task(validation=None, null_threshold="best")
 
 
@@ -327,12 +326,12 @@ def test_help(capsys):
 WRONG = {
     "a threshold that is none": (
         ["--null_threshold", "high"],
-        "--null_threshold is high; it wants a number, best, or never",
+        "--null_threshold is high; expected a number, best, or never",
     ),
     "an infinite threshold": (["--null_threshold", "inf"], "--null_threshold is inf"),
-    "no length": (["--max_answer_length", "0"], "--max_answer_length is 0; it wants 1 or more"),
-    "a stride below 0": (["--stride", "-1"], "--stride is -1; it wants 0 or more"),
-    "a stride too long": (["--max_length", "10", "--stride", "5"], "there must be more than stride=5"),
+    "no length": (["--max_answer_length", "0"], "--max_answer_length is 0; expected 1 or more"),
+    "a stride below 0": (["--stride", "-1"], "--stride is -1; expected 0 or more"),
+    "a stride too long": (["--max_length", "10", "--stride", "5"], "expected more than stride=5"),
     "a metric that is none": (["--metric", "bleu"], "invalid choice: 'bleu'"),
     "a flag that is none": (["--question_column", "x"], "--question_column"),
     "a file that is not there": (["--validation_file", "no.jsonl"], "no.jsonl"),

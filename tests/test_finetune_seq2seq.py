@@ -17,12 +17,11 @@ from transformers import (
     EncoderDecoderModel,
 )
 
-from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
-
 import cmudict_pairs
 import finetune_seq2seq
 import train_tokenizer
 from finetuning import read_settings
+from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
 from toolkit.generation import generate_text
 from toolkit.training.seq2seq import Seq2Seq, items
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
@@ -371,12 +370,12 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
         ({"padding_free_collation": True}, "--padding_free_collation"),
         ({"implementation": "bert"}, "--implementation bert"),
         ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size=3'"),
-        ({"config_overrides": ["hidden_size"]}, "it wants FIELD=VALUE"),
+        ({"config_overrides": ["hidden_size"]}, "expected FIELD=VALUE"),
         ({"config_overrides": ["hidden_size=wide"]}, "hidden_size"),
         ({"config_overrides": ["hidden_size=33"]}, "the number of heads must divide the width"),
         ({"max_target_length": 64, "config_overrides": ["max_position_embeddings=63"]}, "the model has 63 positions"),
-        ({"lora_rank": 4}, "--lora_rank wants a --model that is a generator"),
-        ({"freeze": "encoder"}, "--freeze wants a --model that is a generator"),
+        ({"lora_rank": 4}, "--lora_rank is given and --model is not a generator"),
+        ({"freeze": "encoder"}, "--freeze is given and --model is not a generator"),
         ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "tie_encoder_decoder is True"),
         ({"target_column": "source"}, "no column 'source' for the target"),
     ],
@@ -448,7 +447,7 @@ def test_a_word_has_a_line_for_each_pronunciation(words, tmp_path, capsys, monke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [([], "exists already"), (["--words", "99"], "it wants 100 or more")]
+    ("arguments", "message"), [([], "exists already"), (["--words", "99"], "expected at least 100")]
 )
 def test_pairs_that_cannot_be_written_are_refused_in_one_line(arguments, message, tmp_path, capsys):
     if not arguments:

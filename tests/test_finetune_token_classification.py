@@ -158,10 +158,10 @@ def test_rows_of_each_form(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("tags", "message"),
     [
-        (["O", "I-PER"], "tag 2 is I-PER, after O"),
-        (["I-PER"], "tag 1 is I-PER, after O"),
-        (["B-PER", "I-LOC"], "tag 2 is I-LOC, after B-PER"),
-        (["B-PER", "I-PER", "O", "I-PER"], "tag 4 is I-PER, after O"),
+        (["O", "I-PER"], "tag 2 is I-PER after O"),
+        (["I-PER"], "tag 1 is I-PER after O"),
+        (["B-PER", "I-LOC"], "tag 2 is I-LOC after B-PER"),
+        (["B-PER", "I-PER", "O", "I-PER"], "tag 4 is I-PER after O"),
         (["B-"], "tag 1 is 'B-'"),
         (["S-PER"], "tag 1 is 'S-PER'"),
         (["o"], "tag 1 is 'o'"),
@@ -228,7 +228,7 @@ def test_balanced_weights():
 
 @pytest.mark.parametrize("given", [["a", "1"], ["1"], ["-1", "1"], ["nan", "1"], ["inf", "1"]])
 def test_weights_that_are_none(given):
-    with pytest.raises(ValueError, match=r"--class_weights is .*; it wants"):
+    with pytest.raises(ValueError, match=r"--class_weights is .*; expected"):
         class_weights(given, ["O", "B-x"], Counter())
 
 
@@ -323,7 +323,7 @@ BAD_ROWS = {
         "rows.jsonl, row 2 (line 2): there are 2 words and 1 tags",
     ),
     "no words": ({"tokens": [], "tags": []}, "rows.jsonl, row 2 (line 2): 'tokens' is empty"),
-    "I- without B-": ({"tokens": ["a"], "tags": ["I-PER"]}, "rows.jsonl, row 2 (line 2): tag 1 is I-PER, after O"),
+    "I- without B-": ({"tokens": ["a"], "tags": ["I-PER"]}, "rows.jsonl, row 2 (line 2): tag 1 is I-PER after O"),
 }
 
 
@@ -341,14 +341,14 @@ def test_a_bad_row_is_named_or_skipped(name, tiny, tmp_path, capsys):
 
 
 WRONG = {
-    "a tag outside the set": (["--labels", "O", "B-LOC"], "a tag is 'B-PER'; it wants to be one of O, B-LOC"),
-    "a set without O": (["--labels", "B-LOC"], "B-TYPE and I-TYPE with --scheme iob2; O is missing"),
-    "a set of others": (["--labels", "O", "LOC"], "'LOC' is among them"),
-    "a tag twice": (["--labels", "O", "O"], "it wants each label once"),
-    "a stride too long": (["--max_length", "10", "--stride", "8"], "leaves 8 tokens to words; it wants more"),
-    "a stride below 0": (["--stride", "-1"], "--stride is -1; it wants 0 or more"),
+    "a tag outside the set": (["--labels", "O", "B-LOC"], "a tag is 'B-PER'; expected one of O, B-LOC"),
+    "a set without O": (["--labels", "B-LOC"], "--labels is invalid: O is missing; expected O, B-TYPE"),
+    "a set of others": (["--labels", "O", "LOC"], "'LOC' is one of them"),
+    "a tag twice": (["--labels", "O", "O"], "expected each label once"),
+    "a stride too long": (["--max_length", "10", "--stride", "8"], "leaves 8 tokens for words; expected more"),
+    "a stride below 0": (["--stride", "-1"], "--stride is -1; expected 0 or more"),
     "too much smoothing": (["--label_smoothing", "1"], "--label_smoothing is 1.0"),
-    "weights without an order": (["--class_weights", "1", "2"], "--class_weights as numbers wants --labels"),
+    "weights without an order": (["--class_weights", "1", "2"], "--class_weights has numbers and --labels is missing"),
     "a column that is not there": (["--tags_column", "pos"], "no column 'pos' for the tags"),
     "a scheme that is none": (["--scheme", "bioes"], "invalid choice: 'bioes'"),
     "a flag that is none": (["--tokens", "x"], "x"),

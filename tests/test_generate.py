@@ -25,14 +25,13 @@ from transformers import (
     WatermarkingConfig,
 )
 
+import generate
 from modeling_scratchbert import (
     ScratchBertForCausalLM,
     ScratchBertForConditionalGeneration,
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
-
-import generate
 from toolkit import generation
 from toolkit.generation import generate_text
 
@@ -268,7 +267,9 @@ def test_the_longest_output_there_is_room_for(opened, kind):
     most = POSITIONS if kind == "seq2seq" else POSITIONS - 1
     [[output]] = generate_text(model, tokenizer, ["dog"], max_new_tokens=most, min_new_tokens=most)
     assert output
-    with pytest.raises(ValueError, match=f"max_new_tokens is {most + 1}; expected at most {most}, with {POSITIONS} positions"):
+    with pytest.raises(
+        ValueError, match=f"max_new_tokens is {most + 1}; expected at most {most}, with {POSITIONS} positions"
+    ):
         generate_text(model, tokenizer, ["dog"], max_new_tokens=most + 1)
 
 
@@ -700,7 +701,7 @@ REFUSALS = {
     "--option watermarking_config=3": "the value of an --option is invalid: ",
     "--option top_k=3 --option top_k=4": "top_k is given more than once",
     "--num-beams 2 --option num_beams=2": "num_beams is given more than once",
-    "--option cache_implementation=paged": "cache_implementation is 'paged', which is for serving; expected a cache of `generate`",
+    "--option cache_implementation=paged": "cache_implementation is 'paged', which is for serving",
     "--stream --jsonl": "--stream and --jsonl are both given; expected one of the two",
     "--num-return-sequences 2": "MODEL: Greedy methods (do_sample != True) without beam search do not support",
     "--num-return-sequences 3 --num-beams 2": "MODEL: `num_return_sequences` (3) has to be smaller or equal to",

@@ -15,9 +15,6 @@ import torch
 import transformers
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertModel
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-
 from checkpoint_kinds import (
     SPECIAL,
     TINY,
@@ -32,6 +29,8 @@ from checkpoint_kinds import (
     write_hub_cache,
 )
 from heads import NEEDS, ONE_HALF
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertModel
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}

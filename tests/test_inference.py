@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
-from modeling_scratchbert.inference import PackedLinear, PackedMatrix
-
 from comparison import assert_same_tensors, flat
 from heads import NEEDS, OURS, TWO_HALVES, inputs_for
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
+from modeling_scratchbert.inference import PackedLinear, PackedMatrix
 
 ODD = {  # widths that no vector register divides
     "vocab_size": 99,

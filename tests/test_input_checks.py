@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from transformers import BertConfig, DynamicCache
 
 import modeling_scratchbert
+from heads import HEADS
 from modeling_scratchbert import (
     ScratchBertConfig,
     ScratchBertForMaskedLM,
@@ -24,8 +25,6 @@ from modeling_scratchbert import (
     ScratchBertModel,
 )
 from modeling_scratchbert.input_checks import check_inputs, check_mask
-
-from heads import HEADS
 
 SIZES = {
     "vocab_size": 99,

@@ -12,14 +12,6 @@ import transformers
 from torch import nn
 from transformers.utils import is_peft_available
 
-from modeling_scratchbert import (
-    ScratchBertConfig,
-    ScratchBertForPreTraining,
-    ScratchBertModel,
-    ScratchBertPreTrainedModel,
-)
-from modeling_scratchbert.bert_weights import to_scratchbert
-
 from checkpoint_kinds import (
     CONTAINERS,
     DECODER_BIAS,
@@ -45,6 +37,13 @@ from checkpoint_kinds import (
     write_weights,
 )
 from heads import ONE_HALF, OURS, TWINS
+from modeling_scratchbert import (
+    ScratchBertConfig,
+    ScratchBertForPreTraining,
+    ScratchBertModel,
+    ScratchBertPreTrainedModel,
+)
+from modeling_scratchbert.bert_weights import to_scratchbert
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 SUPPORTED = ("model_type 'bert'", "model_type 'scratchbert'")

@@ -9,12 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from comparison import assert_same_gradients
+from heads import NEEDS, OURS
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.modeling_scratchbert import average
 from modeling_scratchbert.transformer import TransformerBlock
-
-from comparison import assert_same_gradients
-from heads import NEEDS, OURS
 
 ROWS, T, L = 8, 9, 3
 LENGTHS = torch.tensor([9, 3, 8, 4, 7, 9, 4, 5])[:, None]

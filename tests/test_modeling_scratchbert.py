@@ -31,6 +31,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import find_labels
 
 import modeling_scratchbert
+from heads import HEADS, inputs_for
 from modeling_scratchbert import (
     ScratchBertConfig,
     ScratchBertForMaskedLM,
@@ -41,8 +42,6 @@ from modeling_scratchbert import (
 )
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.transformer import TransformerBlock
-
-from heads import HEADS, inputs_for
 
 TINY = {
     "vocab_size": 99,

@@ -15,12 +15,11 @@ from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import modeling_scratchbert
+from comparison import assert_same_gradients, assert_same_tensors, flat
+from heads import HEADS, OURS, VOCABULARY, inputs_for
 from modeling_scratchbert import ScratchBertModel, ScratchBertPreTrainedModel, packing
 from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.packing import by_length, packed_attention
-
-from comparison import assert_same_gradients, assert_same_tensors, flat
-from heads import HEADS, OURS, VOCABULARY, inputs_for
 
 DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LENGTHS = [4, 9, 1, 4, 6]

@@ -15,12 +15,11 @@ import transformers
 from transformers import AutoTokenizer, BertConfig, BertModel
 from transformers.cache_utils import DynamicCache
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-from modeling_scratchbert.bert_weights import to_scratchbert
-
 import comparison
 from comparison import TOLERANCE, as_doubles, assert_same_tensors, flat, of_real_tokens
 from heads import NEEDS, ONE_HALF, OURS, TWINS
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
+from modeling_scratchbert.bert_weights import to_scratchbert
 
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
 

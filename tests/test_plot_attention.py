@@ -14,19 +14,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
+import plot_attention
 from modeling_scratchbert import (
     ScratchBertForCausalLM,
     ScratchBertForConditionalGeneration,
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
-
-import plot_attention
+from test_generate import CLS, PAD, SEP, make_tokenizer
 from toolkit import attention_plot
 from toolkit.attention_plot import Attention, attention, draw, save
 from toolkit.attention_plot import open_for_attention as open_model
 from toolkit.cli import shortened
-from test_generate import CLS, PAD, SEP, make_tokenizer
 
 SENTENCE = "the dog sees a cat walking ."
 TOKENS = ["[CLS]", "the", "dog", "sees", "a", "cat", "walk", "##ing", ".", "[SEP]"]

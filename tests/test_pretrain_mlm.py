@@ -462,23 +462,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "x"], "--model or, at random weights, from --config_file; both were given"),
-        (["--streaming"], "--streaming wants --max_steps"),
-        (["--next_sentence", "--line_by_line"], "--line_by_line does not go with --next_sentence"),
-        (["--shuffle_buffer", "0"], "--shuffle_buffer is 0; it wants 1 or more"),
-        (["--max_length", "2"], "--max_length is 2; it wants 3 or more"),
-        (["--max_length", "4", "--next_sentence"], "--max_length is 4; it wants 5 or more"),
-        (["--max_length", "65"], "--max_length is 65; the model has 64 positions"),
+        (["--model", "x"], "both are given of --model and --config_file"),
+        (["--streaming"], "--max_steps is missing"),
+        (["--next_sentence", "--line_by_line"], "--line_by_line and --next_sentence are both given"),
+        (["--shuffle_buffer", "0"], "--shuffle_buffer is 0; expected 1 or more"),
+        (["--max_length", "2"], "--max_length is 2; expected 3 or more"),
+        (["--max_length", "4", "--next_sentence"], "--max_length is 4; expected 5 or more"),
+        (["--max_length", "65"], "--max_length is 65; expected at most 64"),
         (["--config_file", "missing.json"], "missing.json"),
         (["--config_file", "{folder}/train.txt"], "train.txt is not JSON"),
-        (["--config_file", "{folder}/list.json"], "list.json: a configuration is an object"),
-        (["--config_file", "{folder}/small.json"], "the tokenizer has 206 tokens, the model 50"),
+        (["--config_file", "{folder}/list.json"], "list.json is not a JSON object"),
+        (["--config_file", "{folder}/small.json"], "the tokenizer has 206 tokens; expected at most vocab_size, 50"),
         (["--text_column", "body"], "no column 'body' for the texts (--text_column): there are 'text'"),
         (["--train_file", "{folder}/train.txt", "--next_sentence"], "two documents of two sentences"),
-        (["--validation_file", "{folder}/one.txt"], "the validation set is too small: not one word of it is masked"),
+        (["--validation_file", "{folder}/one.txt"], "the validation set is too small: no word of it is masked"),
         (["--tokenizer", "{folder}/unmasked"], "has no mask token"),
-        (["--tokenizer", "{folder}/unclassed"], "has not both a [CLS] and a [SEP]"),
-        (["--tokenizer", "{folder}/words", "--whole_word_masking"], "--whole_word_masking wants a WordPiece tokenizer"),
+        (["--tokenizer", "{folder}/unclassed"], "lacks [CLS] or [SEP]"),
+        (["--tokenizer", "{folder}/words", "--whole_word_masking"], "expected a WordPiece tokenizer for"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(folder, tmp_path, capsys, flags, message):
@@ -506,6 +506,6 @@ def test_neither_model_nor_configuration(capsys):
     with pytest.raises(SystemExit) as stop:
         pretrain_mlm.main(["--train_file", "x.txt", "--output", "out"])
     assert stop.value.code == 2
-    assert "neither was given" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--config_file wants --tokenizer"):
+    assert "neither is given" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--tokenizer is missing; --config_file requires one"):
         PretrainingSettings(config_file="tiny.json", output="out", train_file=["x.txt"])

@@ -18,13 +18,12 @@ import yaml
 from huggingface_hub import constants
 
 import modeling_scratchbert
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-
 import push_to_hub
-from toolkit import publish
 from checkpoint_kinds import random_scratchbert
 from heads import OURS, inputs_for
 from hub_server import serving, use
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from toolkit import publish
 
 pytestmark = pytest.mark.ecosystem
 

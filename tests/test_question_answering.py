@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering, BertTokenizerLegacy
 
-from modeling_scratchbert import ScratchBertForQuestionAnswering
-
 import question_answering
-from toolkit import spans
-from toolkit.spans import NO_ANSWER, Answer, Feature, best_spans, positions, windows, with_no_answer
+from modeling_scratchbert import ScratchBertForQuestionAnswering
+from toolkit.spans import NO_ANSWER, Answer, Feature, answer, best_spans, positions, windows, with_marks, with_no_answer
 
 pytestmark = pytest.mark.training
 
@@ -87,7 +85,7 @@ def test_a_token_has_the_accents_behind_it(tokenizer):
 
 def test_an_accent_that_is_a_token_stays_one():
     """As a cased tokenizer has it, which drops none."""
-    assert spans.with_marks([(0, 4), (4, 5), (6, 7)], "cafe\u0301 e\u0301") == [(0, 4), (4, 5), (6, 8)]
+    assert with_marks([(0, 4), (4, 5), (6, 7)], "cafe\u0301 e\u0301") == [(0, 4), (4, 5), (6, 8)]
 
 
 def test_no_questions(tokenizer):
@@ -358,9 +356,7 @@ def test_answer_looks_in_every_window(tokenizer):
     questions = ["Who?", "Who was the mouse?", "And who?"]
     contexts = [context, filler, "A mouse and a mouse."]
     for batch_size in (1, 3, 50):
-        found = spans.answer(
-            model, tokenizer, questions, contexts, max_length=40, stride=10, batch_size=batch_size
-        )
+        found = answer(model, tokenizer, questions, contexts, max_length=40, stride=10, batch_size=batch_size)
         [[first], [none], [third]] = found
         start = context.index("otter")
         # s_null is -20 where the otter is in the window, and 0 elsewhere.
@@ -384,7 +380,7 @@ def test_answer_is_that_of_the_windows_one_by_one(tokenizer, tiny_config, random
     logits = ([one.start_logits[0].tolist() for one in outputs], [one.end_logits[0].tolist() for one in outputs])
     expected = [spans[:4] for spans in every_span(contexts, features, *logits, 10)]
     for batch_size in (1, 4, 100):
-        found = spans.answer(
+        found = answer(
             model, tokenizer, questions, contexts, max_length=48, stride=16, max_answer_length=10, n_best=4,
             threshold=None, batch_size=batch_size,
         )  # fmt: skip
@@ -398,10 +394,10 @@ def test_answer_is_that_of_the_windows_one_by_one(tokenizer, tiny_config, random
 def test_answer_refuses(tokenizer, tiny_config):
     model = ScratchBertForQuestionAnswering(tiny_config(vocab_size=len(tokenizer)))
     with pytest.raises(ValueError, match="max_length is 384, and the model has 40 positions"):
-        spans.answer(model, tokenizer, ["Who?"], ["It."])
+        answer(model, tokenizer, ["Who?"], ["It."])
     with pytest.raises(ValueError, match="batch_size is 0"):
-        spans.answer(model, tokenizer, ["Who?"], ["It."], batch_size=0)
-    assert spans.answer(model, tokenizer, [], [], max_length=40, stride=8) == []
+        answer(model, tokenizer, ["Who?"], ["It."], batch_size=0)
+    assert answer(model, tokenizer, [], [], max_length=40, stride=8) == []
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -440,7 +436,7 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
     asked = [folders[kind], "--question", questions[0], "--question", questions[1], "--batch-size", 2]
     sizes = {"max_length": 60, "stride": 20, "max_answer_length": 12}
     flags = [text for name, value in sizes.items() for text in (f"--{name.replace('_', '-')}", value)]
-    expected = spans.answer(model, tokenizer, questions, [LONG] * 2, n_best=3, threshold=None, **sizes)
+    expected = answer(model, tokenizer, questions, [LONG] * 2, n_best=3, threshold=None, **sizes)
     lines = [one.text.replace("\n", " ").replace("\r", " ") for answers in expected for one in answers]
     argv = [*asked, *flags, "--n-best", 3, "--always-answer"]
     assert run(capsys, *argv, "--context-file", path) == (0, "".join(f"{line}\n" for line in lines), "")

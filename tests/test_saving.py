@@ -16,15 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modeling_scratchbert
-from modeling_scratchbert import (
-    ScratchBertConfig,
-    ScratchBertForMaskedLM,
-    ScratchBertForPreTraining,
-    ScratchBertModel,
-    ScratchBertPreTrainedModel,
-)
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-
 from checkpoint_kinds import (
     TINY,
     assert_same_outputs,
@@ -39,6 +30,14 @@ from checkpoint_kinds import (
     write_weights,
 )
 from heads import NEEDS, ONE_HALF, OURS, TWINS
+from modeling_scratchbert import (
+    ScratchBertConfig,
+    ScratchBertForMaskedLM,
+    ScratchBertForPreTraining,
+    ScratchBertModel,
+    ScratchBertPreTrainedModel,
+)
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}

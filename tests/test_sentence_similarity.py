@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
-from modeling_scratchbert import ScratchBertModel
-
 import sentence_similarity
+from modeling_scratchbert import ScratchBertModel
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sentence_similarity.py"
 

@@ -18,17 +18,6 @@ from transformers import BartForConditionalGeneration, EncoderDecoderModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from modeling_scratchbert import (
-    ScratchBertConfig,
-    ScratchBertForCausalLM,
-    ScratchBertForConditionalGeneration,
-    ScratchBertForMaskedLM,
-    ScratchBertModel,
-    ScratchBertSeq2SeqModel,
-)
-from modeling_scratchbert.attention import MultiHeadAttention
-from modeling_scratchbert.bert_weights import canonical_name
-
 from checkpoint_kinds import (
     SPECIAL,
     TINY,
@@ -40,6 +29,16 @@ from checkpoint_kinds import (
 )
 from comparison import TOLERANCE, assert_same_gradients, assert_same_tensors, flat
 from heads import inputs_for
+from modeling_scratchbert import (
+    ScratchBertConfig,
+    ScratchBertForCausalLM,
+    ScratchBertForConditionalGeneration,
+    ScratchBertForMaskedLM,
+    ScratchBertModel,
+    ScratchBertSeq2SeqModel,
+)
+from modeling_scratchbert.attention import MultiHeadAttention
+from modeling_scratchbert.bert_weights import canonical_name
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_scratchbert.attention import MultiHeadAttention
-
 from checkpoint_kinds import random_scratchbert
+from modeling_scratchbert.attention import MultiHeadAttention
 
 LENGTHS = [5, 1, 17, 9, 20]
 NAME = "served by another"

@@ -269,7 +269,7 @@ def test_every_nth_row_is_held_out_and_measured(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "out: 7 tokens\n" in printed
     assert (
-        "on 2 texts that were held out, 4 words:\n  1.00 tokens for a word, 25.00% of them [UNK]\n  a [UNK]\n"
+        "on 2 texts that were held out, with 4 words:\n  1.00 tokens per word, 25.00% of them [UNK]\n  a [UNK]\n"
         in printed
     )
 
@@ -277,14 +277,14 @@ def test_every_nth_row_is_held_out_and_measured(tmp_path, capsys):
 def test_few_texts_are_measured_on_themselves(tmp_path, capsys):
     text = write(tmp_path / "text.txt", "ab\nxy\nab\n")
     assert train(text, tmp_path / "out") == 0
-    assert "on 3 texts that were trained on, 3 words:\n  1.33 tokens for a word, 0.00% of" in capsys.readouterr().out
+    assert "on 3 texts that were trained on, with 3 words:\n  1.33 tokens per word, 0.00% of" in capsys.readouterr().out
 
 
 def test_texts_are_never_all_in_memory(trained, monkeypatch):
     """Of each pass, no row is asked for before those in front of it are through."""
     corpus = wordpiece.Corpus(Source(files=[REVIEWS]), None, "stop", 100, print)
     texts = corpus.to_train_on()
-    monkeypatch.setattr(train_tokenizer, "text_of", lambda row, column: pytest.fail("read ahead"))
+    monkeypatch.setattr(wordpiece, "text_of", lambda row, column: pytest.fail("read ahead"))
     with pytest.raises(pytest.fail.Exception, match="read ahead"):
         next(texts)
 
@@ -309,15 +309,15 @@ def test_skipped_rows_are_told_of_once(tmp_path, capsys):
         (b" \n\n", (), "text.txt has no rows"),
         (b"\x01\x02\n", (), "there is no text to train on"),
         (b"a b\n", ("--column", "body"), "no column 'body' for the texts: there are 'text'"),
-        (b"abc abd\n", ("--vocab_size", 11), "--vocab_size is 11; 5 special tokens and 7 characters, at the "
-         "beginning of a word and within take 12 at least"),
-        (b"a b\na b c\n", ("--vocab_size", 7, "--pre_split", "whitespace"), "--vocab_size is 7; 5 special tokens and 2 "
-         "symbols and 1 characters to spell the rarer ones with take 8 at least"),
-        (b"a\n", ("--vocab_size", "0"), "argument --vocab_size: '0' is no whole number from 1 on"),
-        (b"a\n", ("--held_out", "-1"), "argument --held_out: '-1' is no whole number from 0 on"),
-        (b"a\n", ("--vocab_size", "many"), "argument --vocab_size: 'many' is no"),
+        (b"abc abd\n", ("--vocab_size", 11), "--vocab_size is 11; expected at least 12, for 5 special tokens "
+         "and 7 characters, at the beginning of a word and within"),
+        (b"a b\na b c\n", ("--vocab_size", 7, "--pre_split", "whitespace"), "--vocab_size is 7; expected at least 8, "
+         "for 5 special tokens and 2 symbols and 1 characters to spell the rarer ones with"),
+        (b"a\n", ("--vocab_size", "0"), "argument --vocab_size: '0' is invalid; expected an integer of at least 1"),
+        (b"a\n", ("--held_out", "-1"), "argument --held_out: '-1' is invalid; expected an integer of at least 0"),
+        (b"a\n", ("--vocab_size", "many"), "argument --vocab_size: 'many' is invalid"),
         (b"a\n", ("--vocab", "9"), "unrecognized arguments: --vocab 9"),
-        (b"a\n", ("--accents", "strip", "--pre_split", "whitespace"), "have no place with --pre_split whitespace"),
+        (b"a\n", ("--accents", "strip", "--pre_split", "whitespace"), "is given with --pre_split whitespace"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_said_in_one_line(content, options, message, tmp_path, capsys):
@@ -335,7 +335,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, capsys):
     assert train(text, output) == 0
     before = (output / "tokenizer.json").read_bytes()
     assert train(write(text, "c d\n"), output) == 2
-    assert "out exists already; give a folder that is new or empty" in capsys.readouterr().err
+    assert "out exists already; expected a new or an empty folder" in capsys.readouterr().err
     assert (output / "tokenizer.json").read_bytes() == before
     assert train(text, text) == 2
 
@@ -346,7 +346,7 @@ def test_an_interrupted_run_leaves_nothing(error, tmp_path, monkeypatch, capsys)
         (folder / "vocab.txt").write_text("half")
         raise error
 
-    monkeypatch.setattr(train_tokenizer, "save", stop)
+    monkeypatch.setattr(wordpiece, "save", stop)
     code = train(write(tmp_path / "text.txt", "a b\n"), tmp_path / "out")
     assert code == (130 if error is KeyboardInterrupt else 2)
     assert capsys.readouterr().err.count("\n") == 1
@@ -361,7 +361,7 @@ def test_an_error_while_the_library_trains_is_told(tmp_path, monkeypatch, capsys
         text.write_bytes(b"\xff\n")
         return trainer(**options)
 
-    monkeypatch.setattr(train_tokenizer, "WordPieceTrainer", change_and_train)
+    monkeypatch.setattr(wordpiece, "WordPieceTrainer", change_and_train)
     assert train(text, tmp_path / "out") == 2
     assert "is not valid UTF-8" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
@@ -372,5 +372,5 @@ def test_help_is_written_out(capsys):
         train_tokenizer.main(["--help"])
     assert stopped.value.code == 0
     said = capsys.readouterr().out
-    assert "Trains BERT's tokenizer" in said
+    assert "Trains a WordPiece tokenizer" in said
     assert "--limit_alphabet" in said

@@ -1,6 +1,7 @@
 """The loop that the training scripts share, its settings and its optimizer, through finetune_classification."""
 
 import csv
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -20,16 +21,21 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
-from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertModel
-
 import finetune_classification
 from comparison import assert_same_gradients
 from finetuning import assert_one_line, read_settings
+from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertModel
 from toolkit import publish
+from toolkit.files import find_shipped
 from toolkit.training import loop as training
-from toolkit.training.classification import Classification
+from toolkit.training.classification import CLASSES, Classification
 from toolkit.training.optimizer import parameter_groups
-from toolkit.training.settings import ClassificationSettings
+from toolkit.training.settings import (
+    ClassificationSettings,
+    PretrainingSettings,
+    Seq2SeqSettings,
+    recipe_arguments,
+)
 
 ROOT = Path(__file__).parent.parent
 REVIEWS = Path(__file__).parent / "data" / "movie_reviews.csv"
@@ -110,7 +116,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
-def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, arguments):
+def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, monkeypatch):
+    here = Path.cwd()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: a\noutput: b\ntrain_file: [x.csv, y.csv]\nbatch_size: 4\nlearning_rate: 1e-4\nresume: true\nseed: 3\n"
@@ -120,38 +127,66 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, arguments):
     assert (settings.train_file, settings.batch_size, settings.seed) == (["x.csv", "y.csv"], 8, 3)
     assert (settings.learning_rate, settings.resume, settings.freeze) == (1e-4, True, None)
     assert settings.problem == "regression"
-    # What is written of a run is a recipe that says the same.
+    # The recipe that a run saves is the same run from any folder.
     recipe.write_text(training.recipe_of(settings))
-    assert read_settings(ClassificationSettings, [str(recipe)]) == settings
+    monkeypatch.chdir(tmp_path)
+    again = read_settings(ClassificationSettings, [str(recipe)])
+    paths = {"train_file": [str(here / name) for name in ("x.csv", "y.csv")], "output": str(here / "b")}
+    assert again == dataclasses.replace(settings, **paths)
+
+
+def test_files_of_a_recipe_are_relative_to_it_if_they_begin_with_a_dot(tmp_path):
+    recipe = tmp_path / "recipes" / "recipe.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("model: ../bert\noutput: out\ntrain_file: [../data/x.csv, ./y.csv, z.csv]\n")
+    (tmp_path / "bert").mkdir()
+    settings = read_settings(ClassificationSettings, [str(recipe)])
+    assert settings.model == str(tmp_path / "bert")
+    assert settings.train_file == [str(tmp_path / "data" / "x.csv"), str(tmp_path / "recipes" / "y.csv"), "z.csv"]
+    assert settings.output == "out"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configuration" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {field.name for cls in (Seq2SeqSettings, PretrainingSettings) for field in dataclasses.fields(cls)}
+    arguments = recipe_arguments(find_shipped(f"configuration/recipes/{path.name}"), known | {"stride"})
+    files = [argument.partition("=")[2] or argument for argument in arguments if argument.endswith((".csv", ".jsonl"))]
+    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config_file=")]
+    made = [file for file in files if not file.startswith("cmudict/")]  # the user's, in the working directory
+    assert made
+    assert all(Path(file).is_absolute() and Path(file).is_file() for file in made)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"batch_size": 0}, "--batch_size is 0; it wants 1 or more"),
+        ({"batch_size": 0}, "--batch_size is 0; expected 1 or more"),
         ({"batch_size": "many"}, "argument --batch_size"),
-        ({"learning_rate": -1}, "--learning_rate is -1.0; it wants 0 or more"),
-        ({"layer_decay": 2}, "--layer_decay is 2.0; it wants 0 to 1"),
+        ({"learning_rate": -1}, "--learning_rate is -1.0; expected 0 or more"),
+        ({"layer_decay": 2}, "--layer_decay is 2.0; expected 0 to 1"),
         ({"no_such_flag": 1}, "--no_such_flag"),
         ({"model": None}, "--model is missing"),
-        ({"train_file": None}, "neither was given"),
-        ({"dataset": "imdb"}, "both were given"),
+        ({"train_file": None}, "neither is given"),
+        ({"dataset": "imdb"}, "both are given"),
         ({"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
         ({"train_file": "data.xls"}, "unknown ending '.xls'"),
         ({"model": "/no/such/model"}, "--model /no/such/model: there is no such folder"),
-        ({"output": os.devnull}, "is a file; it wants a folder"),
+        ({"output": os.devnull}, "is a file; expected a folder"),
         ({"output": f"{os.devnull}/run"}, "Not a directory"),
-        ({"freeze": "3"}, "--freeze is 3; it wants embeddings, encoder, or a number of blocks, at most 2"),
+        ({"freeze": "3"}, "--freeze is 3; expected embeddings, encoder, or a number of blocks, at most 2"),
         ({"schedule": "steep"}, "steep"),
         (
             {"text_column": "words"},
             "no column 'words' for the text (--text_column): there are 'text', 'label', 'rating'",
         ),
         ({"label_smoothing": 1}, "--label_smoothing is 1.0"),
-        ({"metric": "elegance"}, "--metric is elegance; there are accuracy, f1, matthews_correlation"),
+        ({"metric": "elegance"}, "--metric is elegance; expected one of accuracy, f1, matthews_correlation"),
         ({"trackers": "nobody"}, "nobody"),
-        ({"push_to_hub": "reviews"}, "--push_to_hub is reviews; it wants user/name"),
-        ({"padding_free_collation": True, "implementation": "bert"}, "wants --implementation scratchbert"),
+        ({"push_to_hub": "reviews"}, "--push_to_hub is reviews; expected user/name"),
+        ({"padding_free_collation": True, "implementation": "bert"}, "requires --implementation scratchbert"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flags, message, arguments, capsys):
@@ -176,7 +211,7 @@ def test_recipes_that_are_none(text, tmp_path, capsys):
 
 @pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
 def test_learning_rates_fall_with_the_depth(implementation, checkpoints):
-    model = finetune_classification.CLASSES[implementation].from_pretrained(checkpoints[implementation])
+    model = CLASSES[implementation].from_pretrained(checkpoints[implementation])
     rate = {}
     for group in parameter_groups(model, learning_rate=1.0, weight_decay=0.01, layer_decay=0.5):
         rate |= {id(parameter): (group["lr"], group["weight_decay"]) for parameter in group["params"]}
@@ -329,7 +364,7 @@ def test_early_stopping(make_training, monkeypatch):
     assert run.progress.epoch == 5
     assert run.progress.best == 0.6
     assert run.progress.best_checkpoint == "step-00000008-epoch-2"
-    assert [path.name for path in run.checkpoints.whole()] == [
+    assert [path.name for path in run.checkpoints.complete()] == [
         "step-00000008-epoch-2",
         "step-00000016-epoch-4",
         "step-00000020-epoch-5",
@@ -353,7 +388,7 @@ def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
     flags = {"push_to_hub": "me/reviews", "hub_private": True, "max_steps": 1, "trackers": "tensorboard"}
     monkeypatch.setattr(training, "get_token", lambda: None)
     assert finetune_classification.main(arguments(**flags)) == 2
-    assert "--push_to_hub wants a token" in capsys.readouterr().err
+    assert "--push_to_hub is given and there is no token" in capsys.readouterr().err
     assert not (tmp_path / "run" / "model.safetensors").exists()
     calls = []
 
@@ -372,7 +407,7 @@ def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
     assert {"model.safetensors", "README.md", "metrics.json", "modeling_scratchbert.py"} <= files
     assert "pushed to https://huggingface.co/me/reviews" in capsys.readouterr().out
     assert finetune_classification.main(arguments("pushed", **flags, resume=True)) == 2
-    assert "was not pushed: the line is dead; push_to_hub.py does it" in capsys.readouterr().err
+    assert "was not pushed: the line is dead; push_to_hub.py pushes it" in capsys.readouterr().err
     assert (tmp_path / "pushed" / "model.safetensors").exists()
 
 
@@ -383,7 +418,7 @@ def test_folders_that_are_not_written_over(arguments, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("mine")
     assert finetune_classification.main(arguments()) == 2
-    assert "is not empty; give a new folder, or --resume" in capsys.readouterr().err
+    assert "is not empty; expected a new folder, or --resume" in capsys.readouterr().err
     assert finetune_classification.main(arguments(resume=True)) == 2
     assert "holds no run; recipe.yaml is missing there" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
@@ -392,7 +427,7 @@ def test_folders_that_are_not_written_over(arguments, tmp_path, capsys):
 def test_a_run_is_continued_with_its_own_flags_alone(arguments, capsys, tmp_path):
     assert finetune_classification.main(arguments(max_steps=1)) == 0
     assert finetune_classification.main(arguments(max_steps=1, resume=True, learning_rate=1.0, seed=4)) == 2
-    assert "--learning_rate was 0.001, is 1.0, --seed was 0, is 4" in capsys.readouterr().err
+    assert "--learning_rate was 0.001 and is 1.0, --seed was 0 and is 4" in capsys.readouterr().err
     # One that has ended ends again, with the same.
     before = weights(tmp_path / "run")
     assert finetune_classification.main(arguments(max_steps=1, resume=True, keep_checkpoints=5)) == 0
@@ -404,7 +439,7 @@ def test_a_full_disk_is_found_before_the_training(arguments, capsys, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 2**20))
     monkeypatch.setattr(training.Training, "train", lambda self: pytest.fail("training began"))
     assert finetune_classification.main(arguments(keep_checkpoints=50)) == 2
-    assert "0.0 GiB are free there, and the run may need 0.0 GiB; a smaller --keep_checkpoints (now 50)" in (
+    assert "0.0 GiB are free there; expected 0.0 GiB, which the run may need. A smaller --keep_checkpoints than 50" in (
         capsys.readouterr().err
     )
 
@@ -421,7 +456,7 @@ def test_a_checkpoint_that_breaks_off_is_none(make_training, monkeypatch):
     monkeypatch.setattr(run.accelerator, "save_state", fail_at_two)
     with pytest.raises(OSError, match="No space left"):
         run.train()
-    assert [path.name for path in run.checkpoints.whole()] == ["step-00000001"]
+    assert [path.name for path in run.checkpoints.complete()] == ["step-00000001"]
     run.checkpoints.discard_unfinished()
     assert [path.name for path in run.checkpoints.folder.iterdir()] == ["step-00000001"]
 

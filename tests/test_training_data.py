@@ -1,4 +1,4 @@
-"""`toolkit.training.rows and toolkit.training.batches`: rows and their places, bad rows, batches that cover every row, padded and flattened."""
+"""toolkit.training.rows and .batches: rows and their places, bad rows, batches that cover every row."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
-
+from toolkit.training import rows as training_rows
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
 from toolkit.training.rows import (
     BadRow,
@@ -208,7 +208,7 @@ def test_bad_rows_of_csv_do_not_stop_the_reading(write):
 
 
 def test_a_quotation_that_nobody_closes_does_not_fill_the_memory(write, monkeypatch):
-    monkeypatch.setattr(training_data, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(training_rows, "LONGEST_FIELD", 1000)
     before = csv.field_size_limit(1000)
     try:
         rows = read(write("x.csv", 'text\n"open\n' + "word\n" * 300 + "end\n"))
@@ -338,7 +338,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch):
         assert (name, config, split, streaming) == ("a/b", "c", "test", False)
         raise ConnectionError("no way\nto get there")
 
-    monkeypatch.setattr(training_data, "load_dataset", load)
+    monkeypatch.setattr(training_rows, "load_dataset", load)
     with pytest.raises(OSError, match=r"^--dataset a/b: .* the Hub cannot be reached.*--train_file"):
         list(read_rows(Source(name="a/b", config="c", split="test")))
 

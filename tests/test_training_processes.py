@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launched
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import launched
 from comparison import assert_same_gradients
 from finetuning import ROOT, save_tiny
 

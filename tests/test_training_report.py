@@ -1,4 +1,4 @@
-"""toolkit.training.report and toolkit.model_card: the files that a run leaves say what happened, and nothing that is private."""
+"""toolkit.training.report and toolkit.model_card: the files of a run report it, and show nothing private."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from matplotlib import image, pyplot
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
 
 import modeling_scratchbert
-
 from toolkit import model_card
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card

@@ -9,9 +9,6 @@ import torch
 import transformers
 from torch.testing import assert_close
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
-from modeling_scratchbert.bert_weights import canonical_name
-
 from checkpoint_kinds import (
     CONTAINERS,
     DECODER_BIAS,
@@ -29,6 +26,8 @@ from checkpoint_kinds import (
     write_hub_cache,
     write_weights,
 )
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
+from modeling_scratchbert.bert_weights import canonical_name
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]])
 MASK = (IDS != 0).long()

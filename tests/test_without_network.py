@@ -10,8 +10,6 @@ import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
-
 import check_parity
 import convert_checkpoint
 import export
@@ -25,6 +23,7 @@ import question_answering
 import sentence_similarity
 from checkpoint_kinds import random_scratchbert
 from hub_server import serving, use
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
 from toolkit.hub import check_source, has_tokenizer
 
 # The scripts quieten their whole process.

@@ -17,10 +17,7 @@ class Accuracy(evaluate.Metric):
         return evaluate.MetricInfo(
             description=self.__doc__,
             citation="",
-            features=[
-                Features({"predictions": label, "references": label}),
-                Features({"predictions": List(label), "references": List(label)}),
-            ],
+            features=[Features(predictions=kind, references=kind) for kind in (label, List(label))],
         )
 
     def _compute(self, predictions, references):

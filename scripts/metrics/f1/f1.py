@@ -22,10 +22,7 @@ class F1(evaluate.Metric):
         return evaluate.MetricInfo(
             description=self.__doc__,
             citation="",
-            features=[
-                Features({"predictions": label, "references": label}),
-                Features({"predictions": List(label), "references": List(label)}),
-            ],
+            features=[Features(predictions=kind, references=kind) for kind in (label, List(label))],
         )
 
     def _compute(self, predictions, references, average="binary"):

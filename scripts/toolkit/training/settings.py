@@ -4,12 +4,13 @@ Nothing here imports torch or transformers, so that `--help` answers at once.
 """
 
 import argparse
+import importlib
 import math
 import sys
 import types
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -39,7 +40,9 @@ def flag(default: Any, group: str, help: str, *aliases: str):
 
 @dataclass
 class Settings:
-    """What defines a training run. Each command adds flags of its own."""
+    """What defines a training run. Each command adds flags of its own, and names the `Task` that they are for."""
+
+    task: ClassVar[str]  # "module:class", imported only when the flags are parsed
 
     model: str | None = flag(None, "model", "the BERT or ScratchBert to start from: a folder or hub id")
     implementation: Literal["scratchbert", "bert"] = flag(
@@ -164,6 +167,8 @@ def check_smoothing(value: float) -> None:
 class ClassificationSettings(LabelSettings):
     """Of `finetune_classification`."""
 
+    task: ClassVar = "toolkit.training.classification:Classification"
+
     problem: Literal["single_label", "multi_label", "regression"] = flag("single_label", "data", "the kind of labels")
     text_column: str | None = flag(None, "data", "default: text, sentence, sentence1, premise or question1")
     text_pair_column: str | None = flag(None, "data", "default: sentence2, hypothesis or question2, if there is one")
@@ -197,6 +202,8 @@ class ClassificationSettings(LabelSettings):
 class TokenClassificationSettings(LabelSettings):
     """Of `finetune_token_classification`."""
 
+    task: ClassVar = "toolkit.training.token_classification:TokenClassification"
+
     max_length: int = flag(128, "data", "tokens per window; longer rows are read in several")
     stride: int | None = flag(
         None, "data", "tokens that two windows of a row share; default: a quarter of --max_length"
@@ -227,13 +234,14 @@ def is_iob_tag(tag: str) -> bool:
 class QuestionAnsweringSettings(Settings):
     """Of `finetune_question_answering`."""
 
+    task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
+
     max_length: int = flag(384, "data", "tokens per window, including the question; longer texts are read in several")
     stride: int = flag(128, "data", "context tokens that two windows share; also --doc_stride", "--doc_stride")
     max_answer_length: int = flag(30, "evaluation", "maximum tokens of an answer")
-    null_threshold: str | None = flag(None, "evaluation", "the score that an answer must exceed: a number; best: the one "
+    null_threshold: str | None = flag(None, "evaluation", "the score that an answer must exceed: a number; best: that "
                                       "with the best F1 on the validation set; never: there always is an answer. "
-                                      "Default: "
-                                      "0 if the training set has questions without an answer, else never")  # fmt: skip
+                                      "Default: 0 if training has questions without an answer, else never")  # fmt: skip
     metric: Literal["f1", "exact_match"] = flag("f1", "evaluation", "the metric that selects the best model")
 
     def __post_init__(self):
@@ -261,6 +269,8 @@ SEQ2SEQ_METRICS = {
 @dataclass
 class Seq2SeqSettings(Settings):
     """Of `finetune_seq2seq`."""
+
+    task: ClassVar = "toolkit.training.seq2seq:Seq2Seq"
 
     config_file: str | None = flag(None, "model", "instead of --model: random weights of the size in a file such as "
                                    "configuration/tiny.json")  # fmt: skip
@@ -315,6 +325,8 @@ class Seq2SeqSettings(Settings):
 class PretrainingSettings(Settings):
     """Of `pretrain_mlm`."""
 
+    task: ClassVar = "toolkit.training.masked_lm:Pretraining"
+
     config_file: str | None = flag(None, "model", "instead of --model: a configuration (.json), for random weights")
     tokenizer: str | None = flag(None, "model", "a folder or hub id; default: that of --model")
     text_column: str | None = flag(None, "data", "default: text, sentence, content or document")
@@ -341,6 +353,23 @@ class PretrainingSettings(Settings):
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def train(file: str, description: str, settings_class: type[Settings], argv: list[str] | None) -> int:
+    """The `main` of a training command: reads its settings and runs the training. Returns the exit code.
+
+    Args:
+        file, description: the command's `__file__` and docstring.
+    """
+    parser, settings = parse(file, description, settings_class, argv)
+
+    def work() -> None:
+        from toolkit.training.loop import run
+
+        module, _, name = settings_class.task.partition(":")
+        run(parser, settings, getattr(importlib.import_module(module), name))
+
+    return parser.run(work)
 
 
 def parse(
