@@ -358,7 +358,7 @@ def test_a_broken_file_of_squads(name, tiny, tmp_path, capsys):
     path.write_text(json.dumps(BROKEN[name]), encoding="utf-8")
     assert main(["--model", tiny, "--train_file", str(path), "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "not SQuAD's form, behind article 1" in said
+    assert "is not in SQuAD's form: after article 1" in said
     assert said.count("\n") == 1
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ SHIPPED = {
     f"{COMMANDS}/{path.relative_to(ROOT).as_posix()}"
     for folder in ("scripts", "configuration")
     for path in (ROOT / folder).rglob("*")
-    if path.is_file() and "__pycache__" not in path.parts
+    if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)
 }
 
 pytestmark = pytest.mark.ecosystem
@@ -43,7 +44,11 @@ def run(*command, **options) -> str:
 def built(tmp_path_factory) -> Path:
     """The source distribution, and the wheel that is built out of it."""
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    # A copy: setuptools writes into the source folder, where another process may build as well.
+    source = shutil.copytree(
+        ROOT, folder / "source", ignore=shutil.ignore_patterns(".*", "build", "demo", "*.egg-info")
+    )
+    run(sys.executable, "-m", "build", "--outdir", folder, source)
     return folder
 
 

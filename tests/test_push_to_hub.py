@@ -533,3 +533,22 @@ def test_a_table_of_parity(hub, tmp_path, folder, push):
     assert "- model: ScratchBertModel from my-model\n- reference: BertModel from google/bert exported" in body
     assert "\nequal: values within 2.5e-07\n" in body
     assert str(tmp_path) not in body
+
+
+def test_a_pushed_recipe_has_no_absolute_path(tmp_path):
+    folder = tmp_path / "run"
+    random_scratchbert("Model").save_pretrained(folder)
+    recipe = {"model": str(tmp_path / "bert"), "train_file": [str(tmp_path / "a.csv"), "b.csv"], "output": str(folder)}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"seed": 3, "tokenizer": "google/bert"}))
+    listing = publish.survey(folder, "ada/m")
+    expected = {
+        "model": "bert",
+        "train_file": ["a.csv", "b.csv"],
+        "output": "run",
+        "seed": 3,
+        "tokenizer": "google/bert",
+    }
+    assert yaml.safe_load(listing.files["recipe.yaml"]) == expected
+    for content in listing.files.values():
+        text = content if isinstance(content, bytes) else content.read_bytes()
+        assert str(tmp_path).encode() not in text
