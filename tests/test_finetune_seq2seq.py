@@ -362,18 +362,21 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
         ({"tokenizer": None}, "--tokenizer is missing"),
         ({"config_file": "small.json"}, "--config_file small.json: there is no such file"),
         ({"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
-        ({"metrics": ["meteor"]}, "--metrics has 'meteor'; there are rouge, sacrebleu, error_rate, loss"),
-        ({"metric": "bleu"}, "--metric is 'bleu'; --metrics error_rate has token_error_rate"),
+        ({"metrics": ["meteor"]}, "--metrics has 'meteor'; expected some of rouge, sacrebleu, error_rate, loss"),
+        ({"metric": "bleu"}, "--metric is 'bleu'; expected one of token_error_rate"),
         ({"num_beams": 0}, "--num_beams is 0"),
         ({"label_smoothing": 1.0}, "--label_smoothing is 1.0"),
         ({"length_penalty": 2.0}, "--num_beams of 2 or more"),
         ({"padding_free_collation": True}, "--padding_free_collation"),
-        ({"implementation": "bert"}, "--implementation bert"),
+        ({"implementation": "bert"}, "--implementation is bert"),
         ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size=3'"),
         ({"config_overrides": ["hidden_size"]}, "expected FIELD=VALUE"),
         ({"config_overrides": ["hidden_size=wide"]}, "hidden_size"),
         ({"config_overrides": ["hidden_size=33"]}, "the number of heads must divide the width"),
-        ({"max_target_length": 64, "config_overrides": ["max_position_embeddings=63"]}, "the model has 63 positions"),
+        (
+            {"max_target_length": 64, "config_overrides": ["max_position_embeddings=63"]},
+            "expected at most 63, the positions",
+        ),
         ({"lora_rank": 4}, "--lora_rank is given and --model is not a generator"),
         ({"freeze": "encoder"}, "--freeze is given and --model is not a generator"),
         ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "tie_encoder_decoder is True"),
@@ -395,13 +398,13 @@ def test_what_cannot_be_done_is_said_in_one_line(changed, message, flags, tmp_pa
 
 def test_what_a_generator_is_already_cannot_be_chosen(make_task, encoder_decoder):
     start = {"model": encoder_decoder[1], "config_file": None, "config_overrides": None}
-    with pytest.raises(ValueError, match=r"--num_decoder_layers: .* has an encoder and a decoder already"):
+    with pytest.raises(ValueError, match=r"--num_decoder_layers is given and .* has a decoder"):
         make_task(**start, num_decoder_layers=1)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(make_task, encoder_decoder, minilm):
     start = {"model": encoder_decoder[1], "config_file": None, "config_overrides": None}
-    with pytest.raises(ValueError, match="the tokenizer has 30522 tokens, and the model 22 words"):
+    with pytest.raises(ValueError, match="the tokenizer has 30522 tokens; expected at most vocab_size, 22"):
         make_task(**start, tokenizer=minilm)
 
 
@@ -452,9 +455,11 @@ def test_a_word_has_a_line_for_each_pronunciation(words, tmp_path, capsys, monke
 def test_pairs_that_cannot_be_written_are_refused_in_one_line(arguments, message, tmp_path, capsys):
     if not arguments:
         (tmp_path / "a-file").write_text("kept", encoding="utf-8")
-    with pytest.raises(SystemExit) as stopped:
-        cmudict_pairs.main([str(tmp_path), *arguments])
-    assert stopped.value.code == 2
+    try:
+        code = cmudict_pairs.main([str(tmp_path), *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
     line = capsys.readouterr().err
     assert message in line
     assert line.count("\n") == 1

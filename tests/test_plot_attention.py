@@ -344,7 +344,9 @@ def test_a_png_that_would_be_too_large_is_refused_and_an_svg_is_not(made_up, tmp
     figure = draw(made_up(2, 2, TOKENS))
     width, height = (round(144 * side) for side in figure.get_size_inches())
     monkeypatch.setattr(attention_plot, "MAX_PIXELS", width * height - 1)
-    with pytest.raises(ValueError, match=f"{width:,} × {height:,} pixels is too large: .*--layers") as refusal:
+    with pytest.raises(
+        ValueError, match=f"The picture has {width:,} × {height:,} pixels; expected at most .*--layers"
+    ) as refusal:
         save(figure, tmp_path / "a.png")
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
@@ -367,33 +369,33 @@ def test_the_largest_picture_has_the_heads_of_bert_base_and_the_most_tokens():
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("bert", ["--layers", "0,2"], "It has no 2 among its layers, which are 0 to 1."),
-        ("bert", ["--heads", "0-9"], "It has no 4 among its heads, which are 0 to 3."),
-        ("bert", ["--layers", "1-0"], "'1-0' is not of the form 0,2,5-7"),
-        ("bert", ["--heads", "0,"], "'0,' is not of the form 0,2,5-7"),
+        ("bert", ["--layers", "0,2"], "--layers has 2; expected 0 to 1."),
+        ("bert", ["--heads", "0-9"], "--heads has 4; expected 0 to 3."),
+        ("bert", ["--layers", "1-0"], "'1-0' is invalid; expected numbers"),
+        ("bert", ["--heads", "0,"], "'0,' is invalid; expected numbers"),
         (
             "bert",
             ["--kind", "cross"],
-            "It has one half, with self-attention alone: there is nothing to draw for --kind",
+            "--kind is cross, and it has self-attention only",
         ),
         ("bert", ["--kind", "all"], "invalid choice: 'all'"),
-        ("bert", ["--decoder-text", "it"], "--decoder-text is the target of a model with two halves"),
-        ("seq2seq", ["--decoder-text", "it", "--kind", "self"], "no part of --kind self"),
+        ("bert", ["--decoder-text", "it"], "--decoder_text is given with self-attention"),
+        ("seq2seq", ["--decoder-text", "it", "--kind", "self"], "--decoder_text is given with self-attention"),
         ("seq2seq", ["--decoder-text", " "], "The target is empty."),
         (
             "seq2seq",
             ["--decoder-text", "a " * 50],
-            "The target has 52 tokens, and the limit is 48: shorten it, or give",
+            "The target has 52 tokens; expected at most 48. Shorten it, or give",
         ),
-        ("headless", [], "Weights that it lacks: "),
-        ("headless", [], "With --decoder-text no head is needed."),
+        ("headless", [], "It lacks "),
+        ("headless", [], "--decoder_text requires no model head."),
         (
             "bert",
             ["--max-tokens", "9"],
-            "The sentence has 10 tokens, and the limit is 9: shorten it, or give --max-tok",
+            "The sentence has 10 tokens; expected at most 9. Shorten it, or give --max_tok",
         ),
-        ("bert", ["--max-tokens", "1"], "'1' is not a whole number from 2 up"),
-        ("bert", ["--output", "a.jpg"], "'a.jpg' does not end in .png or .svg"),
+        ("bert", ["--max-tokens", "1"], "'1' is invalid; expected an integer of at least 2"),
+        ("bert", ["--output", "a.jpg"], "'a.jpg' is invalid; expected a name that ends in .png or .svg"),
         ("bert", ["--output", "nowhere/a.png"], "'nowhere/a.png' cannot be written: there is no folder nowhere"),
     ],
 )
@@ -427,8 +429,8 @@ def test_weights_that_are_missing_are_not_made_up(folders, tmp_path, capsys):
     path = tmp_path / "short" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
     line = refused(capsys, tmp_path / "short", SENTENCE, "--output", tmp_path / "a.png")
-    assert re.search(r"Weights that it lacks: 16, such as encoder\.blocks\.2\.", line)
-    assert "--decoder-text" not in line
+    assert re.search(r"It lacks 16 weights, such as encoder\.blocks\.2\.", line)
+    assert "--decoder_text" not in line
 
 
 def test_a_target_wants_a_start_token(folders, tmp_path, capsys):
@@ -443,7 +445,7 @@ def test_a_target_wants_a_start_token(folders, tmp_path, capsys):
 def test_without_matplotlib_it_says_what_to_install(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = refused(capsys, folders["bert"], SENTENCE, "--output", tmp_path / "a.png")
-    assert line == "matplotlib is not installed: pip install matplotlib"
+    assert line == 'matplotlib is not installed; pip install "scratchbert[plot]"'
 
 
 def test_help(capsys):
@@ -451,5 +453,5 @@ def test_help(capsys):
         plot_attention.main(["--help"])
     assert left.value.code == 0
     out = capsys.readouterr().out
-    assert "--max-tokens N" in out
+    assert "--max_tokens N" in out
     assert "0,2,5-7" in out
