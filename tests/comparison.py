@@ -4,9 +4,7 @@ norm."""
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 1e-5  # of a tensor's gradient; below 1e-7 of the whole model's, a gradient is noise
-GRADIENT_FLOOR = 1e-7
+from toolkit.parity import TOLERANCE, ZERO_GRADIENT, largest
 
 
 def flat(outputs) -> dict[str, torch.Tensor]:
@@ -57,19 +55,19 @@ def assert_same_tensors(actual, expected, real=None, exact=None):
         assert actual[name].shape == tensor.shape, name
         assert actual[name].dtype == tensor.dtype, name
         mine, theirs = of_real_tokens(actual[name], real), of_real_tokens(tensor, real)
-        difference = (mine.double() - theirs.double()).abs().max().item()
+        difference = largest(mine.double() - theirs.double())
         tolerance = TOLERANCE
         if exact is not None and difference > tolerance:
-            tolerance = max(tolerance, (theirs.double() - of_real_tokens(exact()[name], real)).abs().max().item())
+            tolerance = max(tolerance, largest(theirs.double() - of_real_tokens(exact()[name], real)))
         assert difference <= tolerance, f"{name} differs by {difference:.1e}, and may by {tolerance:.1e}"
 
 
 def assert_same_gradients(actual, expected):
     """‖Δg‖ ≤ 1e-5 ‖g‖ for each tensor, with a floor: the gradient of a key's bias is zero but for rounding."""
     assert actual.keys() == expected.keys()
-    floor = GRADIENT_FLOOR * sum(g.norm() ** 2 for g in expected.values() if g is not None).sqrt().item()
+    floor = ZERO_GRADIENT * sum(g.norm() ** 2 for g in expected.values() if g is not None).sqrt().item()
     for name, gradient in expected.items():
         assert (actual[name] is None) == (gradient is None), name
         if gradient is not None:
             difference, norm = (actual[name] - gradient).norm().item(), gradient.norm().item()
-            assert difference <= max(GRADIENT_TOLERANCE * norm, floor), f"{name}: {difference:.1e} of {norm:.1e}"
+            assert difference <= max(TOLERANCE * norm, floor), f"{name}: {difference:.1e} of {norm:.1e}"
