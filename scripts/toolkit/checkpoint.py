@@ -13,19 +13,28 @@ from transformers import AutoTokenizer
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.bert_weights import OTHER_TWINS, canonical_name, name_in_file, twin
+from modeling_scratchbert.bert_weights import (
+    OTHER_TWINS,
+    OUTPUT_BIAS_ALIAS,
+    canonical_name,
+    name_in_file,
+    twin,
+    without_half,
+)
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, check_reach, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, raw_config, scratchbert_fields
 from toolkit.hub import check_source, has_tokenizer
 
 __all__ = [
     "AUTO_MAP",
+    "OUTPUT_BIAS_ALIAS",
     "WEIGHT_FILES",
     "canonical_name",
     "name_in_file",
     "scratchbert_fields",
     "tensor_names",
     "weight_files",
+    "without_half",
 ]
 
 # Our classes, without "ScratchBert", and the parts beyond embeddings and blocks that a checkpoint of each holds. If a

@@ -25,9 +25,9 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, without_half
 from modeling_scratchbert.pretrained import NOT_IN_BERT
 from toolkit.checkpoint import (
+    OUTPUT_BIAS_ALIAS,
     canonical_name,
     class_name,
     classes_in,
@@ -41,6 +41,7 @@ from toolkit.checkpoint import (
     weight_files,
     weights_among,
     why_unused,
+    without_half,
 )
 from toolkit.files import atomic_folder, check_target, looks_like_a_path
 from toolkit.model_card import conversion_card

@@ -20,7 +20,6 @@ import torch
 from transformers import EncoderDecoderModel
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
-from modeling_scratchbert.bert_weights import without_half
 from toolkit.checkpoint import (
     Checkpoint,
     canonical_name,
@@ -31,6 +30,7 @@ from toolkit.checkpoint import (
     short_name,
     used_parts,
     why_unused,
+    without_half,
 )
 from toolkit.cli import shortened
 from toolkit.files import atomic_file

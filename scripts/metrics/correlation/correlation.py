@@ -21,7 +21,7 @@ class Correlation(evaluate.Metric):
 
     def _compute(self, predictions, references):
         if not np.isfinite([predictions, references]).all():
-            raise ValueError("predictions or references hold nan or infinity; a correlation wants numbers")
+            raise ValueError("predictions or references hold nan or infinity; expected finite numbers")
         if min(np.ptp(predictions), np.ptp(references)) == 0:
             return {"pearson": 0.0, "spearman": 0.0}
         return {

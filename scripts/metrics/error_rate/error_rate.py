@@ -24,7 +24,7 @@ class ErrorRate(evaluate.Metric):
 
     def _compute(self, predictions, references):
         if not all(references):
-            raise ValueError(f"item {references.index([]) + 1} has no reference; error_rate wants one or more for each")
+            raise ValueError(f"item {references.index([]) + 1} has no reference; expected one or more for each")
         edits = tokens = wrong = 0
         for prediction, texts in zip(predictions, references, strict=True):
             said = prediction.split()

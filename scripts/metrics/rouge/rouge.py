@@ -25,7 +25,7 @@ class Rouge(evaluate.Metric):
 
     def _compute(self, predictions, references):
         if not all(references):
-            raise ValueError(f"item {references.index([]) + 1} has no reference; rouge wants one or more for each")
+            raise ValueError(f"item {references.index([]) + 1} has no reference; expected one or more for each")
         scorer = RougeScorer(TYPES)
         scores = [scorer.score_multi(right, text) for text, right in zip(predictions, references, strict=True)]
         return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in TYPES}

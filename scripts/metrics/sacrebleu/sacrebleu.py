@@ -23,8 +23,8 @@ class Sacrebleu(evaluate.Metric):
 
     def _compute(self, predictions, references):
         if not all(references):
-            raise ValueError(f"item {references.index([]) + 1} has no reference; sacrebleu wants one or more for each")
-        # sacrebleu wants a list of all first references, one of all second ones (None where there is none), and so on.
+            raise ValueError(f"item {references.index([]) + 1} has no reference; expected one or more for each")
+        # sacrebleu expects a list of all first references, one of all second ones (None if there is none), and so on.
         columns = [list(column) for column in zip_longest(*references)]
         return {
             "bleu": corpus_bleu(predictions, columns).score,

@@ -48,8 +48,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
     ):
         if batch_size < 1 or not 0 <= rank < world:
             raise ValueError(
-                f"batch_size {batch_size}, rank {rank} of {world}: a batch wants at least one row, and rank "
-                "to be below world"
+                f"batch_size is {batch_size} and rank {rank} of {world}; expected at least 1, and a rank "
+                "below the number of processes"
             )
         if len(lengths) < world:
             raise ValueError(f"{len(lengths)} rows are too few for {world} processes")
@@ -116,7 +116,7 @@ def cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
 def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, world: int = 1) -> list[list[int]]:
     """The batches of one process, those of the longest rows first, such that each row is in one batch of one process.
 
-    All processes have the same number of batches, as models sharded over them want it, unless there are fewer rows than
+    All processes have the same number of batches, as sharded models require, unless there are fewer rows than
     processes, or batches of a single row do not come out even: then some have one batch less.
 
     Args:

@@ -390,7 +390,7 @@ def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logg
 
 
 def stream_examples(check, on_bad_row, warn, parts=None, source=None) -> Iterator[tuple[int, dict]]:
-    """What `stream_rows` reads in a pass, in the form that `datasets` wants: each row with a key. Of `parts`, a list,
+    """What `stream_rows` reads in a pass, in the form that `datasets` expects: each row with a key. Of `parts`, a list,
     it makes shards."""
     rows = read_hub(source, streaming=True) if parts is None else read_files(parts)
     yield from enumerate(keep_rows(rows, check, on_bad_row, warn))
@@ -399,7 +399,7 @@ def stream_examples(check, on_bad_row, warn, parts=None, source=None) -> Iterato
 def check_policy(on_bad_row: str) -> None:
     """Raises ValueError where there is no such policy."""
     if on_bad_row not in ("stop", "skip"):
-        raise ValueError(f"on_bad_row is {on_bad_row!r}; it wants 'stop' or 'skip'")
+        raise ValueError(f"on_bad_row is {on_bad_row!r}; expected 'stop' or 'skip'")
 
 
 def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_row: str, warn: Warn) -> Iterator[dict]:
@@ -420,7 +420,7 @@ def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_ro
                 first_bad += [problem] if bad <= NAMED_ROWS else []
             else:
                 yield kept
-    finally:  # also where nobody wants the rest
+    finally:  # also if the reading is broken off
         if 0 < bad < total:
             more = [f"and {bad - NAMED_ROWS} more"] if bad > NAMED_ROWS else []
             warn("\n  ".join([f"{bad} of {total} rows are bad and were skipped:", *map(str, first_bad), *more]))
