@@ -9,7 +9,7 @@ import torch
 from transformers import BertForSequenceClassification, EncoderDecoderModel, StoppingCriteria
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
-from modeling_scratchbert.bert_weights import canonical_name
+from modeling_scratchbert.bert_weights import to_scratchbert
 
 from benchmark_machine import packed_step, weights_of_a_step
 from benchmark_workloads import Batch, pad, random_rows
@@ -41,7 +41,7 @@ def training_step(model, optimizer, batch: Batch) -> tuple[float, float]:
 
 def gradients(model) -> dict[str, torch.Tensor]:
     """By our names. Without the keys' biases: their gradient is 0, and what is there is rounding."""
-    found = {canonical_name(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
+    found = {to_scratchbert(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
     return {name: gradient for name, gradient in found.items() if not name.endswith("key.bias")}
 
 

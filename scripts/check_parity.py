@@ -39,9 +39,8 @@ from transformers import AutoTokenizer, EncoderDecoderModel
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
-from modeling_scratchbert.bert_weights import canonical_name, without_half
-from modeling_scratchbert.checkpoints import check_reach, has_tokenizer, tensor_names
-from modeling_scratchbert.configuration_scratchbert import raw_config
+from modeling_scratchbert.bert_weights import to_scratchbert
+from modeling_scratchbert.checkpoints import has_tokenizer, raw_config, tensor_names
 
 from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
 from output import written
@@ -120,9 +119,8 @@ def read_checkpoint(source: str) -> Checkpoint:
     if config.num_hidden_layers == 0:
         raise ValueError(f"{source} has no layers, so there is little to compare.")
     kind = kind_of(fields)
-    names = {name: canonical_name(name, kind) for name in tensor_names(source) or ()}
+    names = {name: to_scratchbert(name, kind) for name in tensor_names(source) or ()}
     if not names:
-        check_reach(source)
         raise OSError(f"{source} has no file of weights.")
     parts = parts_of(names.values())
     left_over = sorted(name for name in names if names[name] is None and not why_unused(name, kind))
@@ -314,7 +312,7 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
     total.backward()
     kind = model.config.model_type
     gradients = {
-        canonical_name(name, kind): parameter.grad
+        to_scratchbert(name, kind): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -441,7 +439,7 @@ def compare(model, reference, batch: dict[str, torch.Tensor], seed: int = 0) -> 
 def shared_tensors(model) -> dict[str, str]:
     """The tensors that are one and the same in a model, by ScratchBert's names."""
     kind = model.config.model_type
-    return {canonical_name(name, kind): canonical_name(one, kind) for name, one in model.all_tied_weights_keys.items()}
+    return {to_scratchbert(name, kind): to_scratchbert(one, kind) for name, one in model.all_tied_weights_keys.items()}
 
 
 def summed(gradients: dict[str, torch.Tensor], ties: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -498,10 +496,10 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         relative, own_error = ratio(norm(our - their), scale), ratio(norm(their - true), scale)
         limit = max(TOLERANCE, own_error)
         block = re.search(r"\.blocks\.(\d+)\.", name)
-        alone = without_half(name)
-        half = "" if alone == name else f"{name.split('.')[1]} "
-        part = f"layer {block[1]}" if block else re.sub(r"^model\.(encoder\.)?", "", alone).split(".")[0]
-        group = half + part
+        stack = re.match(r"model\.(encoder|decoder)\.(?=embeddings|encoder|pooler)", name)  # of a seq2seq model
+        rest = name[stack.end() :] if stack else name.removeprefix("model.")
+        part = f"layer {block[1]}" if block else rest.removeprefix("encoder.").split(".")[0]
+        group = f"{stack[1]} {part}" if stack else part
         row = Row(
             what=f"gradient: {group.replace('_', ' ')}",
             kind="gradient",

@@ -40,9 +40,10 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file, twin, without_half
+from modeling_scratchbert.bert_configuration import scratchbert_fields
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, reference_class, to_bert, to_scratchbert
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, tensor_names, weight_files
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, scratchbert_fields
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from modeling_scratchbert.pretrained import NOT_IN_BERT
 
 from model_classes import class_name, classes_in, kind_of, parts_of, short_name, why_unused
@@ -225,7 +226,7 @@ def check_fields(fields: dict, source: str, to: str) -> str:
 
 def load(checkpoint: Checkpoint) -> tuple[PreTrainedModel, Report]:
     """The model that holds every tensor of the checkpoint that any class of ours has a place for, and no other."""
-    ours = {name: canonical_name(name, checkpoint.kind) for name in tensor_names(checkpoint.folder) or ()}
+    ours = {name: to_scratchbert(name, checkpoint.kind) for name in tensor_names(checkpoint.folder) or ()}
     parts = parts_of(ours.values())
     chosen, notes = choose_class(checkpoint, parts)
     if chosen == "Model" and "pooler" not in parts:
@@ -288,7 +289,7 @@ def load_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype, with_poole
         )
 
     def source_name(tensor: str) -> str:
-        return name_in_file(canonical_name(tensor, "scratchbert"), checkpoint.kind)
+        return to_bert(to_scratchbert(tensor, "scratchbert"), checkpoint.kind)
 
     wrong = [f"{source_name(tensor)} is not in the file" for tensor in sorted(info["missing_keys"])]
     for tensor, in_file, in_model in sorted(info["mismatched_keys"]):
@@ -317,7 +318,7 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
             report.left[f"tensor {name}"] = f"{report.model_class} has no place for it"
         elif same_bits(held[own], tensor.to(held[own].dtype)):
             report.tensors += 1
-        elif without_half(name) == OUTPUT_BIAS_ALIAS:
+        elif name.removeprefix("decoder.") == OUTPUT_BIAS_ALIAS:
             report.left[f"tensor {name}"] = (
                 "cls.predictions.decoder.bias differs, and is the one that BERT computes with"
             )
@@ -454,7 +455,7 @@ def section(checkpoint: Checkpoint, to: str, title: str, report: Report) -> str:
         what = (
             f"{origin} as a ScratchBert: [BERT](https://arxiv.org/abs/1810.04805) written from scratch, in blocks that "
             f"one can read, with its code in this folder. The weights are the same, bit for bit, and it computes what "
-            f"`{twin(report.model_class)}` computes, up to the rounding of float32."
+            f"`{reference_class(report.model_class)}` computes, up to the rounding of float32."
         )
         trust = ", trust_remote_code=True"
     text = f"""# {title}
@@ -483,7 +484,7 @@ model = SentenceTransformer("{title}"{trust})
 
 
 def print_report(report: Report, target: str, to: str) -> None:
-    name = twin(report.model_class) if to == "bert" else report.model_class
+    name = reference_class(report.model_class) if to == "bert" else report.model_class
     dtype = report.dtype.removeprefix("torch.")
     print(f"{target}: {name}, {report.tensors} tensors, {report.parameters:,} parameters, {dtype}")
     if report.carried:

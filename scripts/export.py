@@ -53,7 +53,7 @@ from torch.export import Dim, ExportedProgram
 from transformers.utils import cached_file
 
 from modeling_scratchbert import ScratchBertForCausalLM
-from modeling_scratchbert.configuration_scratchbert import raw_config
+from modeling_scratchbert.checkpoints import raw_config
 
 from check_parity import Checkpoint, classes_for, load, load_tokenizer, read_checkpoint
 from model_classes import class_name, classes_in, short_name

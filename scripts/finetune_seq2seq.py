@@ -40,7 +40,7 @@ from torch import nn
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
-from modeling_scratchbert.configuration_scratchbert import raw_config
+from modeling_scratchbert.checkpoints import raw_config
 
 import training
 from model_classes import kind_of

@@ -1,7 +1,7 @@
 """What convert_checkpoint and check_parity both know of a checkpoint: its kind, and which model class its tensors stand
 for."""
 
-from modeling_scratchbert.bert_weights import OTHER_TWINS, twin
+from modeling_scratchbert.bert_weights import OTHER_REFERENCES, reference_class
 
 # The model classes, without `Bert` or `ScratchBert` before them, and the parts beyond embeddings and blocks that a
 # checkpoint must hold for each. Where a checkpoint does not say which it is, and several fit, the first is taken.
@@ -40,12 +40,12 @@ def kind_of(fields: dict) -> str:
 
 def class_name(name: str, kind: str) -> str:
     """What the class `name` of `CLASS_PARTS` is called, ours or its twin."""
-    return f"ScratchBert{name}" if kind == "scratchbert" else twin(f"ScratchBert{name}")
+    return f"ScratchBert{name}" if kind == "scratchbert" else reference_class(f"ScratchBert{name}")
 
 
 def short_name(class_name: str) -> str:
     """The name in `CLASS_PARTS` of a class of ours or of its twin."""
-    ours = {twin: own for own, twin in OTHER_TWINS.items()}.get(class_name, class_name)
+    ours = {reference: own for own, reference in OTHER_REFERENCES.items()}.get(class_name, class_name)
     return ours.removeprefix("Scratch").removeprefix("Bert")
 
 
