@@ -4,6 +4,8 @@ Shapes and dtypes are always checked; values only of eager tensors on the CPU, s
 and nothing breaks a trace.
 """
 
+from itertools import pairwise
+
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
@@ -11,8 +13,7 @@ from transformers.utils.import_utils import is_tracing
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether values may be read now: not while tracing, under a transform of `torch.func`, or on the meta device."""
-    # Under vmap one wrapped argument, such as the labels, is enough: what is read from the others must not depend on
-    # it.
+    # Under a transform no value is read, even of an argument that is not wrapped: others, such as labels, may be.
     return not (is_tracing(tensor) or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
@@ -73,10 +74,11 @@ def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int,
 
 
 def check_inputs(
-    config, ids: dict, inputs_embeds, attention_mask, vocab_size: int, past_length, slots: int | None = None
+    config, ids: dict, inputs_embeds, attention_mask, vocab_size: int, past_length, slots=None, is_packed: bool = False
 ) -> None:
     """Checks the arguments of `ScratchBertModel.forward`. `ids` are `input_ids`, `token_type_ids` and `position_ids`;
-    `vocab_size` is that of the word embeddings; `past_length` and `slots` are the `cache_lengths`."""
+    `vocab_size` is that of the word embeddings; `past_length` and `slots` are the `cache_lengths`. With `is_packed`,
+    the row may be longer than the table of positions."""
     tokens = inputs_embeds if ids["input_ids"] is None else ids["input_ids"]
     if (ids["input_ids"] is None) == (inputs_embeds is None):
         got = "neither" if tokens is None else "both"
@@ -88,11 +90,12 @@ def check_inputs(
     else:
         check_tensor("inputs_embeds", tokens, "batch", "length", config.hidden_size, dtype="floating")
     (batch, length), limit = tokens.shape[:2], config.max_position_embeddings
-    if ids["position_ids"] is None and isinstance(past_length, int) and past_length + length > limit:
+    has_own_positions = ids["position_ids"] is not None or is_packed
+    if not has_own_positions and isinstance(past_length, int) and past_length + length > limit:
         cached = f" after {past_length} in the cache" if past_length else ""
         truncate = f"Truncate it with tokenizer(text, truncation=True, max_length={limit})"
         raise ValueError(
-            f"The sequence has {length} tokens{cached}; max_position_embeddings is {limit}. "
+            f"The sequence has {length} tokens{cached}; expected at most {limit} (max_position_embeddings is {limit}). "
             f"{'Generate fewer tokens, or shorten the prompt' if past_length else truncate}."
         )
     for name, field in (("token_type_ids", "type_vocab_size"), ("position_ids", "max_position_embeddings")):
@@ -116,8 +119,9 @@ def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, 
     check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
 
 
-def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask) -> None:
-    """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`."""
+def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, max_length: int | None) -> None:
+    """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`. `max_length` limits the
+    length of a sequence, if positions are to be counted."""
     if attention_mask is not None:
         raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
     check_tensor("cu_seq_lens_q", cu_seq_lens_q, "sequences + 1", dtype="integer")
@@ -129,6 +133,12 @@ def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask) -> None:
     if len(starts) < 2 or starts[0] != 0 or starts[-1] != end or starts != sorted(starts):
         raise ValueError(
             f"cu_seq_lens_q is {starts}; expected numbers that rise from 0 to the number of tokens, {end}."
+        )
+    longest = max(end - start for start, end in pairwise(starts))
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {max_length}. Split it, or "
+            "pass position_ids."
         )
 
 

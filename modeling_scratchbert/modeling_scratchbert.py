@@ -38,7 +38,9 @@ from .input_checks import (
     check_inputs,
     check_labels,
     check_mask,
+    check_packed,
     check_tensor,
+    has_values,
 )
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerBlock, TransformerStack
@@ -46,12 +48,12 @@ from .unpadding import (
     PACKED_KERNELS,
     UNPADDING_KERNELS,
     UnpaddedBatch,
-    has_values,
     is_observed,
+    is_own,
     is_padding_mask,
     labels_include_padding,
     packed_sequences,
-    run_in_parts,
+    run_encoder,
     scatter_rows,
 )
 from .warm_start import seq2seq_start
@@ -136,8 +138,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             attention_mask: `(B, T)`, 1 for a token and 0 for padding; or a full mask `(B, 1, T, T)`, boolean (True:
                 may attend) or additive.
             token_type_ids: `(B, T)`, 0 for sentence A and 1 for sentence B; all 0 by default.
-            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. In one row without a mask, positions that count
-                from 0 several times are packed sequences; positions that are all 0 never are.
+            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. In one row without a mask, positions that restart
+                at 0 mark packed sequences; all-zero positions are one sequence.
             encoder_hidden_states: `(B, S, C)`, for a decoder with cross-attention.
             encoder_attention_mask: `(B, S)`, 1 for a token and 0 for padding.
             past_key_values: the cache of a decoder.
@@ -151,15 +153,18 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             cu_seq_lens_q: `(S + 1,)`, for an encoder: the starts of S packed sequences in one row, `(1, N)`, and the
                 end, as `DataCollatorWithFlattening` returns them. The outputs are then `(1, N, C)`, and `pooler_output`
                 is `(S, C)`.
-            max_length_q: the length of the longest, so that `cu_seq_lens_q` is not read.
+            max_length_q: the length of the longest sequence, so that an accelerator need not be read from.
 
         Returns:
             `last_hidden_state` `(B, T, C)`, `pooler_output` `(B, C)` or None without a pooler, and what was requested.
-            An encoder removes the padding, and `last_hidden_state` is zero there. Padding is computed as in BERT if
-            attention weights or hidden states are requested, the mask is a full one, a hook inside the model would see
-            unpadded tensors, a block is replaced, or the model or a part of it is compiled or exported. A row whose
-            tokens are all masked attends to nothing: its attention outputs are zero, where BERT's eager kernel
-            averages.
+            An encoder removes the padding, and `last_hidden_state` is zero there. Padding is computed, as in BERT, if
+
+            - attention weights or hidden states are requested, or the mask is a full one;
+            - a block is replaced, or a hook of other code inside the model would see unpadded tensors;
+            - the model, or a part of it, is compiled or exported.
+
+            A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager
+            kernel averages there.
 
         Raises:
             ValueError: an argument has a wrong shape, dtype or value.
@@ -171,19 +176,21 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         # An adapter may have replaced the word embeddings by a module without a size.
         vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        check_inputs(self.config, ids, inputs_embeds, attention_mask, vocab_size, past_length, slots)
+        is_packed = kwargs.get("cu_seq_lens_q") is not None
+        check_inputs(self.config, ids, inputs_embeds, attention_mask, vocab_size, past_length, slots, is_packed)
         # Checkpointed blocks run twice and must not fill a cache.
         use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_activation_checkpointing)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        kwargs.setdefault("output_attentions", self.config.output_attentions)
+        eager = kwargs.setdefault("output_attentions", self.config.output_attentions)
+        records = eager or kwargs.get("output_hidden_states", self.config.output_hidden_states)
 
         tokens: Any = inputs_embeds if input_ids is None else input_ids
-        unpadded, zeroed = self._unpadded_batch(tokens, attention_mask, position_ids, kwargs)
+        unpadded, zeroed = self._unpadded_batch(tokens, attention_mask, position_ids, records, kwargs)
         if unpadded is not None:
             per_token = input_ids, token_type_ids, position_ids, inputs_embeds
             input_ids, token_type_ids, position_ids, inputs_embeds = map(unpadded.unpad, per_token)
-            position_ids = unpadded.default_position_ids() if position_ids is None else position_ids
+            position_ids = unpadded.default_position_ids().to(tokens.device) if position_ids is None else position_ids
         hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
         batch, queries, _ = hidden_states.shape
         if encoder_hidden_states is not None:
@@ -192,16 +199,17 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
         check_cache(self.config, past_key_values, batch, encoder_hidden_states)
 
-        if unpadded is not None and not kwargs["output_attentions"] and self._supports_unpadding():
-            hidden_states = run_in_parts(self.encoder, hidden_states, unpadded, self.config.intermediate_size, **kwargs)
+        if unpadded is not None and not eager and self._supports_unpadding():
+            width = self.config.intermediate_size
+            hidden_states = run_encoder(self.encoder, hidden_states, unpadded, width, records, **kwargs)
         else:
             attention_mask, encoder_attention_mask = self._attention_masks(
                 hidden_states,
-                attention_mask if unpadded is None else unpadded.mask(),
+                attention_mask if unpadded is None else unpadded.attention_mask(),
                 encoder_hidden_states,
                 encoder_attention_mask,
                 past_key_values,
-                kwargs["output_attentions"],
+                eager,
             )
             hidden_states = self.encoder(
                 hidden_states,
@@ -212,46 +220,53 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 position_ids=position_ids,  # flash attention finds packed sequences in them
                 **kwargs,
             )
-        first_tokens = hidden_states
+        pooled = hidden_states
         if unpadded is not None:
             hidden_states = unpadded.pad(hidden_states)
-            first_tokens = unpadded.first_tokens(hidden_states)
+            pooled = unpadded.first_tokens(hidden_states)
+        pooler_output = None if self.pooler is None else self.pooler(pooled)
+        if zeroed is not None:
+            hidden_states = hidden_states.masked_fill(zeroed.to(hidden_states.device), 0)
         return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states if zeroed is None else hidden_states.masked_fill(zeroed, 0),
-            pooler_output=None if self.pooler is None else self.pooler(first_tokens),
+            last_hidden_state=hidden_states,
+            pooler_output=pooler_output,
             past_key_values=past_key_values if use_cache else None,
         )
 
     def _unpadded_batch(
-        self, tokens: torch.Tensor, attention_mask, position_ids, options: Any
+        self, tokens: torch.Tensor, attention_mask, position_ids, records: bool | None, options: Any
     ) -> tuple[UnpaddedBatch | None, torch.Tensor | None]:
-        """Decide whether the batch is unpadded; nothing else does. Takes the options that concern it out of `options`.
+        """Decide whether the batch is unpadded. Takes `padding_free` and the lengths of packed sequences out of
+        `options`.
 
         Returns:
-            The unpadded batch, or None to compute `tokens`, `(B, T)` or `(B, T, C)`, as they are; and, if padding is
+            The unpadded batch, or None to compute `tokens`, `(B, T)` or `(B, T, C)`, as they are; and if padding is
             computed but not returned, `(B, T, 1)`, True where the last hidden state is to be zero.
         """
         config = self.config
         padding_free = options.pop("padding_free", None)
-        records = options["output_attentions"] or options.get("output_hidden_states", config.output_hidden_states)
         if config.is_decoder:
             return None, None
         if config._attn_implementation in PACKED_KERNELS:
             names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
             cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
+            if cu_seqlens is not None:
+                max_length = config.max_position_embeddings if position_ids is None else None
+                check_packed(cu_seqlens, tokens, attention_mask, max_length)
             packed = packed_sequences(tokens, attention_mask, position_ids, cu_seqlens, max_seqlen, sort=not records)
             if packed is not None:
                 return packed, None
-        is_wanted = config.padding_free if padding_free is None else padding_free
-        if not is_wanted or records or not is_padding_mask(attention_mask, tokens.shape[:2]):
+        is_enabled = config.padding_free if padding_free is None else padding_free
+        if not is_enabled or records or not is_padding_mask(attention_mask) or attention_mask.shape != tokens.shape[:2]:
             return None, None
         mask = attention_mask.bool()
         # One transfer from the device, because each one waits for it.
-        first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
-        if min(lengths) == mask.shape[1] or not any(lengths) or not self._supports_unpadding():
+        num_first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
+        if min(lengths) == mask.shape[1] or not self._supports_unpadding():
             return None, None
         if (
-            (self.pooler is not None and first_tokens < len(lengths))  # the pooler reads padding
+            not any(lengths)
+            or (self.pooler is not None and num_first_tokens < len(lengths))  # the pooler reads padding
             or config.chunk_size_feed_forward  # which must divide the length
             or (not padding_free and is_observed(self.embeddings, self.encoder))
         ):
@@ -265,11 +280,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         parts = [(Embeddings, self.embeddings), *((TransformerBlock, block) for block in blocks)]
         parts += [(MultiHeadAttention, getattr(block, "attention", None)) for block in blocks]
         parts += [(FeedForward, getattr(block, "feed_forward", None)) for block in blocks]
-        # FSDP creates classes that derive from ours and change nothing.
-        return self.config._attn_implementation in UNPADDING_KERNELS and all(
-            type(part) is own or (isinstance(part, own) and type(part).__module__.startswith("torch."))
-            for own, part in parts
-        )
+        return self.config._attn_implementation in UNPADDING_KERNELS and all(is_own(part, own) for own, part in parts)
 
     def _attention_masks(
         self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values, eager
@@ -355,29 +366,42 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
         """
         hidden_states, shape = outputs.last_hidden_state, outputs.last_hidden_state.shape[:2]
         if labels is not None and self.config.sparse_prediction:
+            labels = labels.reshape(shape)
             labelled = labels != -100
-            is_whole = has_values(labels) and is_observed(self.lm_head)
+            # While tracing, no hook is there to see the difference.
+            is_whole = not is_own(self.lm_head, LanguageModelHead)
+            is_whole = is_whole or (has_values(labels) and not padding_free and is_observed(self.lm_head))
             logits = self.lm_head(hidden_states)[labelled] if is_whole else self.lm_head(hidden_states[labelled])
             return logits, logits, labels[labelled]
-        indices = None
-        is_unpadded = self.config.padding_free if padding_free is None else padding_free
-        is_unpadded = is_unpadded and not self.config.is_decoder and outputs.hidden_states is outputs.attentions is None
-        if is_unpadded and is_padding_mask(attention_mask, shape):
-            indices = attention_mask.flatten().nonzero()[:, 0].to(hidden_states.device)
-        if indices is None or len(indices) in (0, attention_mask.numel()) or is_observed(self.lm_head):
+        indices = self._scored_tokens(outputs, attention_mask, padding_free)
+        if indices is None:
             logits = self.lm_head(hidden_states)
             return logits, logits.flatten(0, 1), None if labels is None else labels.flatten()
         states = hidden_states.flatten(0, 1).index_select(0, indices)
         if labels is not None or torch.is_grad_enabled():
             scores = self.lm_head(states)
             return scatter_rows(scores, indices, shape), scores, None if labels is None else labels.flatten()[indices]
-        # 256 tokens at a time, because a second tensor of the vocabulary's width takes much memory.
         logits = None
+        # 256 tokens at a time, because a second tensor of the vocabulary's width takes much memory.
         for part, places in zip(states.split(256), indices.split(256), strict=True):
             scores = self.lm_head(part)
             logits = scores.new_zeros(shape[0] * shape[1], scores.shape[-1]) if logits is None else logits
             logits.index_copy_(0, places, scores)
         return logits.unflatten(0, shape), None, None
+
+    def _scored_tokens(self, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
+        """The positions of the non-padding tokens in the flattened batch, `(N,)`; None if all tokens are scored."""
+        hidden_states = outputs.last_hidden_state
+        is_enabled = self.config.padding_free if padding_free is None else padding_free
+        is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
+        if not is_enabled or is_recorded or self.config.is_decoder or not is_own(self.lm_head, LanguageModelHead):
+            return None
+        if not is_padding_mask(attention_mask) or attention_mask.shape != hidden_states.shape[:2]:
+            return None
+        indices = attention_mask.flatten().nonzero()[:, 0].to(hidden_states.device)
+        if len(indices) in (0, attention_mask.numel()) or (not padding_free and is_observed(self.lm_head)):
+            return None
+        return indices
 
 
 @dataclass

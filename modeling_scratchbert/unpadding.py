@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.nn.modules import module as global_hooks
 
-from .input_checks import check_packed, has_values
+from .input_checks import has_values
 
 varlen_attn: Any
 try:
@@ -30,10 +30,12 @@ PACKED_KERNELS = (*UNPADDING_KERNELS, "flex_attention")
 
 # glibc returns freed blocks above 32 MiB to the system. Splitting 10,000 tokens of BERT-base so that no tensor is
 # larger saves 11 % of the time (2 Intel cores).
-PART_BYTES = 32 * 2**20
+MAX_TENSOR_BYTES = 32 * 2**20
 
-# Modules whose hooks leave what they are given as it is: devices, sharding, checkpointing, output recording.
-NEUTRAL_MODULES = ("torch", "accelerate", "transformers.distributed", "transformers.utils.output_capturing")
+# Modules whose hooks do not depend on the shape of what they are given: devices, sharding, output recording.
+NEUTRAL_MODULES = (
+    "torch", "accelerate", "deepspeed", "transformers.distributed", "transformers.utils.output_capturing"
+)  # fmt: skip
 HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -45,9 +47,9 @@ class UnpaddedBatch:
         cu_seqlens: `(S + 1,)`, int32, on the device of the tokens: the start of each sequence, and the end of the last.
         max_seqlen: the length of the longest sequence.
         shape: `(B, T)` of the batch before unpadding.
-        indices: `(N,)`: the place of each token in the flattened batch; None if the order did not change.
+        indices: `(N,)`: the position of each token in the flattened batch; None if it did not change.
         lengths: the length of each sequence; None to read them from `cu_seqlens` if a kernel needs them.
-        starts: `(S,)`, of packed sequences: the place of the first token of each, in the order of the batch.
+        starts: `(S,)`, of packed sequences: the position of the first token of each in the row that the caller passed.
     """
 
     cu_seqlens: torch.Tensor
@@ -80,7 +82,8 @@ class UnpaddedBatch:
         """Packed sequences, `tokens` `(1, N, …)`. With `sort`, they are reordered as in `from_lengths`."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         if not has_values(cu_seqlens) or (device.type != "cpu" and max_seqlen is not None):
-            batch = cls(copy_to_device(cu_seqlens, device), max_seqlen or shape[1], shape)
+            # The lengths cannot be read while tracing, and need not be if the longest is known.
+            batch = cls(copy_to_device(cu_seqlens.int(), device), max_seqlen or shape[1], shape)
         elif sort:
             batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device)
         else:
@@ -90,8 +93,8 @@ class UnpaddedBatch:
         return batch
 
     @property
-    def tokens(self) -> int:
-        """N, the number of tokens."""
+    def num_tokens(self) -> int:
+        """N."""
         return self.shape[1] if self.indices is None else len(self.indices)
 
     def unpad(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -108,25 +111,26 @@ class UnpaddedBatch:
         return scatter_rows(unpadded[0], copy_to_device(self.indices, unpadded.device), self.shape)
 
     def first_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(B, T, C)` as padded again, or `(S, 1, C)` of packed sequences: the first token of each is at position 0."""
+        """A tensor whose position 0 is the first token of each sequence. `hidden_states` is what `pad` returned; it is
+        returned unchanged for a padded batch, and as `(S, 1, C)` for packed sequences."""
         if self.starts is None:
             return hidden_states
         return hidden_states[0].index_select(0, copy_to_device(self.starts, hidden_states.device))[:, None]
 
     def sequence_ids(self) -> torch.Tensor:
-        """The sequence of each token, from 1: `(N,)`."""
-        row = torch.arange(self.tokens, device=self.cu_seqlens.device)
-        return (row[:, None] >= self.cu_seqlens).sum(-1)
+        """The number of the sequence of each token, from 1: `(N,)`."""
+        row = torch.arange(self.num_tokens, device=self.cu_seqlens.device, dtype=torch.int32)
+        return torch.searchsorted(self.cu_seqlens, row, right=True)
 
     def default_position_ids(self) -> torch.Tensor:
         """`(1, N)`: the position in the padded row, or in the packed sequence."""
         if self.starts is None and self.indices is not None:
             return (self.indices % self.shape[1])[None]
-        row = torch.arange(self.tokens, device=self.cu_seqlens.device)
+        row = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
         return (row - self.cu_seqlens[self.sequence_ids() - 1])[None]
 
-    def mask(self) -> torch.Tensor:
-        """The same for a kernel that expects a mask: `(1, 1, N, N)`, True within a sequence."""
+    def attention_mask(self) -> torch.Tensor:
+        """The sequences as a full mask, `(1, 1, N, N)`: True within a sequence."""
         sequence = self.sequence_ids()
         return (sequence[:, None] == sequence)[None, None]
 
@@ -136,11 +140,11 @@ class UnpaddedBatch:
         lengths = self.cu_seqlens.diff().tolist() if self.lengths is None else self.lengths
         return [(length, len(list(run))) for length, run in groupby(lengths) if length]
 
-    def split(self, tokens: int) -> list["UnpaddedBatch"]:
-        """The sequences in parts of at most `tokens` tokens, or of one longer sequence."""
+    def split(self, max_tokens: int) -> list["UnpaddedBatch"]:
+        """The sequences in parts of at most `max_tokens` tokens, or of one longer sequence."""
         parts: list[list[int]] = [[]]
         for length in (length for length, count in self.runs for _ in range(count)):
-            if parts[-1] and sum(parts[-1]) + length > tokens:
+            if parts[-1] and sum(parts[-1]) + length > max_tokens:
                 parts.append([])
             parts[-1].append(length)
         return [UnpaddedBatch(cumulative(part).int(), max(part), (1, sum(part)), None, part) for part in parts]
@@ -159,8 +163,8 @@ def attend_within_sequences(
     if supports_varlen(heads[0], dropout):
         cu_seqlens = copy_to_device(unpadded.cu_seqlens, query.device)
         return varlen_attn(*heads, cu_seqlens, cu_seqlens, unpadded.max_seqlen, unpadded.max_seqlen)[None]
-    if not has_values(query):  # a compiled block may not read the lengths
-        return attend(query, key, value, unpadded.mask())[0]
+    if not has_values(query):  # while tracing, the lengths cannot be read
+        return attend(query, key, value, unpadded.attention_mask())[0]
     contexts, start = [], 0
     for length, count in unpadded.runs:
         end = start + length * count
@@ -170,29 +174,38 @@ def attend_within_sequences(
     return torch.cat(contexts)[None]
 
 
-def run_in_parts(encoder, hidden_states: torch.Tensor, unpadded: UnpaddedBatch, width: int, **kwargs) -> torch.Tensor:
-    """`encoder(hidden_states, unpadded=unpadded, …)`, some sequences at a time on a CPU without autograd, so that no
-    tensor exceeds `PART_BYTES`. `width` is that of the widest one."""
-    tokens = PART_BYTES // (width * hidden_states.element_size())
-    is_small = hidden_states.shape[1] <= tokens or hidden_states.device.type != "cpu"
-    if is_small or torch.is_grad_enabled() or not has_values(hidden_states):
+def run_encoder(encoder, hidden_states: torch.Tensor, unpadded: UnpaddedBatch, width: int, records, **kwargs):
+    """`encoder(hidden_states, unpadded=unpadded, …)`, `(1, N, C)`. On a CPU without autograd, the sequences are
+    computed in parts, so that no tensor exceeds `MAX_TENSOR_BYTES`; unless a hook, or the caller (`records`), would see
+    it. `width` is that of the feed-forward, which has the largest tensors."""
+    max_tokens = MAX_TENSOR_BYTES // (width * hidden_states.element_size())
+    is_small = hidden_states.shape[1] <= max_tokens or hidden_states.device.type != "cpu"
+    if is_small or records or torch.is_grad_enabled() or not has_values(hidden_states) or is_observed(encoder):
         return encoder(hidden_states, unpadded=unpadded, **kwargs)
-    parts = unpadded.split(tokens)
-    states = hidden_states.split([part.tokens for part in parts], dim=1)
+    parts = unpadded.split(max_tokens)
+    states = hidden_states.split([part.num_tokens for part in parts], dim=1)
     results = [encoder(part, unpadded=batch, **kwargs) for part, batch in zip(states, parts, strict=True)]
     return torch.cat(results, dim=1)
 
 
-def labels_include_padding(attention_mask, labels: torch.Tensor | None) -> bool:
-    """Whether a label other than -100, `(B, T)`, stands where the mask is 0: the loss then reads padding."""
-    if not isinstance(labels, torch.Tensor) or not is_padding_mask(attention_mask, labels.shape):
+def labels_include_padding(attention_mask, labels) -> bool:
+    """Whether a label other than -100, `(B, T)`, is at padding, so that the loss reads padding. Also True if there is
+    not one label for each position, for the loss to raise the error of torch."""
+    if not isinstance(labels, torch.Tensor) or not is_padding_mask(attention_mask):
         return False
-    return bool((labels.ne(-100) & attention_mask.eq(0).to(labels.device)).any())
+    if labels.numel() != attention_mask.numel():
+        return True
+    return bool((labels.flatten().ne(-100) & attention_mask.flatten().eq(0).to(labels.device)).any())
 
 
-def is_padding_mask(mask, shape) -> bool:
-    """Whether `mask` is one for padding, `(B, T)` as in `shape`, whose values may be read."""
-    return isinstance(mask, torch.Tensor) and mask.shape == shape and mask.numel() > 0 and has_values(mask)
+def is_padding_mask(mask) -> bool:
+    """Whether `mask` is a padding mask, `(B, T)`, whose values may be read."""
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() > 0 and has_values(mask)
+
+
+def is_own(part: nn.Module | None, own: type[nn.Module]) -> bool:
+    """Whether `part` is of our class `own`. FSDP creates classes that derive from ours and change nothing."""
+    return type(part) is own or (isinstance(part, own) and type(part).__module__.startswith("torch."))
 
 
 def is_observed(*roots: nn.Module) -> bool:
@@ -201,7 +214,8 @@ def is_observed(*roots: nn.Module) -> bool:
     for root in roots:
         for module in root.modules():
             state = module.__dict__
-            if state.get("_compiled_call_impl") is not None or ("forward" in state and is_foreign(state["forward"])):
+            is_compiled = state.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+            if is_compiled or ("forward" in state and is_foreign(state["forward"])):
                 return True
             registries.extend(filter(None, map(state.get, HOOK_REGISTRIES)))
     return any(is_foreign(hook) for registry in registries for hook in registry.values())
@@ -212,7 +226,7 @@ def is_foreign(function) -> bool:
     while isinstance(function, partial):
         function = function.func
     origin = getattr(function, "__module__", None) or ""
-    if origin == "transformers.modeling_utils":
+    if origin == "transformers.modeling_utils":  # of its hooks, only this one is neutral
         return "enable_input_require_grads" not in getattr(function, "__qualname__", "")
     return not any(origin == name or origin.startswith(f"{name}.") for name in NEUTRAL_MODULES)
 
@@ -220,14 +234,9 @@ def is_foreign(function) -> bool:
 def packed_sequences(
     tokens: torch.Tensor, attention_mask, position_ids, cu_seqlens, max_seqlen, sort: bool
 ) -> UnpaddedBatch | None:
-    """The packed sequences in a row of `tokens`, by `cu_seqlens`, or by `position_ids`, `(1, N)`, that count from 0
-    several times; None if it has none. Positions that are all 0 are one sequence.
-
-    Raises:
-        ValueError: `cu_seqlens` does not fit the tokens.
-    """
+    """The packed sequences in a row of `tokens`, by `cu_seqlens`, or by `position_ids`, `(1, N)`, that restart at 0;
+    None if it has none. All-zero positions are one sequence."""
     if cu_seqlens is not None:
-        check_packed(cu_seqlens, tokens, attention_mask)
         return UnpaddedBatch.from_packed(cu_seqlens, max_seqlen, tokens, sort)
     if attention_mask is not None or position_ids is None or len(tokens) != 1:
         return None
@@ -240,7 +249,8 @@ def packed_sequences(
             return None
         cu_seqlens = pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).int()
         return UnpaddedBatch.from_packed(cu_seqlens, None, tokens, sort)
-    # The number of sequences cannot be read: each token that starts none adds an empty sequence at the end.
+    # While tracing, the number of sequences is not known: empty ones at the end make N of them, and the pooler reads
+    # the first token of the row only.
     places = torch.arange(starts.shape[0], device=starts.device)
     end = places[-1:] + 1
     first = torch.where((starts & is_packed) | (places == 0), places, end).sort().values
@@ -259,8 +269,8 @@ def cumulative(lengths: list[int]) -> torch.Tensor:
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`; the copy is non-blocking."""
-    return tensor.to(device, non_blocking=True)
+    """The tensor on `device`; a copy from the CPU is non-blocking. (One to the CPU could be read before it is done.)"""
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def supports_varlen(query: torch.Tensor, dropout: float) -> bool:

@@ -212,6 +212,15 @@ def test_neftune_noise_is_that_of_bert(head, pair, tmp_path):
     assert ours == pytest.approx(reference, abs=1e-5)
 
 
+def test_padding_free_in_the_call_overrides_a_hook_on_a_head(pair):
+    ours, _ = pair("ForMaskedLM")
+    shapes = []
+    ours.lm_head.register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape[:-1])))
+    with torch.no_grad():
+        ours(**batch(), padding_free=True)
+    assert shapes == [(sum(LENGTHS),)]
+
+
 @pytest.mark.parametrize("part", ["lm_head", "lm_head.decoder", "lm_head.norm"])
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
 def test_a_hook_on_a_head_sees_one_whole_tensor(head, part, pair):
@@ -306,11 +315,13 @@ def test_unpadded_tensors_in_compiled_blocks_by_request(dropout, pair, kernel_sh
         assert not torch.equal(*(ours(**inputs, padding_free=True).last_hidden_state for _ in range(2)))
 
 
-def test_a_module_compiled_by_torch_compile_gets_padded_tensors(pair):
+@pytest.mark.parametrize("path", ["encoder", "encoder.blocks.0", "encoder.blocks.1.attention.query"])
+def test_a_module_replaced_by_torch_compile_gets_padded_tensors(path, pair, kernel_shapes):
     ours, reference = pair()
     inputs = batch()
     expected = reference(**inputs)
-    ours.encoder.blocks[0] = torch.compile(ours.encoder.blocks[0], backend="eager")
+    ours.set_submodule(path, torch.compile(ours.get_submodule(path), backend="eager"))
     real = inputs["attention_mask"].bool()
     outputs = ours(**inputs)
+    assert set(kernel_shapes) <= {(5, 9, 32)}
     assert_same_tensors({"": outputs.last_hidden_state}, {"": expected.last_hidden_state}, real)

@@ -321,7 +321,7 @@ def test_much_at_once_goes_through_in_parts(lengths, make, monkeypatch, shapes_s
     with torch.no_grad():
         expected = flat(ours(**batch))
     seen = shapes_seen(ours)
-    monkeypatch.setattr(unpadding, "PART_BYTES", 10 * 4 * ours.config.intermediate_size)
+    monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 10 * 4 * ours.config.intermediate_size)
     with torch.no_grad():
         assert_same_tensors(flat(ours(**batch)), expected)
     tokens = [shape[1] for shape in seen]
@@ -474,6 +474,37 @@ def test_one_kernel_call_for_each_run_of_a_length():
     assert torch.equal(result, 2 * heads.transpose(1, 2))
 
 
+@pytest.mark.parametrize("watch", ["states", "maps", "hook"])
+def test_much_at_once_stays_whole_if_somebody_looks(watch, make, monkeypatch):
+    ours, packed = make(), flattened(draw(), **FLASH)
+    options = {"states": {"output_hidden_states": True}, "maps": {"output_attentions": True}}.get(watch, {})
+    shapes = []
+    if watch == "hook":
+        ours.encoder.blocks[0].register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
+    with torch.no_grad():
+        expected = flat(ours(**packed, **options))
+        monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 10 * 4 * ours.config.intermediate_size)
+        assert_same_tensors(flat(ours(**packed, **options)), expected)
+    assert shapes == [(1, sum(LENGTHS), 32)] * (2 if watch == "hook" else 0)
+
+
+def test_a_row_of_packed_sequences_may_be_longer_than_the_table_of_positions(make):
+    ours, lengths = make(), [30, 25, 40]
+    rows = [torch.randint(1, VOCABULARY, (1, length)) for length in lengths]
+    cu_seqlens = unpadding.cumulative(lengths).int()
+    outputs = ours(torch.cat(rows, 1), cu_seq_lens_q=cu_seqlens).last_hidden_state
+    expected = torch.cat([ours(row).last_hidden_state for row in rows], 1)
+    assert_same_tensors({"": outputs}, {"": expected})
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* 55 .* max_position_embeddings is 40"):
+        ours(torch.cat(rows, 1), cu_seq_lens_q=torch.tensor([0, 55, 95]).int())
+
+
+def test_cu_seqlens_of_any_integer_dtype(make):
+    ours, packed = make(), flattened(draw(), **FLASH)
+    long = {**packed, "cu_seq_lens_q": packed["cu_seq_lens_q"].long()}
+    assert_same_tensors(flat(ours(**long)), flat(ours(**packed)))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What looks like packed sequences, and is not
 
@@ -515,6 +546,33 @@ def test_a_loss_over_padding_is_the_references(head, make, tmp_path):
     if head == "ForPreTraining":
         batch["next_sentence_label"] = torch.randint(0, 2, (5,))
     assert_same_tensors({"loss": ours(**batch).loss}, {"loss": reference(**batch).loss})
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
+def test_labels_in_one_dimension_count_at_padding_as_well(head, make, tmp_path):
+    ours = make(OURS[head], num_labels=3)
+    ours.save_as_bert(tmp_path)
+    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    batch = draw()
+    batch["labels"] = torch.randint(0, 3, (45,))
+    assert_same_tensors({"loss": ours(**batch).loss}, {"loss": reference(**batch).loss})
+    for model in (ours, reference):
+        with pytest.raises((ValueError, RuntimeError)):
+            model(**{**batch, "labels": batch["labels"].repeat(2)})
+
+
+def test_a_replaced_head_is_given_the_batch(make):
+    ours, shapes = make(OURS["ForMaskedLM"]), []
+
+    class Head(nn.Module):
+        def forward(self, hidden_states):
+            shapes.append(tuple(hidden_states.shape))
+            return hidden_states
+
+    ours.lm_head = Head()
+    with torch.no_grad():
+        ours(**draw())
+    assert shapes == [(5, 9, 32)]
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -656,7 +714,7 @@ def test_compiled_packed_training_drops_attention(given, make, compiled):
 
 
 def test_compiled_much_at_once(make, compiled, monkeypatch):
-    monkeypatch.setattr(unpadding, "PART_BYTES", 0)
+    monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 0)
     ours, packed = make(ScratchBertModel, False), flattened(draw(), **FLASH)
     with torch.no_grad():
         assert_same_tensors(flat(compiled(ours)(**packed)), flat(ours(**packed)))
