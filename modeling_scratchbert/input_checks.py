@@ -95,7 +95,7 @@ def check_inputs(
         cached = f" after {past_length} in the cache" if past_length else ""
         truncate = f"Truncate it with tokenizer(text, truncation=True, max_length={limit})"
         raise ValueError(
-            f"The sequence has {length} tokens{cached}; expected at most {limit} (max_position_embeddings is {limit}). "
+            f"The sequence has {length} tokens{cached}; max_position_embeddings is {limit}. "
             f"{'Generate fewer tokens, or shorten the prompt' if past_length else truncate}."
         )
     for name, field in (("token_type_ids", "type_vocab_size"), ("position_ids", "max_position_embeddings")):

@@ -351,7 +351,11 @@ def test_labels_that_do_not_fit_the_batch_fail():
 @pytest.mark.parametrize(
     ("field", "value", "parts"),
     [
-        ("num_attention_heads", 5, ("hidden_size", 32, "num_attention_heads", 5, "divide")),
+        (
+            "num_attention_heads",
+            5,
+            ("hidden_size", 32, "num_attention_heads", 5, "multiple", "num_attention_heads (5)"),
+        ),
         ("hidden_act", "glue", ("hidden_act", "'glue'", "gelu", "relu")),
         ("position_embedding_type", "relative_key", ("position_embedding_type", "'relative_key'", "'absolute'")),
         ("max_position_embeddings", 0, ("max_position_embeddings", 0, "at least 1")),
