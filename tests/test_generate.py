@@ -708,7 +708,7 @@ REFUSALS = {
     "--do-sample --temperature 0": "MODEL: `temperature` (=0.0) has to be a strictly positive float",
     "--max-new-tokens 25": "MODEL: max_new_tokens is 25, and with 24 positions it can be 24 at most.",
     "--max-new-tokens 3 --min-new-tokens 4": "MODEL: min_new_tokens is 4, and max_new_tokens 3.",
-    "--option max_length=99": "MODEL: max_length is 99, 1 tokens of which are the prompt; expected at most 25, because max_position_embeddings is 24",
+    "--option max_length=99": "MODEL: max_length is 99, 1 tokens of which are the prompt; expected at most 25",
     "--nothing": "unrecognized arguments: --nothing",
 }
 
