@@ -50,9 +50,7 @@ class PrepackedWeight:
     """One weight `(out, in)` in oneDNN's layout. Layers that shared the weight share this."""
 
     def __init__(self, weight: nn.Parameter):
-        self.blocked = torch.ops.mkldnn._reorder_linear_weight(
-            weight.detach(), 32
-        )  # rows: this layout is fast for any number
+        self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)  # rows; fast for any number
         self._dense: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary([(nn.Parameter, weight)])
         self._exact_row_counts = set(range(17))
         self.key = uuid.uuid4().hex

@@ -48,6 +48,7 @@ from .unpadding import (
     PACKED_KERNELS,
     UNPADDING_KERNELS,
     UnpaddedBatch,
+    additive_mask,
     is_observed,
     is_own,
     is_padding_mask,
@@ -184,7 +185,6 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         eager = kwargs.setdefault("output_attentions", self.config.output_attentions)
         records = eager or kwargs.get("output_hidden_states", self.config.output_hidden_states)
-
         tokens: Any = inputs_embeds if input_ids is None else input_ids
         unpadded, zeroed = self._unpadded_batch(tokens, attention_mask, position_ids, records, kwargs)
         if unpadded is not None:
@@ -220,10 +220,9 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 position_ids=position_ids,  # flash attention finds packed sequences in them
                 **kwargs,
             )
-        pooled = hidden_states
         if unpadded is not None:
             hidden_states = unpadded.pad(hidden_states)
-            pooled = unpadded.first_tokens(hidden_states)
+        pooled = hidden_states if unpadded is None else unpadded.first_tokens(hidden_states)
         pooler_output = None if self.pooler is None else self.pooler(pooled)
         if zeroed is not None:
             hidden_states = hidden_states.masked_fill(zeroed.to(hidden_states.device), 0)
@@ -301,14 +300,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         masks = attention_mask, encoder_attention_mask
         if config._attn_implementation in ("sdpa", "flex_attention"):
             # Convert a boolean mask once per forward pass, not once per block.
-            return tuple(_additive(mask, hidden_states.dtype) for mask in masks)
+            return tuple(additive_mask(mask, hidden_states.dtype) for mask in masks)
         return masks
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, **options) -> torch.Tensor:
@@ -391,14 +384,13 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
 
     def _scored_tokens(self, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
         """The positions of the non-padding tokens in the flattened batch, `(N,)`; None if all tokens are scored."""
-        hidden_states = outputs.last_hidden_state
         is_enabled = self.config.padding_free if padding_free is None else padding_free
         is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
         if not is_enabled or is_recorded or self.config.is_decoder or not is_own(self.lm_head, LanguageModelHead):
             return None
-        if not is_padding_mask(attention_mask) or attention_mask.shape != hidden_states.shape[:2]:
+        if not is_padding_mask(attention_mask) or attention_mask.shape != outputs.last_hidden_state.shape[:2]:
             return None
-        indices = attention_mask.flatten().nonzero()[:, 0].to(hidden_states.device)
+        indices = attention_mask.flatten().nonzero()[:, 0].to(outputs.last_hidden_state.device)
         if len(indices) in (0, attention_mask.numel()) or (not padding_free and is_observed(self.lm_head)):
             return None
         return indices

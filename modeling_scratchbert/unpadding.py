@@ -263,6 +263,13 @@ def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tens
     return flat.index_copy_(0, indices, rows).unflatten(0, shape)
 
 
+def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as one that is added to the scores; any other is returned unchanged."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
 def cumulative(lengths: list[int]) -> torch.Tensor:
     """The start of each sequence, end to end, and the end of the last: `(S + 1,)`, on the CPU."""
     return pad(torch.tensor(lengths, device="cpu").cumsum(0), (1, 0))
