@@ -7,7 +7,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .packing import Packing
+from .unpadding import UnpaddedBatch, attend_within_sequences
 
 
 def scaled_dot_product_attention(
@@ -27,19 +27,19 @@ def scaled_dot_product_attention(
         query: `(..., T, D)`.
         key: `(..., S, D)`.
         value: `(..., S, E)`.
-        mask: broadcastable to `(..., T, S)`. Boolean: True where a query may look at a key. Floating: added to the
-            scores; an entry of `-inf`, or of the lowest number that the mask's dtype has, hides the key altogether.
-        query_mask: `(..., T)`, True for the real queries; the rows of the others come out as zeros.
-        key_mask: `(..., S)`, True for the keys that may be looked at.
-        scaling: what the scores are multiplied by; `1 / sqrt(D)` if left out.
+        mask: broadcastable to `(..., T, S)`. Boolean: True where a query may attend to a key. Floating: added to the
+            scores; an entry of `-inf`, or of the lowest number of the mask's dtype, hides the key.
+        query_mask: `(..., T)`, True for queries that count; the rows of the others are zeros.
+        key_mask: `(..., S)`, True for keys that may be attended to.
+        scaling: the factor of the scores; `1 / sqrt(D)` by default.
         dropout: the probability with which a weight is set to zero.
 
     Returns:
-        The context, `(..., T, E)`, and the attention weights, `(..., T, S)`, after dropout. A row of weights sums to 1
-        before dropout, or is all zeros where everything is hidden from that query.
+        The context, `(..., T, E)`, and the attention weights, `(..., T, S)`, after dropout. Before dropout, a row of
+        weights sums to 1, or is zero if every key is hidden from that query.
 
     Raises:
-        ValueError: `mask` is of whole numbers.
+        ValueError: `mask` has an integer dtype.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ key.transpose(-2, -1) * scaling  # (..., T, S)
@@ -51,15 +51,15 @@ def scaled_dot_product_attention(
         scores, hidden = scores + mask.to(scores.dtype), mask <= torch.finfo(mask.dtype).min
     elif mask is not None:
         raise ValueError(
-            f"mask has dtype {mask.dtype}; it wants a boolean one (True: may look), or a floating one, which is added "
-            "to the scores. A mask of 0 and 1 for padding is key_mask."
+            f"mask has dtype {mask.dtype}; expected torch.bool (True: may attend) or a floating dtype (added to the "
+            "scores). Pass a padding mask of 0 and 1 as key_mask."
         )
     if query_mask is not None:
         hidden = hidden | ~query_mask.bool()[..., :, None]
     if key_mask is not None:
         hidden = hidden | ~key_mask.bool()[..., None, :]
 
-    # The lowest number and not -inf: a row of -inf alone would make the softmax, and every gradient after it, NaN.
+    # The lowest number, not -inf: the softmax of a row of -inf, and every gradient after it, would be NaN.
     weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(dim=-1)
     weights = weights.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0)
     weights = nn.functional.dropout(weights, p=dropout)
@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """The formula in the form of `transformers`' attention interface: heads at dimension 1 going in, 2 coming out."""
+    """The formula as a function of `transformers`' attention interface: `(B, H, T, D)` → `(B, T, H, D)`."""
     context, weights = scaled_dot_product_attention(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
     return context.transpose(1, 2).contiguous(), weights
 
@@ -75,17 +75,17 @@ def eager_attention(module, query, key, value, attention_mask, scaling=None, dro
 class MultiHeadAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1, …, head_H) W_O (Vaswani et al. 2017, section 3.2.2).
 
-    The same class looks at the sequence itself, or at another one: an encoder's output. Which kernel computes the
-    heads is `config._attn_implementation`, looked up in `transformers`' attention interface.
+    Self-attention, or cross-attention to the output of an encoder. The attention heads are computed by the kernel
+    `config._attn_implementation` of `transformers`' attention interface.
     """
 
     def __init__(self, config, layer_idx: int = 0, is_causal: bool = False):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.is_causal = is_causal  # read by the sdpa and flash kernels when they are given no mask
+        self.is_causal = is_causal  # read by the sdpa and flash kernels if they are given no mask
         self.head_width = config.hidden_size // config.num_attention_heads
-        self.scaling = self.head_width**-0.5  # an attribute: vLLM looks here for what the kernel is called with
+        self.scaling = self.head_width**-0.5  # an attribute, because vLLM reads it
         self.dropout = config.attention_probs_dropout_prob
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
@@ -95,42 +95,40 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | Packing | None = None,
+        attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
+        unpadded: UnpaddedBatch | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Args:
-            hidden_states: `(B, T, C)`, where the queries come from.
-            attention_mask: `(B, 1, T, S)`, boolean or additive, or what the chosen kernel takes in its place; or the
-                `Packing` of sequences that stand end to end, `(1, N, C)`, without padding.
-            encoder_hidden_states: `(B, S, C)`, where keys and values come from; `hidden_states` if left out.
-            past_key_values: the cache of keys and values of earlier tokens, and of the encoder's.
-            output_attentions: run the formula itself, whatever kernel is set, since no other returns its weights.
+            hidden_states: `(B, T, C)`, from which the queries are computed.
+            attention_mask: `(B, 1, T, S)`, boolean or additive, or the form that the kernel expects.
+            encoder_hidden_states: `(B, S, C)`, from which keys and values are computed; `hidden_states` by default.
+            past_key_values: the cache of keys and values.
+            output_attentions: compute the formula itself, because no other kernel returns attention weights.
+            unpadded: the sequences in `hidden_states`, `(1, N, C)`; each attends to itself, without a mask.
 
         Returns:
-            `(B, T, C)`, and the attention weights `(B, H, T, S)`, or None where the kernel does not tell.
+            `(B, T, C)`, and the attention weights `(B, H, T, S)`, or None if the kernel does not return them.
         """
         query = self._split_heads(self.query(hidden_states))
         key, value = self._keys_and_values(hidden_states, encoder_hidden_states, past_key_values)
 
-        kernel = "eager" if output_attentions else self.config._attn_implementation or "eager"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager_attention)
-        if isinstance(attention_mask, Packing):
-            attend, attention_mask = partial(attention_mask.attend, kernel, attend), None
-        context, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.dropout if self.training else 0.0,
-            **kwargs,
-        )
-        # The width is that of this process' heads; a kernel of others may return its tokens without a batch.
+        implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        dropout = self.dropout if self.training else 0.0
+        if unpadded is None:
+            context, weights = kernel(
+                self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+            )
+        else:
+            attend = partial(kernel, self, scaling=self.scaling, dropout=dropout, **kwargs)
+            context = attend_within_sequences(attend, implementation, query, key, value, unpadded, dropout)
+            weights = None
+        # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _keys_and_values(self, hidden_states, encoder_hidden_states, cache):
@@ -141,7 +139,7 @@ class MultiHeadAttention(nn.Module):
                 return key, value
             cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
             return cache.update(key, value, self.layer_idx)
-        # The encoder's output does not change while decoding: its keys and values are computed once.
+        # The encoder's output is the same at each step of decoding: its keys and values are computed once.
         if cache is not None and cache.is_updated.get(self.layer_idx):
             layer = cache.cross_attention_cache.layers[self.layer_idx]
             return layer.keys, layer.values

@@ -1,11 +1,11 @@
-"""BERT's names for its tensors, and ours: one table, read in both directions.
+"""The names of BERT's tensors and ours: one table, read in both directions. It knows names, never modules.
 
-It knows names only. `{i}` is a layer's number. Ours stand as in the models with a head, where the encoder is `model`;
-BERT's stand as in a `BertFor…` checkpoint. A bare encoder's checkpoint leaves the first part out, on either side.
+`{i}` is the number of a layer. Names are those of a model with a head: BERT's encoder is `bert`, ours is `model`. The
+checkpoint of a bare encoder leaves this first part out. The kinds of checkpoints are "bert", "encoder-decoder" (an
+`EncoderDecoderModel` of two BERTs) and "scratchbert".
 """
 
 import re
-from functools import cache
 
 BERT_TO_SCRATCHBERT = {
     "bert.embeddings.word_embeddings": "model.embeddings.word_embeddings",
@@ -36,130 +36,105 @@ BERT_TO_SCRATCHBERT = {
     "qa_outputs": "qa_outputs",
 }
 
-# A tensor's last name, and the one that TensorFlow's layer norms gave it, which bert-base-uncased's own file has.
-LEAVES = {"weight": "gamma", "bias": "beta"}
+# The last part of a name. Checkpoints converted from TensorFlow, such as bert-base-uncased, have gamma and beta.
+TENSORFLOW_NAMES = {"gamma": "weight", "beta": "bias"}
 
-# The output bias stands in a BERT checkpoint under either name or both. Where they differ, which only an untied head
-# brings about, the twin computes with the decoder's.
+# A BERT checkpoint has the output bias under one of these names or both. They can differ if the head is not tied to the
+# embeddings; BERT then computes with the first.
 OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
-OUR_OUTPUT_BIAS = "lm_head.decoder.bias"
 
 
-# What stands before a tensor's name in either half of an `EncoderDecoderModel` of two BERTs, and in ours. The heads,
-# which are the decoder's, have another prefix.
-BERT_HALVES = {"encoder.": "model.encoder.", "decoder.bert.": "model.decoder."}
-HEADS_OF_DECODER = "decoder."
+def _seq2seq_table() -> dict[str, str]:
+    """The table of an `EncoderDecoderModel`, whose heads are in the decoder."""
+    table = {}
+    for bert, ours in BERT_TO_SCRATCHBERT.items():
+        table[f"decoder.{bert}"] = re.sub(r"^model\.", "model.decoder.", ours)
+        if bert.startswith("bert."):
+            table[re.sub(r"^bert\.", "encoder.", bert)] = re.sub(r"^model\.", "model.encoder.", ours)
+    return table
 
-# The classes whose twins have another name than ours without "Scratch".
-OTHER_TWINS = {
+
+TABLES = {"bert": BERT_TO_SCRATCHBERT, "encoder-decoder": _seq2seq_table()}
+
+# The classes of transformers that ours mirror, where "Scratch" is not the only difference between the names.
+OTHER_REFERENCES = {
     "ScratchBertForCausalLM": "BertLMHeadModel",
     "ScratchBertForConditionalGeneration": "EncoderDecoderModel",
 }
 
 
+def reference_class(class_name: str) -> str:
+    """Return the name of the class of transformers that computes what our class `class_name` computes."""
+    return OTHER_REFERENCES.get(class_name, class_name.removeprefix("Scratch"))
+
+
 def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[str, str]:
-    r"""Regular expressions for whole names of BERT's, each with our name for the tensor, a layer's number as `\1`: the
-    form that `from_pretrained(key_mapping=…)` takes.
+    r"""Return regular expressions for whole names of BERT's tensors, each with our name, in which `\1` is the number of
+    the layer: the form of `from_pretrained(key_mapping=…)`.
 
     Args:
-        names_in_file: the names that the checkpoint has, as far as they are known.
-        encoder: what the model calls its encoder, where it is not `model`.
+        names_in_file: the names in the checkpoint, as far as they are known.
+        encoder: the name of the encoder in the model.
     """
-    patterns = _patterns_of_one(r"(?:bert\.)?", f"{encoder}.", "")
-    if OUTPUT_BIAS not in names_in_file:
-        patterns[f"^{re.escape(OUTPUT_BIAS_ALIAS)}$"] = OUR_OUTPUT_BIAS
+    is_seq2seq = any(name.startswith("decoder.bert.") for name in names_in_file)
+    patterns = {}
+    for bert, ours in TABLES["encoder-decoder" if is_seq2seq else "bert"].items():
+        module = re.escape(bert).replace(re.escape("{i}"), r"(\d+)")
+        if bert.startswith("bert."):  # which a bare encoder leaves out
+            module = rf"(?:bert\.)?{module.removeprefix(re.escape('bert.'))}"
+        ours = re.sub(r"^model\.", f"{encoder}.", ours).replace("{i}", r"\1")
+        for alias, leaf in TENSORFLOW_NAMES.items():
+            patterns[rf"^{module}\.(?:{leaf}|{alias})$"] = f"{ours}.{leaf}"
+    head = "decoder." if is_seq2seq else ""
+    if head + OUTPUT_BIAS not in names_in_file:
+        patterns[f"^{re.escape(head + OUTPUT_BIAS_ALIAS)}$"] = "lm_head.decoder.bias"
     return patterns
 
 
-def seq2seq_loading_patterns(names_in_file: set[str]) -> dict[str, str]:
-    """`loading_patterns` for the checkpoint of an `EncoderDecoderModel` of two BERTs."""
-    patterns: dict[str, str] = {}
-    for bert, ours in BERT_HALVES.items():
-        patterns |= _patterns_of_one(re.escape(bert), ours, re.escape(HEADS_OF_DECODER))
-    if HEADS_OF_DECODER + OUTPUT_BIAS not in names_in_file:
-        patterns[f"^{re.escape(HEADS_OF_DECODER + OUTPUT_BIAS_ALIAS)}$"] = OUR_OUTPUT_BIAS
-    return patterns
+def to_scratchbert(name: str, kind: str = "bert") -> str | None:
+    """Return our name for the tensor `name` of a checkpoint of this kind, or None if we have no such tensor."""
+    if kind == "scratchbert":
+        return f"model.{name}" if name.startswith(("embeddings.", "encoder.", "decoder.", "pooler.")) else name
+    module, _, leaf = name.replace(OUTPUT_BIAS_ALIAS, OUTPUT_BIAS).rpartition(".")
+    return _renamed(f"{module}.{TENSORFLOW_NAMES.get(leaf, leaf)}", "bert.", TABLES[kind])
 
 
-def without_half(name: str) -> str:
-    """The name, BERT's or ours, that a tensor of an encoder-decoder has in the half that it belongs to, taken by
-    itself: `model.decoder.embeddings.…` → `model.embeddings.…`, `decoder.bert.…` → `bert.…`."""
-    for bert, ours in BERT_HALVES.items():
-        for before, alone in ((bert, "bert."), (ours, "model."), (ours.removeprefix("model."), "model.")):
-            rest = name.removeprefix(before)
-            if rest != name and rest.startswith(("embeddings.", "encoder.", "pooler.")):
-                return alone + rest
-    return name.removeprefix(HEADS_OF_DECODER) if name.startswith(HEADS_OF_DECODER + "cls.") else name
+def to_bert(name: str, kind: str = "bert") -> str | None:
+    """Return the name, in today's spelling, that our tensor `name` has in a checkpoint of this kind, or None."""
+    return (
+        name if kind == "scratchbert" else _renamed(name, "model.", {our: bert for bert, our in TABLES[kind].items()})
+    )
 
 
-def to_scratchbert(name: str) -> str | None:
-    """Our name for the tensor that BERT calls `name`, or None if BERT has no such tensor."""
-    name = OUTPUT_BIAS if name == OUTPUT_BIAS_ALIAS else name
-    for bert, ours in BERT_TO_SCRATCHBERT.items():
-        for leaf in LEAVES:
-            if match := re.match(_bert_pattern(bert, leaf), name):
-                return f"{ours}.{leaf}".replace("{i}", "".join(match.groups()))
-    return None
-
-
-def to_bert(name: str) -> str | None:
-    """BERT's name, in today's spelling, for the tensor that we call `name`, or None if BERT has no such tensor."""
+def _renamed(name: str, encoder: str, table: dict[str, str]) -> str | None:
+    """Look up a name, which may lack the name of the encoder."""
     module, _, leaf = name.rpartition(".")
-    for bert, ours in BERT_TO_SCRATCHBERT.items():
-        if leaf in LEAVES and (match := re.match(f"^{_pattern(ours)}$", module)):
-            return f"{bert}.{leaf}".replace("{i}", "".join(match.groups()))
-    return None
+    layer, module = re.search(r"\.(\d+)\.", module), re.sub(r"\.\d+\.", ".{i}.", module)
+    renamed = table.get(module) or table.get(encoder + module)
+    if renamed is None or leaf not in TENSORFLOW_NAMES.values():
+        return None
+    return f"{renamed}.{leaf}".replace("{i}", layer[1] if layer else "")
 
 
-def canonical_name(name: str, kind: str) -> str | None:
-    """Our name, as it stands in a model with a head, for a tensor of a checkpoint: "bert", "scratchbert", or
-    "encoder-decoder", an `EncoderDecoderModel` of two BERTs; None if it has none."""
-    if kind == "scratchbert":
-        in_encoder = name.startswith(("embeddings.", "encoder.", "decoder.", "pooler."))
-        return f"model.{name}" if in_encoder else name
-    halves = BERT_HALVES if kind == "encoder-decoder" else {}
-    for theirs, ours in halves.items():
-        if name.startswith(theirs):
-            alone = to_scratchbert(f"bert.{name.removeprefix(theirs)}")
-            return alone and ours + alone.removeprefix("model.")
-    return to_scratchbert(name.removeprefix(HEADS_OF_DECODER if halves else ""))
+def check_tensor_names(names: set[str], source, is_own: bool) -> None:
+    """Raise ValueError if the tensors of `source` belong to a model that ScratchBert does not compute, or if loading
+    them would leave every weight random.
+
+    Unknown names in a checkpoint of our own are left to the warning that lists missing weights, unless a wrapper such
+    as DataParallel or `torch.compile` has put a prefix before all names.
+    """
+    known = {name for name in names if _is_known(name)}
+    in_block = re.compile(r"(bert\.|encoder\.|decoder\.bert\.)?encoder\.layer\.\d+\.")
+    foreign = [] if is_own else [name for name in names - known if in_block.match(name)]
+    is_renamed = not is_own or any(_is_known(name.partition(".")[2]) for name in names)
+    if foreign or (not known and is_renamed):
+        found = f"the tensor {min(foreign or names)!r}" if names else "no tensors"
+        raise ValueError(
+            f"{source} has {found}; expected the tensors of a BERT with absolute positions, or of a ScratchBert. If "
+            "only their names differ, pass key_mapping={pattern: replacement}."
+        )
 
 
-def name_in_file(name: str, kind: str) -> str | None:
-    """The name that the tensor with this canonical name has in a checkpoint of that kind, in today's spelling."""
-    if kind == "scratchbert":
-        return name
-    halves = BERT_HALVES if kind == "encoder-decoder" else {}
-    for theirs, ours in halves.items():
-        if name.startswith(ours):
-            alone = to_bert(f"model.{name.removeprefix(ours)}")
-            return alone and theirs + alone.removeprefix("bert.")
-    alone = to_bert(name)
-    return alone and (HEADS_OF_DECODER if halves else "") + alone
-
-
-def twin(class_name: str) -> str:
-    """The name of the class of BERT's that computes what ours of this name does."""
-    return OTHER_TWINS.get(class_name, class_name.removeprefix("Scratch"))
-
-
-def _patterns_of_one(bert: str, model: str, head: str) -> dict[str, str]:
-    """The patterns for one BERT: `bert` and `head` match what stands before the names of its encoder and its heads in
-    the file; `model` is what we put before those of the encoder."""
-    return {
-        _bert_pattern(name, leaf, bert, head): re.sub(r"^model\.", model, f"{ours}.{leaf}").replace("{i}", r"\1")
-        for name, ours in BERT_TO_SCRATCHBERT.items()
-        for leaf in LEAVES
-    }
-
-
-@cache
-def _bert_pattern(module: str, leaf: str, bert: str = r"(?:bert\.)?", head: str = "") -> str:
-    in_encoder = module.startswith("bert.")
-    before, rest = (bert, module.removeprefix("bert.")) if in_encoder else (head, module)
-    return rf"^{before}{_pattern(rest)}\.(?:{leaf}|{LEAVES[leaf]})$"
-
-
-@cache
-def _pattern(module: str) -> str:
-    return re.escape(module).replace(re.escape("{i}"), r"(\d+)")
+def _is_known(name: str) -> bool:
+    """Return whether `name` is a tensor of BERT or ScratchBert, with or without the name of the encoder."""
+    return any(to_scratchbert(name, kind) or to_bert(name, kind) for kind in TABLES)

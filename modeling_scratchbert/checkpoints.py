@@ -1,17 +1,19 @@
-"""Files of checkpoints: which tensors they hold, and writing a folder so that what stood there is never half gone."""
+"""The files of a checkpoint: where they are, which tensors they hold, and how a folder of them is written."""
 
-import json
 import os
 import re
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from transformers.modeling_utils import load_state_dict
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+from transformers import PreTrainedConfig
 from transformers.utils import cached_file
-
-from .configuration_scratchbert import hub_in_one_line
+from transformers.utils.hub import get_checkpoint_shard_files, resolve_revision
 
 # In the order in which `from_pretrained` looks for them.
 WEIGHT_FILES = (
@@ -21,129 +23,162 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 
-# The arguments of `from_pretrained` that say where on the Hub, or in the cache, a file is.
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# The arguments of `from_pretrained` that locate a file on the Hub or in the cache; the first four locate a revision.
+HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token", "force_download", "proxies", "subfolder")
+
+
+def hub_options(source, kwargs: dict) -> dict:
+    """Return those of `kwargs` that locate the files of `source`. `revision` becomes a commit, so that all files are of
+    the same one and the Hub is asked for it once."""
+    options = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
+    revision = resolve_revision(source, **{name: options[name] for name in HUB_OPTIONS[:4] if name in options})
+    return options if revision is None else options | {"revision": revision}
+
+
+class UnreachableHubError(OSError):
+    """A file is not in the cache, and the Hub cannot be reached."""
+
+
+@contextmanager
+def explain_unreachable_hub(source, revision: str | None = None) -> Iterator[None]:
+    """Replace the error of an unreachable Hub by one line with a remedy."""
+    try:
+        yield
+    except (OSError, HTTPError) as error:  # a proxy raises an HTTPError that is no OSError
+        if isinstance(error, OSError) and not isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
+        requested = getattr(revision, "initial", revision)  # before `hub_options` resolved it
+        command = f"hf download {source}" + (f" --revision {requested}" if requested else "")
+        raise UnreachableHubError(
+            f"{source} is neither a folder nor completely in the cache, and the Hub cannot be reached; expected one of "
+            f"the three. Run `{command}` where there is a network: it then opens from the cache, at once with "
+            "HF_HUB_OFFLINE=1."
+        ) from error
+
+
+def raw_config(source, **kwargs) -> tuple[dict, dict]:
+    """Return the fields of the `config.json` of `source` as they are, and those of `kwargs` that did not locate it.
+    Raise OSError if there is none, or if it cannot be read."""
+    try:
+        with explain_unreachable_hub(source, kwargs.get("revision")):
+            fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
+    except (AttributeError, TypeError):  # transformers expects an object, and finds a list, a number, …
+        fields = None
+    if not isinstance(fields, dict):
+        raise OSError(f"{source}/config.json does not hold a JSON object; expected the fields of a configuration.")
+    if not fields:
+        raise OSError(f"{source} has no config.json; expected one beside the weights.")
+    return fields, kwargs
 
 
 def has_tokenizer(source, **hub_options) -> bool:
-    """Whether a tokenizer lies beside the weights of `source`. AutoTokenizer makes up one of five words for a BERT
-    without one, so it cannot be asked."""
+    """Return whether `source` has a tokenizer. AutoTokenizer does not show it: for a BERT without one it creates a
+    tokenizer with a vocabulary of five words."""
     files = ("tokenizer.json", "vocab.txt")
     return any(cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options) for name in files)
 
 
 def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
-    """The names of the tensors in the checkpoint `source`: a folder, a hub id or a file of weights. None are read.
-
-    Returns:
-        The names, or None where `source` has no file of weights.
-
-    Raises:
-        OSError: a file is truncated, corrupt, missing or not a checkpoint; the message names it.
-    """
+    """Return the names of the tensors in the files of `weight_files`, none of which is loaded; None if there are no
+    files. Raise OSError if a file is truncated, corrupt, missing or not a file of weights."""
     files = weight_files(source, variant, use_safetensors, **hub_options)
     return None if files is None else set().union(*map(_names_in_file, files))
 
 
 def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> list[str] | None:
-    """The files on this machine that `from_pretrained` reads the weights of `source` from, or None where it has none.
-
-    Raises:
-        OSError: an index cannot be read, or a file that it lists is missing.
-    """
+    """Return the local paths of the files that `from_pretrained` reads the weights of `source`, a folder, a hub id or a
+    file of weights, from; None if there are none. Raise OSError if one is missing or the Hub cannot be reached."""
     if os.path.isfile(source):
         return [source]
-    for name in _weight_names(variant, use_safetensors):
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options)
-        if path is None:
-            continue
-        if not name.endswith(".json"):
-            return [path]
-        # Where a shard is missing this raises, and does not return None, as its hint has it.
-        return [cached_file(source, shard, **hub_options) for shard in _shards(path)]  # type: ignore[misc]
+    suffix = f".{variant}." if variant else "."
+    error: OSError | None = None
+    with explain_unreachable_hub(source, hub_options.get("revision")):
+        for name in WEIGHT_FILES:
+            if use_safetensors not in (None, "safetensors" in name):
+                continue
+            try:
+                path: Any = cached_file(source, suffix.join(name.rsplit(".", 1)), **hub_options)
+            except OSError as reason:
+                error = error or (reason if reason.__cause__ else None)  # without a cause, there is no such file
+            else:
+                return _shards(source, path, hub_options) if name.endswith(".json") else [path]
+        if error is not None:
+            raise error
     return None
 
 
-def check_reach(source, variant=None, use_safetensors=None, **hub_options) -> None:
-    """Where `weight_files` found none: raises OSError, in one line, if the Hub could just not be asked for them."""
-    with hub_in_one_line(source, hub_options.get("revision")):
-        for name in _weight_names(variant, use_safetensors):
-            try:
-                cached_file(source, name, **hub_options)
-            except OSError as error:
-                if error.__cause__ is not None:  # else there is no such file
-                    raise
-
-
-def _weight_names(variant: str | None, use_safetensors: bool | None) -> list[str]:
-    names = [name for name in WEIGHT_FILES if use_safetensors in (None, "safetensors" in name)]
-    if variant is None:
-        return names
-    return [f"{stem}.{variant}.{ending}" for stem, ending in (name.rsplit(".", 1) for name in names)]
-
-
-def _shards(index: str) -> list[str]:
+def _shards(source, index: str, hub_options: dict) -> list[str]:
     try:
-        content = json.loads(Path(index).read_text(encoding="utf-8"))
-        content["metadata"]  # transformers' loader reads it, and a checkpoint without ends there in a bare KeyError
-        return sorted(set(content["weight_map"].values()))
+        return get_checkpoint_shard_files(source, index, **hub_options)[0]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(
-            f"{index} cannot be read as the index of a sharded checkpoint, which wants JSON with 'metadata' and "
-            f"'weight_map': {error!r}."
+            f"{index} is not the index of a sharded checkpoint; expected JSON with 'metadata' and 'weight_map': "
+            f"{error!r}. Download or save it again."
         ) from error
 
 
 def _names_in_file(path) -> set[str]:
+    from transformers.modeling_utils import load_state_dict  # not for AutoConfig, which imports this file as well
+
     try:
         tensors = load_state_dict(path, map_location="meta")
         if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-            raise ValueError("it holds no tensors by name")
+            raise ValueError("it does not hold tensors by name")
         return set(tensors)
-    except Exception as error:  # what a broken pickle raises has no end
+    except Exception as error:  # a corrupt pickle can raise any exception
         size = f" ({os.path.getsize(path):,} bytes)" if os.path.exists(path) else ""
         raise OSError(
-            f"{path}{size} cannot be read as a file of weights: {error}. It is truncated, corrupt or of another kind: "
-            "fetch or write it again."
+            f"{path}{size} is truncated, corrupt or not a file of weights; expected a safetensors file or a PyTorch "
+            f"state dict: {error}. Download or save it again."
         ) from error
 
 
 @contextmanager
 def staged(folder) -> Iterator[Path]:
-    """A temporary folder whose files are moved into `folder` once the `with` block is through.
+    """Yield a temporary folder whose files are moved into `folder` at the end of the `with` block.
 
-    Each file is there whole or, if the block fails, as it was before. Files of weights that the new ones replace, a
-    single file by shards or the reverse, are removed, or the next load would pick up the old.
+    If the block raises, `folder` is left as it was. Files of weights that the new ones replace, such as a single file
+    by shards, are removed, because the next load could read them.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; a model is saved into a folder.")
+        raise NotADirectoryError(f"{folder} is a file; expected a folder to save the model in.")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
         yield Path(temporary)
         written = sorted(Path(temporary).iterdir())
+        mode = _default_mode(Path(temporary))
         for path in written:
             if path.is_file():
-                path.chmod(_readable_mode())  # safetensors makes files that none but their owner can read
+                path.chmod(mode)  # safetensors creates files that only their owner can read
             os.replace(path, folder / path.name)
     names = {path.name for path in written}
-    # "model", "model.fp16", "adapter_model": the families of which this save wrote a new member
     families = {_family(name) for name in names} - {None}
     for path in folder.iterdir():
         if path.name not in names and _family(path.name) in families:
             path.unlink()
 
 
-def _readable_mode() -> int:
-    """The mode that `open` gives a new file. The mask can only be read by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return 0o666 & ~mask
+def _default_mode(folder: Path) -> int:
+    """Return the permissions of a new file in `folder`. `os.umask` returns the mask only by setting another one, under
+    which other threads would create their files."""
+    file = folder / ".new"
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    file.unlink()
+    return mode
 
 
 def _family(name: str) -> str | None:
-    """What a file of weights shares with those that it replaces: "model", or "model.fp16" for a variant."""
-    if index := re.fullmatch(r"(.+)\.safetensors\.index(\..+)?\.json", name):
-        return index[1] + (index[2] or "")
-    weights = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors", name)
-    return weights and weights[1]
+    """Return what a file of weights has in common with those that it replaces: "model", or "model.fp16" if that is the
+    variant."""
+    weights = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
+    return weights and weights[1] + (weights[4] or "")
+
+
+def copy_code(folder) -> None:
+    """Copy the files of this package into `folder`, except `__init__`, which the remote-code loader does not read."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path in Path(__file__).parent.glob("*.py"):
+        if path.name != "__init__.py":
+            shutil.copyfile(path, Path(folder) / path.name)

@@ -1,4 +1,4 @@
-"""The position-wise half of a block (Vaswani et al. 2017, section 3.3, with BERT's GELU)."""
+"""The position-wise feed-forward network of a block (Vaswani et al. 2017, section 3.3, with BERT's GELU)."""
 
 import torch
 from torch import nn
@@ -7,10 +7,10 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = act(x W1 + b1) W2 + b2, for each position alone. `(B, T, C)` in and out. BERT's activation is
-    GELU(x) = x Φ(x), Φ the normal distribution's cumulative function (Hendrycks & Gimpel 2016).
+    """FFN(x) = act(x W1 + b1) W2 + b2 at each position. `(B, T, C)` → `(B, T, C)`. BERT's activation is
+    GELU(x) = x Φ(x), Φ the cumulative distribution function of the normal distribution (Hendrycks & Gimpel 2016).
 
-    With `config.chunk_size_feed_forward` positions go through in chunks of that many, which saves memory in the middle.
+    With `config.chunk_size_feed_forward`, that many positions are computed at a time, which saves memory.
     """
 
     def __init__(self, config):
@@ -21,9 +21,10 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not self.chunk_size:  # transformers looks into `formula`'s signature, which at every token would be felt
+        if not self.chunk_size:  # `apply_chunking_to_forward` inspects a signature on every call, which is slow
             return self.formula(hidden_states)
         return apply_chunking_to_forward(self.formula, self.chunk_size, 1, hidden_states)
 
     def formula(self, x: torch.Tensor) -> torch.Tensor:
+        """act(x W1 + b1) W2 + b2."""
         return self.output(self.activation(self.intermediate(x)))

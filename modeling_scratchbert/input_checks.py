@@ -1,227 +1,203 @@
-"""What a forward pass refuses, and what it then says. Shapes are always checked. Values are checked where that costs
-nothing: for eager tensors on the CPU, so that nothing waits for an accelerator and nothing breaks a trace."""
+"""The checks of a forward pass's arguments. Each raises ValueError, with what the argument has and what was expected.
+
+Shapes and dtypes are always checked; values only of eager tensors on the CPU, so that nothing waits for an accelerator
+and nothing breaks a trace.
+"""
+
+from itertools import pairwise
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
 
-def check_inputs(
-    config, input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids, past_length, vocab_size, slots=None
-) -> None:
-    """Checks the arguments of `ScratchBertModel.forward`; `vocab_size` is that of the table of word embeddings,
-    `past_length` and `slots` are the `cache_lengths`.
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether values may be read now: not while tracing, under a transform of `torch.func`, or on the meta device."""
+    # Under a transform no value is read, even of an argument that is not wrapped: others, such as labels, may be.
+    return not (is_tracing(tensor) or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
 
-    Raises:
-        ValueError: an argument has a wrong shape, dtype or value; the message names it, what it got and what it wants.
+
+def check_tensor(name: str, tensor, *shape, dtype: str | None = None, note: str = "") -> None:
+    """Checks the type, dtype and shape of one argument.
+
+    Args:
+        shape: for each dimension its size, a tuple of the sizes that it may have, or a name if it may have any size.
+        dtype: "integer", "floating", or "mask" for boolean or floating; any by default.
+        note: an explanation of the shape, for the message.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        got = "neither" if input_ids is None else "both"
-        raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {got}.")
-    if torch.jit.is_tracing():  # where sizes are tensors, and every comparison would draw a warning
-        return
-    if input_ids is not None:
-        _check_ids("input_ids", input_ids, vocab_size, "vocab_size")
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids has shape {_shape(input_ids)}; it wants (batch, length).")
-        batch, length = input_ids.shape
-    else:
-        check_states("inputs_embeds", inputs_embeds, config.hidden_size)
-        batch, length = inputs_embeds.shape[:2]
-
-    limit = config.max_position_embeddings
-    if position_ids is None and isinstance(past_length, int) and past_length + length > limit:
-        if past_length:
-            raise ValueError(
-                f"The sequence has {length} tokens after {past_length} in the cache, and max_position_embeddings is "
-                f"{limit}. Generate fewer tokens, or shorten the prompt."
-            )
+    if not isinstance(tensor, torch.Tensor):
         raise ValueError(
-            f"The sequence has {length} tokens, and max_position_embeddings is {limit}. Truncate it, "
-            f"tokenizer(text, truncation=True, max_length={limit}), or split it into windows."
+            f"{name} is a {type(tensor).__name__}; expected a tensor. Tokenizers return one with return_tensors='pt'."
         )
-    for name, ids, size, field in (
-        ("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size"),
-        ("position_ids", position_ids, limit, "max_position_embeddings"),
-    ):
-        if ids is None:
-            continue
-        _check_tensor(name, ids)
-        if ids.ndim != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != length:
-            raise ValueError(f"{name} has shape {_shape(ids)}; it wants {(batch, length)}, like the tokens.")
-        _check_ids(name, ids, size, field)
+    allowed = {
+        "integer": ("torch.long or torch.int", tensor.dtype in (torch.long, torch.int)),
+        "floating": ("a floating dtype", tensor.is_floating_point()),
+        "mask": ("torch.bool or a floating dtype", tensor.dtype == torch.bool or tensor.is_floating_point()),
+        None: ("any dtype", True),
+    }
+    expected, is_allowed = allowed[dtype]
+    if not is_allowed:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected {expected}.")
+    sizes = [size if isinstance(size, tuple) else (size,) for size in shape]
+    fits = tensor.ndim == len(sizes) and all(
+        isinstance(allowed[0], str) or actual in allowed for actual, allowed in zip(tensor.shape, sizes, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(str(allowed[0]) for allowed in sizes)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({expected}){note}.")
+
+
+def check_ids(name: str, ids, *shape, field: str, size: int) -> None:
+    """Checks integers from 0 to `size` - 1; `field` is the field of the configuration that sets the limit."""
+    check_tensor(name, ids, *shape, dtype="integer")
+    if ids.device.type != "cpu" or ids.numel() == 0 or not has_values(ids):
+        return
+    low, high = (bound.item() for bound in ids.aminmax())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"{name} contains {wrong}; expected ids from 0 to {size - 1} ({field} is {size}).")
+
+
+def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int, slots=None, note: str = "") -> None:
+    """Checks a padding mask `(batch, keys)`, or a full mask `(batch, heads, queries, keys)`, of which `slots` is
+    another width. Mask objects of the kernels, and caches whose length is a tensor, are not checked."""
+    is_array = isinstance(mask, list) or hasattr(mask, "__array__")  # a NumPy array, or a tensor
+    if not is_array or not isinstance(keys, (int, torch.SymInt)):
+        return
+    full = (batch, 1), (1, heads), (queries, 1), (keys, slots)
+    ndim = getattr(mask, "ndim", 2)
+    if ndim == 4 and all(size in sizes for size, sizes in zip(mask.shape, full, strict=True)):
+        check_tensor(name, mask, *full, dtype="mask")
+    else:
+        note += "" if ndim == 2 else f", or {(batch, 1, queries, keys)} for a full mask"
+        check_tensor(name, mask, batch, keys, note=note)
+
+
+def check_inputs(
+    config, ids: dict, inputs_embeds, attention_mask, vocab_size: int, past_length, slots=None, is_packed: bool = False
+) -> None:
+    """Checks the arguments of `ScratchBertModel.forward`. `ids` are `input_ids`, `token_type_ids` and `position_ids`;
+    `vocab_size` is that of the word embeddings; `past_length` and `slots` are the `cache_lengths`. With `is_packed`,
+    the row may be longer than the table of positions."""
+    tokens = inputs_embeds if ids["input_ids"] is None else ids["input_ids"]
+    if (ids["input_ids"] is None) == (inputs_embeds is None):
+        got = "neither" if tokens is None else "both"
+        raise ValueError(f"input_ids and inputs_embeds: expected exactly one of them; got {got}.")
+    if torch.jit.is_tracing():  # sizes are tensors, and each comparison would log a warning
+        return
+    if inputs_embeds is None:
+        check_ids("input_ids", tokens, "batch", "length", field="vocab_size", size=vocab_size)
+    else:
+        check_tensor("inputs_embeds", tokens, "batch", "length", config.hidden_size, dtype="floating")
+    (batch, length), limit = tokens.shape[:2], config.max_position_embeddings
+    has_own_positions = ids["position_ids"] is not None or is_packed
+    if not has_own_positions and isinstance(past_length, int) and past_length + length > limit:
+        cached = f" after {past_length} in the cache" if past_length else ""
+        truncate = f"Truncate it with tokenizer(text, truncation=True, max_length={limit})"
+        raise ValueError(
+            f"The sequence has {length} tokens{cached}; max_position_embeddings is {limit}. "
+            f"{'Generate fewer tokens, or shorten the prompt' if past_length else truncate}."
+        )
+    for name, field in (("token_type_ids", "type_vocab_size"), ("position_ids", "max_position_embeddings")):
+        if ids[name] is not None:
+            check_ids(name, ids[name], (batch, 1), length, field=field, size=getattr(config, field))
+    is_cached = isinstance(past_length, int) and past_length > 0
+    note = f": {past_length} cached positions + {length} new tokens" if is_cached else ""
     keys = past_length + length
-    check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, keys, slots)
+    check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, keys, slots, note)
 
 
 def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, batch: int, queries: int) -> None:
-    """Checks what a decoder of `batch` sequences of `queries` tokens is given of an encoder.
-
-    Raises:
-        ValueError: the model has no cross-attention, or an argument has a wrong shape or dtype.
-    """
+    """Checks the arguments for the cross-attention of a decoder with `batch` sequences of `queries` tokens."""
     if not config.add_cross_attention:
         raise ValueError(
-            "encoder_hidden_states needs cross-attention, which this model does not have: make it with "
-            "is_decoder=True and add_cross_attention=True."
+            "encoder_hidden_states was given, and config.add_cross_attention is False; expected a model with "
+            "cross-attention. Create it with is_decoder=True and add_cross_attention=True."
         )
-    check_states("encoder_hidden_states", encoder_hidden_states, config.hidden_size, batch)
+    check_tensor("encoder_hidden_states", encoder_hidden_states, batch, "length", config.hidden_size, dtype="floating")
     keys = encoder_hidden_states.shape[1]
     check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
 
 
-def cache_lengths(cache) -> tuple[int | torch.Tensor, int | None]:
-    """How many tokens a cache holds, and how many it has room for if its size is fixed: a full mask is then as wide.
+def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, max_length: int | None) -> None:
+    """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`. `max_length` limits the
+    length of a sequence, if positions are to be counted."""
+    if attention_mask is not None:
+        raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
+    check_tensor("cu_seq_lens_q", cu_seq_lens_q, "sequences + 1", dtype="integer")
+    if tokens.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q was given for {tokens.shape[0]} rows; expected packed sequences in one row.")
+    if cu_seq_lens_q.is_cuda or not has_values(cu_seq_lens_q):  # reading it would wait for the device
+        return
+    starts, end = cu_seq_lens_q.tolist(), tokens.shape[1]
+    if len(starts) < 2 or starts[0] != 0 or starts[-1] != end or starts != sorted(starts):
+        raise ValueError(
+            f"cu_seq_lens_q is {starts}; expected numbers that rise from 0 to the number of tokens, {end}."
+        )
+    longest = max(end - start for start, end in pairwise(starts))
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {max_length}. Split it, or "
+            "pass position_ids."
+        )
 
-    Raises:
-        ValueError: it is no `Cache`.
-    """
+
+def cache_lengths(cache) -> tuple[int | torch.Tensor, int | None]:
+    """The number of tokens in a cache, and its size if that is fixed: a full mask is then as wide."""
     if cache is None:
         return 0, None
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}; it wants a Cache of transformers, as a forward pass with "
-            "use_cache=True returns it."
+            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward pass with "
+            "use_cache=True returns."
         )
     return cache.get_seq_length(), cache.get_max_length() if cache.is_compileable else None
 
 
 def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
-    """Checks that the filled part of a cache is this model's, for `batch` sequences and this encoder's output.
-
-    Raises:
-        ValueError: it has other layers, heads or sequences.
-    """
+    """Checks that the keys in a cache have this model's layers, heads and width, the sequences of the batch, and for
+    cross-attention the length of the encoder's output."""
     if cache is None or torch.jit.is_tracing() or torch.compiler.is_compiling():
         return
     caches = {"": cache}
     if isinstance(cache, EncoderDecoderCache):
         caches = {"": cache.self_attention_cache, " for cross-attention": cache.cross_attention_cache}
+    # With tensor parallelism, each process has some of the attention heads.
+    is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
     heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     for kind, one in caches.items():
-        filled = [layer.keys for layer in one.layers if layer.is_initialized and isinstance(layer.keys, torch.Tensor)]
-        filled = [keys for keys in filled if keys.ndim == 4]  # a quantised layer's may be in another form
-        if not filled:
+        keys = [layer.keys for layer in one.layers if layer.is_initialized and isinstance(layer.keys, torch.Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in keys if tensor.ndim == 4]  # quantised layers have other forms
+        if not shapes:
             continue
-        # Processes that share a model by tensor parallelism have some of its heads each.
-        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        fits = heads % filled[0].shape[1] == 0 if shared else filled[0].shape[1] == heads
-        if len(filled) != config.num_hidden_layers or not fits or filled[0].shape[3] != width:
+        own_heads = shapes[0][1] if is_parallel and heads % shapes[0][1] == 0 else heads
+        length = encoder_hidden_states.shape[1] if kind and encoder_hidden_states is not None else shapes[0][2]
+        expected = (batch, own_heads, length, width)
+        if len(shapes) != config.num_hidden_layers or shapes[0] != expected:
             raise ValueError(
-                f"past_key_values is the cache{kind} of another model: it has {len(filled)} layers of "
-                f"{filled[0].shape[1]} heads, {filled[0].shape[3]} wide, and this model has {config.num_hidden_layers} "
-                f"of {heads}, {width} wide. Start from an empty cache: leave past_key_values out."
-            )
-        if filled[0].shape[0] != batch:
-            raise ValueError(
-                f"past_key_values holds {filled[0].shape[0]} sequences{kind}, and the batch has {batch}. Start from an "
-                "empty cache: leave past_key_values out."
-            )
-        if kind and encoder_hidden_states is not None and filled[0].shape[2] != encoder_hidden_states.shape[1]:
-            raise ValueError(
-                f"past_key_values holds an encoder's output of {filled[0].shape[2]} tokens, and encoder_hidden_states "
-                f"has {encoder_hidden_states.shape[1]}. Start from an empty cache: leave past_key_values out."
+                f"past_key_values{kind} has {len(shapes)} layers of {shapes[0]} (sequences, heads, positions, width); "
+                f"expected {config.num_hidden_layers} of {expected}. Leave it out to start from an empty cache."
             )
 
 
-def check_labels(labels, decoder_inputs: torch.Tensor | None) -> None:
-    """Checks the labels of a seq2seq model, `(batch, length)`, against the decoder's inputs where those are given.
-
-    Raises:
-        ValueError: they have another shape.
-    """
-    _check_tensor("labels", labels)
-    if labels.ndim != 2:
-        raise ValueError(f"labels has shape {_shape(labels)}; it wants (batch, length).")
-    if decoder_inputs is not None and labels.shape != decoder_inputs.shape[:2]:
-        raise ValueError(
-            f"labels has shape {_shape(labels)}; it wants {_shape(decoder_inputs)[:2]}, like the decoder's inputs."
-        )
+def check_labels(labels, decoder_inputs) -> None:
+    """Checks the labels of a seq2seq model, `(batch, length)`, against the inputs of the decoder, if they are given."""
+    is_given = isinstance(decoder_inputs, torch.Tensor)
+    check_tensor("labels", labels, *(decoder_inputs.shape[:2] if is_given else ("batch", "length")))
 
 
 def check_choices(input_ids, inputs_embeds, **others) -> int:
-    """Checks the arguments of `ScratchBertForMultipleChoice.forward`, each of which has a dimension of choices.
-
-    Returns:
-        How many choices there are, or 0 where there are no tokens, which the model refuses.
-
-    Raises:
-        ValueError: an argument has another shape than the tokens.
-    """
-    name, tokens = ("inputs_embeds", inputs_embeds) if input_ids is None else ("input_ids", input_ids)
-    if tokens is None:
+    """Checks the arguments of `ScratchBertForMultipleChoice.forward`, which have a dimension of choices, and returns
+    the number of choices; 0 without tokens, which the model refuses."""
+    if input_ids is None and inputs_embeds is None:
         return 0
-    _check_tensor(name, tokens)
-    dimensions = "(batch, choices, length)" if input_ids is not None else "(batch, choices, length, width)"
-    if tokens.ndim != dimensions.count(",") + 1:
-        raise ValueError(f"{name} has shape {_shape(tokens)}; it wants {dimensions}.")
+    dimensions = ("batch", "choices", "length")
+    if input_ids is not None:
+        check_tensor("input_ids", input_ids, *dimensions)
+    else:
+        check_tensor("inputs_embeds", inputs_embeds, *dimensions, "width")
+    tokens = inputs_embeds if input_ids is None else input_ids
     for name, tensor in others.items():
-        if tensor is None:
-            continue
-        _check_tensor(name, tensor)
-        if tensor.shape != tokens.shape[:3]:
-            raise ValueError(f"{name} has shape {_shape(tensor)}; it wants {_shape(tokens)[:3]}, like the tokens.")
+        if tensor is not None:
+            check_tensor(name, tensor, *tokens.shape[:3])
     return tokens.shape[1]
-
-
-def check_states(name: str, states: torch.Tensor, width: int, batch: int | None = None) -> None:
-    """Checks embeddings or an encoder's output, `(batch, length, width)`.
-
-    Raises:
-        ValueError: they have another shape.
-    """
-    _check_tensor(name, states)
-    if not states.is_floating_point():
-        raise ValueError(f"{name} has dtype {states.dtype}; it wants floating numbers.")
-    if states.ndim != 3 or states.shape[2] != width or (batch is not None and states.shape[0] != batch):
-        raise ValueError(f"{name} has shape {_shape(states)}; it wants ({batch or 'batch'}, length, {width}).")
-
-
-def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int, slots: int | None = None) -> None:
-    """Checks a padding mask `(batch, keys)` or a full one `(batch, heads, queries, keys)`, or `slots` in place of its
-    `keys`. A cache whose filling only tensors tell, and the kernels' own mask objects, are left to the kernels.
-
-    Raises:
-        ValueError: the mask has another shape, or is a full one of whole numbers.
-    """
-    if isinstance(mask, list) or hasattr(mask, "__array__"):  # an array of numpy's
-        _check_tensor(name, mask)
-    if not isinstance(mask, torch.Tensor) or not isinstance(keys, (int, torch.SymInt)):
-        return
-    if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"{name} is a full mask of {mask.dtype}; it wants a boolean one (True: may look), or a floating one, which "
-            "is added to the scores."
-        )
-    full = ((1, batch), (1, heads), (1, queries), (keys, slots))
-    wanted = full if mask.ndim == 4 else ((batch,), (keys,))
-    if mask.ndim != len(wanted) or any(size not in sizes for size, sizes in zip(mask.shape, wanted, strict=True)):
-        raise ValueError(
-            f"{name} has shape {_shape(mask)}; it wants {(batch, keys)}, 1 for a token and 0 for padding, or a full "
-            f"mask, {(batch, 1, queries, keys)}."
-        )
-
-
-def _check_tensor(name: str, value) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(
-            f"{name} is a {type(value).__name__}; it wants a tensor (of a tokenizer: return_tensors='pt')."
-        )
-
-
-def _check_ids(name: str, ids: torch.Tensor, size: int, field: str) -> None:
-    _check_tensor(name, ids)
-    if ids.dtype not in (torch.long, torch.int):
-        raise ValueError(f"{name} has dtype {ids.dtype}; it wants whole numbers, torch.long or torch.int.")
-    if ids.device.type != "cpu" or ids.numel() == 0 or is_tracing(ids) or is_functorch_wrapped_tensor(ids):
-        return
-    low, high = (bound.item() for bound in ids.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"{name} holds {low if low < 0 else high}; it wants ids from 0 to {size - 1} ({field} is {size})."
-        )
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)

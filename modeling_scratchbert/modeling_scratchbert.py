@@ -1,9 +1,9 @@
 """The models: the encoder, the heads that BERT was pre-trained and fine-tuned with (Devlin et al. 2018), and the
 generators: a decoder alone, and an encoder with a decoder (Rothe et al. 2020).
 
-Classes stand in the order in which data flows. Signatures, outputs and losses are those of the `Bert…` twins in
-`transformers`; unlike the twins' the losses of the batches of a step add up (see `average`). The blocks are in
-`embeddings`, `attention`, `feed_forward` and `transformer`.
+Classes stand in the order in which data flows. Signatures, outputs and losses are those of the `Bert…` classes in
+`transformers`, except that losses add up over accumulated batches (see `average`). The blocks are in `embeddings`,
+`attention`, `feed_forward` and `transformer`.
 """
 
 import copy
@@ -15,34 +15,21 @@ from typing import Any, Self, TypedDict, Unpack
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from transformers import modeling_outputs
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPoolingAndCrossAttentions,
-    CausalLMOutputWithCrossAttentions,
-    MaskedLMOutput,
-    MultipleChoiceModelOutput,
-    NextSentencePredictorOutput,
-    QuestionAnsweringModelOutput,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import MultiHeadAttention
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
 from .feed_forward import FeedForward
+from .generation import ScratchBertGenerationMixin, no_start_id
 from .input_checks import (
     cache_lengths,
     check_cache,
@@ -51,21 +38,32 @@ from .input_checks import (
     check_inputs,
     check_labels,
     check_mask,
-    check_states,
+    check_packed,
+    check_tensor,
+    has_values,
 )
-from .packing import KERNELS, Packing, run_stack, without_padding
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerBlock, TransformerStack
+from .unpadding import (
+    PACKED_KERNELS,
+    UNPADDING_KERNELS,
+    UnpaddedBatch,
+    additive_mask,
+    is_observed,
+    is_own,
+    is_padding_mask,
+    labels_include_padding,
+    packed_sequences,
+    run_encoder,
+    scatter_rows,
+)
 from .warm_start import seq2seq_start
 
 logger = logging.getLogger(__name__)
 
-# Kernels that add a mask to the scores.
-ADDING = ("sdpa", "flex_attention")
-
 
 class ForwardOptions(TypedDict, total=False):
-    """What every forward pass takes beside its own arguments: see `ScratchBertModel.forward`, and `average`."""
+    """The options of every forward pass: see `ScratchBertModel.forward`, and `average` for `num_items_in_batch`."""
 
     output_attentions: bool | None
     output_hidden_states: bool | None
@@ -78,8 +76,14 @@ class ForwardOptions(TypedDict, total=False):
     num_items_in_batch: int | torch.Tensor | None
 
 
+def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
+    """The hidden states and attention weights that a base model returned, if they were requested."""
+    return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+
+
 class Pooler(nn.Module):
-    """What the first token, [CLS], says of the whole sequence: tanh(W h_0 + b). `(B, T, C)` → `(B, C)`."""
+    """A vector for the whole sequence, computed from its first token, [CLS]: tanh(W h_0 + b). `(B, T, C)` → `(B,
+    C)`."""
 
     def __init__(self, config):
         super().__init__()
@@ -92,13 +96,13 @@ class Pooler(nn.Module):
 class ScratchBertModel(ScratchBertPreTrainedModel):
     """BERT without a head: embeddings, the stack of blocks, and the pooler.
 
-    With `config.is_decoder` its blocks look back only, and with `config.add_cross_attention` at an encoder's output
-    as well, as in `BertModel`. A checkpoint of both halves opens as `ScratchBertSeq2SeqModel`.
+    As in `BertModel`, `config.is_decoder` makes the blocks causal, and `config.add_cross_attention` lets them attend to
+    the output of an encoder. A checkpoint with an encoder and a decoder opens as `ScratchBertSeq2SeqModel`.
     """
 
     @classmethod
     def _class_for(cls, is_encoder_decoder: bool) -> type[ScratchBertPreTrainedModel]:
-        # AutoModel knows one class for each class of configurations.
+        # AutoModel has one class for each class of configurations.
         return ScratchBertSeq2SeqModel if is_encoder_decoder and cls is ScratchBertModel else cls
 
     def __init__(self, config: ScratchBertConfig, add_pooling_layer: bool = True):
@@ -116,7 +120,6 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
-    @without_padding("last_hidden_state")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -129,154 +132,197 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | BaseModelOutputWithPoolingAndCrossAttentions:
+    ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:
         """
         Args:
             input_ids: `(B, T)` token ids; or else `inputs_embeds`, `(B, T, C)`.
             attention_mask: `(B, T)`, 1 for a token and 0 for padding; or a full mask `(B, 1, T, T)`, boolean (True:
-                may look) or additive.
-            token_type_ids: `(B, T)`, 0 for sentence A and 1 for sentence B.
-            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 if left out.
+                may attend) or additive.
+            token_type_ids: `(B, T)`, 0 for sentence A and 1 for sentence B; all 0 by default.
+            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. In one row without a mask, positions that restart
+                at 0 mark packed sequences; all-zero positions are one sequence.
             encoder_hidden_states: `(B, S, C)`, for a decoder with cross-attention.
             encoder_attention_mask: `(B, S)`, 1 for a token and 0 for padding.
             past_key_values: the cache of a decoder.
             use_cache: whether a decoder fills one.
-            output_attentions: also return every block's attention weights, `(B, H, T, T)`. The pass then runs the
-                eager formula whatever attention is set, since no other kernel tells its weights.
-            output_hidden_states: also return the embeddings and every block's output, `(B, T, C)`.
+            output_attentions: also return the attention weights of every block, `(B, H, T, T)`. The eager formula is
+                then used with any attention implementation, because no other returns its weights.
+            output_hidden_states: also return the embeddings and the output of every block, `(B, T, C)`.
             return_dict: False for a plain tuple.
-            padding_free: False to have the blocks see the padding; `config.padding_free` if left out.
-            cu_seq_lens_q: `(S + 1,)`, for an encoder: S sequences come packed in one row, `(1, N)`, and start here, as
-                `DataCollatorWithFlattening` delivers them; so too `position_ids` that restart at 0. The outputs are
-                then `(1, N, C)`, and `pooler_output` is `(S, C)`.
-            max_length_q: the longest one's tokens, which spares the look at `cu_seq_lens_q`.
+            padding_free: False to compute the padding as BERT does, True to remove it even if hooks see the unpadded
+                tensors; `config.padding_free` by default.
+            cu_seq_lens_q: `(S + 1,)`, for an encoder: the starts of S packed sequences in one row, `(1, N)`, and the
+                end, as `DataCollatorWithFlattening` returns them. The outputs are then `(1, N, C)`, and `pooler_output`
+                is `(S, C)`.
+            max_length_q: the length of the longest sequence, so that an accelerator need not be read from.
 
         Returns:
-            `last_hidden_state` `(B, T, C)`, `pooler_output` `(B, C)` or None without a pooler, and what was asked for.
-            An encoder computes the real tokens alone, and its `last_hidden_state` is zero where there is padding,
-            unless attention maps or hidden states are asked for, the mask is a full one, or the model is compiled or
-            exported: there padding is computed, as in BERT.
+            `last_hidden_state` `(B, T, C)`, `pooler_output` `(B, C)` or None without a pooler, and what was requested.
+            An encoder removes the padding, and `last_hidden_state` is zero there. Padding is computed, as in BERT, if
+
+            - attention weights or hidden states are requested, or the mask is a full one;
+            - a block is replaced, or a hook of other code inside the model would see unpadded tensors;
+            - the model, or a part of it, is compiled or exported.
+
+            A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager
+            kernel averages there.
 
         Raises:
-            ValueError: an argument is unfit; the message names it, what it got and what it wants.
+            ValueError: an argument has a wrong shape, dtype or value.
         """
-        kwargs.pop("num_items_in_batch", None)  # is for the heads' losses
-        packing = attention_mask if isinstance(attention_mask, Packing) else None
+        kwargs.pop("num_items_in_batch", None)  # used by the losses of the model heads
         past_length, slots = cache_lengths(past_key_values)
-        # `generate_batch` keeps keys in pages of its own.
-        if "cache" in kwargs and isinstance(attention_mask, torch.Tensor):
+        if "cache" in kwargs and isinstance(attention_mask, torch.Tensor):  # `generate_batch` has a cache of pages
             slots = attention_mask.shape[-1]
-        # An adapter may have put a module without a size in the table's place.
+        # An adapter may have replaced the word embeddings by a module without a size.
         vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
-        check_inputs(
-            self.config,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            past_length,
-            vocab_size,
-            slots,
-        )
+        ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        is_packed = kwargs.get("cu_seq_lens_q") is not None
+        check_inputs(self.config, ids, inputs_embeds, attention_mask, vocab_size, past_length, slots, is_packed)
         # Checkpointed blocks run twice and must not fill a cache.
-        use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_gradient_checkpointing)
+        use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_activation_checkpointing)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-
-        embeddings = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
-        batch, queries, _ = embeddings.shape
+        eager = kwargs.setdefault("output_attentions", self.config.output_attentions)
+        records = eager or kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        tokens: Any = inputs_embeds if input_ids is None else input_ids
+        unpadded, zeroed = self._unpadded_batch(tokens, attention_mask, position_ids, records, kwargs)
+        if unpadded is not None:
+            per_token = input_ids, token_type_ids, position_ids, inputs_embeds
+            input_ids, token_type_ids, position_ids, inputs_embeds = map(unpadded.unpad, per_token)
+            position_ids = unpadded.default_position_ids().to(tokens.device) if position_ids is None else position_ids
+        hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
+        batch, queries, _ = hidden_states.shape
         if encoder_hidden_states is not None:
             check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, batch, queries)
             if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
         check_cache(self.config, past_key_values, batch, encoder_hidden_states)
-        kwargs["output_attentions"] = kwargs.get("output_attentions", self.config.output_attentions)
-        attention_mask, encoder_attention_mask = self._attention_masks(
-            embeddings,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            past_key_values,
-            eager=kwargs["output_attentions"],
-        )
-        hidden_states = run_stack(
-            self.encoder,
-            self.config.intermediate_size,
-            embeddings,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,  # by which flash attention tells packed sequences apart
-            **kwargs,
-        )
-        first = packing.first_tokens(hidden_states) if packing is not None else hidden_states
-        return BaseModelOutputWithPoolingAndCrossAttentions(
+
+        if unpadded is not None and not eager and self._supports_unpadding():
+            width = self.config.intermediate_size
+            hidden_states = run_encoder(self.encoder, hidden_states, unpadded, width, records, **kwargs)
+        else:
+            attention_mask, encoder_attention_mask = self._attention_masks(
+                hidden_states,
+                attention_mask if unpadded is None else unpadded.attention_mask(),
+                encoder_hidden_states,
+                encoder_attention_mask,
+                past_key_values,
+                eager,
+            )
+            hidden_states = self.encoder(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,  # flash attention finds packed sequences in them
+                **kwargs,
+            )
+        if unpadded is not None:
+            hidden_states = unpadded.pad(hidden_states)
+        pooled = hidden_states if unpadded is None else unpadded.first_tokens(hidden_states)
+        pooler_output = None if self.pooler is None else self.pooler(pooled)
+        if zeroed is not None:
+            hidden_states = hidden_states.masked_fill(zeroed.to(hidden_states.device), 0)
+        return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            pooler_output=self.pooler(first) if self.pooler is not None else None,
+            pooler_output=pooler_output,
             past_key_values=past_key_values if use_cache else None,
         )
 
-    def takes_packed(self) -> bool:
-        """Whether tokens look at one another through our own attention alone, and its kernel does without a mask.
-        Another's block may do anything, and is given padded tokens and their mask."""
+    def _unpadded_batch(
+        self, tokens: torch.Tensor, attention_mask, position_ids, records: bool | None, options: Any
+    ) -> tuple[UnpaddedBatch | None, torch.Tensor | None]:
+        """Decide whether the batch is unpadded. Takes `padding_free` and the lengths of packed sequences out of
+        `options`.
+
+        Returns:
+            The unpadded batch, or None to compute `tokens`, `(B, T)` or `(B, T, C)`, as they are; and if padding is
+            computed but not returned, `(B, T, 1)`, True where the last hidden state is to be zero.
+        """
+        config = self.config
+        padding_free = options.pop("padding_free", None)
+        if config.is_decoder:
+            return None, None
+        if config._attn_implementation in PACKED_KERNELS:
+            names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
+            cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
+            if cu_seqlens is not None:
+                max_length = config.max_position_embeddings if position_ids is None else None
+                check_packed(cu_seqlens, tokens, attention_mask, max_length)
+            packed = packed_sequences(tokens, attention_mask, position_ids, cu_seqlens, max_seqlen, sort=not records)
+            if packed is not None:
+                return packed, None
+        is_enabled = config.padding_free if padding_free is None else padding_free
+        if not is_enabled or records or not is_padding_mask(attention_mask) or attention_mask.shape != tokens.shape[:2]:
+            return None, None
+        mask = attention_mask.bool()
+        # One transfer from the device, because each one waits for it.
+        num_first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
+        if min(lengths) == mask.shape[1] or not self._supports_unpadding():
+            return None, None
+        if (
+            not any(lengths)
+            or (self.pooler is not None and num_first_tokens < len(lengths))  # the pooler reads padding
+            or config.chunk_size_feed_forward  # which must divide the length
+            or (not padding_free and is_observed(self.embeddings, self.encoder))
+        ):
+            return None, ~mask[..., None]
+        return UnpaddedBatch.from_mask(mask, lengths), None
+
+    def _supports_unpadding(self) -> bool:
+        """Whether tokens attend to one another in our own blocks only, with a kernel that needs no mask. A block of
+        other code gets padded input, because it may not support unpadded batches."""
         blocks = self.encoder.blocks
         parts = [(Embeddings, self.embeddings), *((TransformerBlock, block) for block in blocks)]
         parts += [(MultiHeadAttention, getattr(block, "attention", None)) for block in blocks]
         parts += [(FeedForward, getattr(block, "feed_forward", None)) for block in blocks]
-        # FSDP's classes, made on the fly, change nothing of the part.
-        return self.config._attn_implementation in KERNELS and all(
-            type(part) is own or (isinstance(part, own) and type(part).__module__.startswith("torch."))
-            for own, part in parts
-        )
+        return self.config._attn_implementation in UNPADDING_KERNELS and all(is_own(part, own) for own, part in parts)
 
-    def _attention_masks(self, embeddings, mask, encoder_hidden_states, encoder_mask, cache, eager: bool | None):
-        """The padding masks in the form that the attention kernel of this call wants."""
+    def _attention_masks(
+        self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values, eager
+    ) -> tuple:
+        """`attention_mask` and `encoder_attention_mask` in the form that the kernel expects, or the eager formula."""
         config = self.config
         if eager and config._attn_implementation != "eager":
             config = copy.copy(config)
             config._attn_implementation = "eager"
-        if isinstance(mask, Packing):
-            # Compiled, packed attention knows no dropout.
-            drops = is_tracing(embeddings) and self.training and config.attention_probs_dropout_prob > 0
-            mask = mask.mask() if eager or drops or not self.takes_packed() else mask
-        elif self.config.is_decoder:
-            mask = create_causal_mask(config, embeddings, mask, cache)
+        if config.is_decoder:
+            attention_mask = create_causal_mask(config, hidden_states, attention_mask, past_key_values)
         else:
-            mask = create_bidirectional_mask(config, embeddings, mask)
+            attention_mask = create_bidirectional_mask(config, hidden_states, attention_mask)
         if encoder_hidden_states is not None:
-            encoder_mask = create_bidirectional_mask(config, embeddings, encoder_mask, encoder_hidden_states)
-        if config._attn_implementation in ADDING:  # which would make numbers of booleans in every block, or not at all
-            mask, encoder_mask = (_added_to_scores(each, embeddings.dtype) for each in (mask, encoder_mask))
-        return mask, encoder_mask
-
-
-def _added_to_scores(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+            encoder_attention_mask = create_bidirectional_mask(
+                config, hidden_states, encoder_attention_mask, encoder_hidden_states
+            )
+        masks = attention_mask, encoder_attention_mask
+        if config._attn_implementation in ("sdpa", "flex_attention"):
+            # Convert a boolean mask once per forward pass, not once per block.
+            return tuple(additive_mask(mask, hidden_states.dtype) for mask in masks)
+        return masks
 
 
 def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, **options) -> torch.Tensor:
-    """The mean of a loss over a batch; or what the batch adds to the mean over several whose gradients are summed: its
-    sum, divided by the number of targets of all. `Trainer` tells the heads that number, as `num_items_in_batch`: with
-    accumulated gradients or several processes each target then counts the same, however many its own batch has.
+    """The mean of a loss over a batch; or, with `num_items`, the sum divided by that number. `Trainer` passes the
+    number of targets of all batches of a step as `num_items_in_batch`: with accumulated gradients or several processes,
+    the losses of the batches then add up to the mean over all targets.
 
     Args:
         loss: a function of `torch.nn.functional`.
-        num_items: how many targets all batches have, a number or a tensor of one on any device; None for the mean.
+        num_items: the number of targets of all batches, a number or a tensor of one on any device; None for the mean.
         options: other arguments of `loss`.
     """
     if num_items is None:
         return loss(predictions, targets, **options)
     losses = loss(predictions, targets, reduction="none", **options)
-    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # too large a number for float16
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # float16 would overflow
     return total / torch.as_tensor(num_items, device=total.device)
 
 
 class LanguageModelHead(nn.Module):
-    """Scores for every word of the vocabulary: E · norm(act(W h + b)) + c, with E the word embeddings themselves
+    """Scores for every word of the vocabulary: E · norm(act(W h + b)) + c, with E the word embeddings
     (Devlin et al. 2018, section 3.1, task 1). `(B, T, C)` → `(B, T, V)`."""
 
     def __init__(self, config):
@@ -291,10 +337,10 @@ class LanguageModelHead(nn.Module):
 
 
 class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
-    """The models that score the vocabulary, and so share a matrix between input and output."""
+    """The models that score the vocabulary, and share the word embeddings between input and output."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "model.embeddings.word_embeddings.weight"}
-    # Cut as the table of words is: see `base_model_tp_plan`.
+    # Split as the word embeddings are: see `base_model_tp_plan`.
     _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -303,38 +349,63 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear):
         self.lm_head.decoder = new_embeddings
 
-    def _scores(self, states: torch.Tensor, mask) -> torch.Tensor:
-        """The score of every word for each token. Where nothing more comes of them, those of packed tokens are padded
-        here: two tables of the whole vocabulary are much memory."""
-        if isinstance(mask, Packing) and not torch.is_grad_enabled():
-            return mask.pad_scores(self.lm_head, states)
-        return self.lm_head(states)
+    def _score(self, outputs, attention_mask, labels: torch.Tensor | None, padding_free: bool | None) -> tuple:
+        """Score the vocabulary for the tokens that need it: the labelled ones with `sparse_prediction`, or else the
+        non-padding ones; or for all, if a hook on the head would see the difference, or the mask cannot be read.
 
-    def _labelled(
-        self, states: torch.Tensor, labels: torch.Tensor | None, mask
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The states that are to be scored, and their labels: with `sparse_prediction`, of the labelled tokens, in the
-        order in which they stand in the batch."""
-        if labels is None or not self.config.sparse_prediction:
-            return states, labels
-        labelled = labels != -100
-        states, labels = states[labelled], labels[labelled]
-        if isinstance(mask, Packing) and mask.indices is not None:
-            order = mask.indices.to(labels.device)[labelled[0]].argsort()
-            states, labels = states[order], labels[order]
-        return states, labels
+        Returns:
+            The logits that the model returns, `(B, T, V)`, or `(labelled tokens, V)` with `sparse_prediction`; and for
+            the loss the scores, `(tokens, V)`, and their labels, `(tokens,)` or None.
+        """
+        hidden_states, shape = outputs.last_hidden_state, outputs.last_hidden_state.shape[:2]
+        if labels is not None and self.config.sparse_prediction:
+            labels = labels.reshape(shape)
+            labelled = labels != -100
+            # While tracing, no hook is there to see the difference.
+            is_whole = not is_own(self.lm_head, LanguageModelHead)
+            is_whole = is_whole or (has_values(labels) and not padding_free and is_observed(self.lm_head))
+            logits = self.lm_head(hidden_states)[labelled] if is_whole else self.lm_head(hidden_states[labelled])
+            return logits, logits, labels[labelled]
+        indices = self._scored_tokens(outputs, attention_mask, padding_free)
+        if indices is None:
+            logits = self.lm_head(hidden_states)
+            return logits, logits.flatten(0, 1), None if labels is None else labels.flatten()
+        states = hidden_states.flatten(0, 1).index_select(0, indices)
+        if labels is not None or torch.is_grad_enabled():
+            scores = self.lm_head(states)
+            return scatter_rows(scores, indices, shape), scores, None if labels is None else labels.flatten()[indices]
+        logits = None
+        # 256 tokens at a time, because a second tensor of the vocabulary's width takes much memory.
+        for part, places in zip(states.split(256), indices.split(256), strict=True):
+            scores = self.lm_head(part)
+            logits = scores.new_zeros(shape[0] * shape[1], scores.shape[-1]) if logits is None else logits
+            logits.index_copy_(0, places, scores)
+        return logits.unflatten(0, shape), None, None
+
+    def _scored_tokens(self, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
+        """The positions of the non-padding tokens in the flattened batch, `(N,)`; None if all tokens are scored."""
+        is_enabled = self.config.padding_free if padding_free is None else padding_free
+        is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
+        if not is_enabled or is_recorded or self.config.is_decoder or not is_own(self.lm_head, LanguageModelHead):
+            return None
+        if not is_padding_mask(attention_mask) or attention_mask.shape != outputs.last_hidden_state.shape[:2]:
+            return None
+        indices = attention_mask.flatten().nonzero()[:, 0].to(outputs.last_hidden_state.device)
+        if len(indices) in (0, attention_mask.numel()) or (not padding_free and is_observed(self.lm_head)):
+            return None
+        return indices
 
 
 @dataclass
 class ScratchBertForPreTrainingOutput(ModelOutput):
-    """Output of `ScratchBertForPreTraining`, field by field that of `BertForPreTraining`.
+    """Output of `ScratchBertForPreTraining`, with the fields of `BertForPreTrainingOutput`.
 
     Args:
-        loss: the sum of the masked-LM and the next-sentence loss, where both labels were given.
+        loss: the sum of the masked-LM and the next-sentence loss, if both labels were given.
         prediction_logits: `(B, T, V)`.
         seq_relationship_logits: `(B, 2)`; 0: B follows A, 1: B is a random sentence.
-        hidden_states: a tuple of `(B, T, C)`, where asked for.
-        attentions: a tuple of `(B, H, T, T)`, where asked for.
+        hidden_states: a tuple of `(B, T, C)`, if requested.
+        attentions: a tuple of `(B, H, T, T)`, if requested.
     """
 
     loss: torch.Tensor | None = None
@@ -355,7 +426,6 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
-    @without_padding("prediction_logits", labels=True)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -369,37 +439,31 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
     ) -> tuple | ScratchBertForPreTrainingOutput:
         """
         Args:
-            labels: `(B, T)`, the masked words' ids, and -100 wherever no word was masked.
+            labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
             next_sentence_label: `(B,)`; 0: sentence B follows A, 1: it is a random one.
-            num_items_in_batch: how many masked words all batches of the step have. How many sequences they have is not
-                said, so the batch's mean next-sentence loss counts for its share of the masked words.
+            num_items_in_batch: the number of masked words in all batches of the step. The number of sequences is not
+                known, so the mean next-sentence loss of the batch is weighted by its share of the masked words.
 
-        The other arguments are those of `ScratchBertModel.forward`.
+        The other arguments are those of `ScratchBertModel.forward`. Logits at padding have no meaning.
         """
+        if labels_include_padding(attention_mask, labels):
+            kwargs["padding_free"] = False
         outputs = self.model(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
-        states, labels = self._labelled(outputs.last_hidden_state, labels, attention_mask)
-        prediction_logits = self._scores(states, attention_mask if labels is None else None)
+        prediction_logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
-        if labels is not None and next_sentence_label is not None:
+        if targets is not None and next_sentence_label is not None:
             num_items = kwargs.get("num_items_in_batch")
-            loss = average(
-                cross_entropy, prediction_logits.view(-1, self.config.vocab_size), labels.view(-1), num_items
-            )
+            loss = average(cross_entropy, scores, targets, num_items)
             next_sentence_loss = cross_entropy(seq_relationship_logits, next_sentence_label.view(-1))
             if num_items is not None:
-                share = labels.ne(-100).sum() / torch.as_tensor(num_items, device=labels.device)
+                share = targets.ne(-100).sum() / torch.as_tensor(num_items, device=targets.device)
                 next_sentence_loss = next_sentence_loss * share
             loss = loss + next_sentence_loss
-        return ScratchBertForPreTrainingOutput(
-            loss=loss,
-            prediction_logits=prediction_logits,
-            seq_relationship_logits=seq_relationship_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        logits = {"prediction_logits": prediction_logits, "seq_relationship_logits": seq_relationship_logits}
+        return ScratchBertForPreTrainingOutput(loss=loss, **logits, **recorded(outputs))
 
 
 class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
@@ -408,13 +472,12 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
         if config.is_decoder:
-            logger.warning("config.is_decoder is True: each word then sees only those before it, not both sides.")
+            logger.warning("config.is_decoder is True; each token attends to earlier tokens only, not to both sides.")
         self.model = ScratchBertModel(config, add_pooling_layer=False)
         self.lm_head = LanguageModelHead(config)
         self.post_init()
 
     @can_return_tuple
-    @without_padding("logits", labels=True)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -426,13 +489,16 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         encoder_attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | MaskedLMOutput:
+    ) -> tuple | modeling_outputs.MaskedLMOutput:
         """
         Args:
-            labels: `(B, T)`, the masked words' ids, and -100 wherever no word was masked.
+            labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
 
-        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`.
+        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`; those at padding have no
+        meaning.
         """
+        if labels_include_padding(attention_mask, labels):
+            kwargs["padding_free"] = False
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -444,19 +510,14 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
             return_dict=True,
             **kwargs,
         )
-        states, labels = self._labelled(outputs.last_hidden_state, labels, attention_mask)
-        logits = self._scores(states, attention_mask if labels is None else None)
-        loss = None
-        if labels is not None:
-            scores = logits.view(-1, self.config.vocab_size)
-            loss = average(cross_entropy, scores, labels.view(-1), kwargs.get("num_items_in_batch"))
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
+        num_items = kwargs.get("num_items_in_batch")
+        loss = None if targets is None else average(cross_entropy, scores, targets, num_items)
+        return modeling_outputs.MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
-    """Does sentence B follow sentence A? softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 3.1,
+    """Whether sentence B follows sentence A: softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 3.1,
     task 2)."""
 
     def __init__(self, config: ScratchBertConfig):
@@ -466,7 +527,6 @@ class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @without_padding()
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -476,7 +536,7 @@ class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | NextSentencePredictorOutput:
+    ) -> tuple | modeling_outputs.NextSentencePredictorOutput:
         """
         Args:
             labels: `(B,)`; 0: sentence B follows A, 1: it is a random one.
@@ -490,13 +550,11 @@ class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
         loss = None
         if labels is not None:
             loss = average(cross_entropy, logits, labels.view(-1), kwargs.get("num_items_in_batch"))
-        return NextSentencePredictorOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return modeling_outputs.NextSentencePredictorOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ClassifierDropout(nn.Dropout):
-    """The dropout before a classifier: `classifier_dropout`, or the blocks' own rate where that is not set."""
+    """The dropout before a classifier: `classifier_dropout`, or `hidden_dropout_prob` if that is None."""
 
     def __init__(self, config):
         rate = config.classifier_dropout
@@ -516,7 +574,6 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @without_padding()
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -526,12 +583,12 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | SequenceClassifierOutput:
+    ) -> tuple | modeling_outputs.SequenceClassifierOutput:
         """
         Args:
             labels: `(B,)` class ids; or `(B,)` or `(B, L)` floats for regression; or `(B, L)` floats, 0 or 1, for
-                several labels at once. `config.problem_type` says which, and is set at the first labels from their
-                number and dtype if it is None.
+                several labels at once. `config.problem_type` selects one of them; if it is None, the number and the
+                dtype of the first labels set it.
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, L)`.
         """
@@ -539,12 +596,8 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.classifier(self.dropout(outputs.pooler_output))
-        return SequenceClassifierOutput(
-            loss=None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch")),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
+        return modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits, **recorded(outputs))
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
         if self.config.problem_type is None:
@@ -563,8 +616,8 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         if self.config.problem_type == "multi_label_classification":
             return average(binary_cross_entropy_with_logits, logits, labels, num_items)
         raise ValueError(
-            f"config.problem_type is {self.config.problem_type!r}; it wants 'regression', "
-            "'single_label_classification', 'multi_label_classification', or None to go by the labels."
+            f"config.problem_type is {self.config.problem_type!r}; expected 'regression', "
+            "'single_label_classification', 'multi_label_classification', or None to derive it from the labels."
         )
 
 
@@ -581,7 +634,6 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @without_padding("logits", labels=True)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -591,13 +643,16 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | TokenClassifierOutput:
+    ) -> tuple | modeling_outputs.TokenClassifierOutput:
         """
         Args:
-            labels: `(B, T)` class ids, and -100 for tokens that do not count.
+            labels: `(B, T)` class ids, and -100 for tokens to ignore.
 
-        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, L)`.
+        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, L)`; those at padding have no
+        meaning.
         """
+        if labels_include_padding(attention_mask, labels):
+            kwargs["padding_free"] = False
         outputs = self.model(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -606,15 +661,13 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         if labels is not None:
             scores = logits.view(-1, self.num_labels)
             loss = average(cross_entropy, scores, labels.view(-1), kwargs.get("num_items_in_batch"))
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return modeling_outputs.TokenClassifierOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
-    """Where in the text the answer starts and ends: P_start(i) = exp(S·T_i) / Σ_j exp(S·T_j), likewise with E for the
-    end, S and E the rows of `qa_outputs`, T_i a token's hidden state (Devlin et al. 2018, section 4.2). The loss is
-    the mean of the two, as in the twin."""
+    """The start and the end of the answer in the text: P_start(i) = exp(S·T_i) / Σ_j exp(S·T_j), likewise with E for
+    the end, S and E the rows of `qa_outputs`, T_i the hidden state of a token (Devlin et al. 2018, section 4.2). The
+    loss is the mean of the two, as in `BertForQuestionAnswering`."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -624,7 +677,6 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @without_padding("start_logits", "end_logits", unless="start_positions")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -635,14 +687,17 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | QuestionAnsweringModelOutput:
+    ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:
         """
         Args:
-            start_positions: `(B,)`, the answer's first token; one beyond the sequence's end is left out of the loss.
-            end_positions: `(B,)`, its last, likewise.
+            start_positions: `(B,)`, the first token of the answer; one after the end of the sequence is ignored.
+            end_positions: `(B,)`, its last token, likewise.
 
-        The other arguments are those of `ScratchBertModel.forward`. Both logits are `(B, T)`.
+        The other arguments are those of `ScratchBertModel.forward`. Both logits are `(B, T)`; those at padding have no
+        meaning, except with positions, because BERT's loss reads padding.
         """
+        if start_positions is not None and end_positions is not None:
+            kwargs["padding_free"] = False
         outputs = self.model(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -657,12 +712,8 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
                 for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
             )
             loss = (start_loss + end_loss) / 2
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start_logits,
-            end_logits=end_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+        return modeling_outputs.QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start_logits, end_logits=end_logits, **recorded(outputs)
         )
 
 
@@ -686,12 +737,12 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | MultipleChoiceModelOutput:
+    ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:
         """
         Args:
-            input_ids: `(B, N, T)` for N choices; so too `attention_mask`, `token_type_ids`, `position_ids`, and
+            input_ids: `(B, N, T)` for N choices; also `attention_mask`, `token_type_ids`, `position_ids`, and
                 `inputs_embeds`, `(B, N, T, C)`.
-            labels: `(B,)`, which choice is right.
+            labels: `(B,)`, the right choice.
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, N)`.
         """
@@ -706,78 +757,18 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         loss = None
         if labels is not None:
             loss = average(cross_entropy, logits, labels, kwargs.get("num_items_in_batch"))
-        return MultipleChoiceModelOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class ScratchBertGenerationMixin(GenerationMixin):
-    """`generate`, which is transformers' own, as far as it is to know of this model."""
-
-    _can_compile_fullgraph = True
-
-    def _reorder_cache(self, past_key_values: Cache, beam_idx: torch.LongTensor) -> Cache:
-        """Moves each beam's cache to its new place. All beams of a sequence look at the same encoder output, so the
-        cross-attention's part, the larger one for a long source, stays where it is."""
-        own = past_key_values
-        if isinstance(own, EncoderDecoderCache):
-            own = own.self_attention_cache
-        own.reorder_cache(beam_idx)
-        return past_key_values
-
-    def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
-        super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
-        limit = self.config.max_position_embeddings
-        most = limit + 1 - input_ids_length  # the last token is not fed back
-        if generation_config.max_length > limit + 1:
-            remedies = [f"set max_new_tokens to {most} or less"] if most > 0 else []
-            remedies += ["shorten the prompt"] if input_ids_length > 1 else []
-            raise ValueError(
-                f"max_length is {generation_config.max_length}, of which the prompt takes {input_ids_length}, and "
-                f"max_position_embeddings is {limit}: later tokens would have no position. To generate, "
-                f"{' or '.join(remedies)}."
-            )
-
-    def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
-        ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
-        mask = model_kwargs.get("decoder_attention_mask")
-        if mask is None and model_kwargs.get("past_key_values") is not None:
-            # By the mask transformers tells what of the ids the cache holds already.
-            model_kwargs["decoder_attention_mask"] = torch.ones_like(ids)
-        elif mask is not None and model_kwargs.get("decoder_position_ids") is None and not mask.all():
-            # Prompts padded on the left: each counts from its own first token, as those of a decoder alone do.
-            model_kwargs["decoder_position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        return ids, model_kwargs
-
-    def _prepare_special_tokens(self, generation_config, *args, **kwargs):
-        if (
-            self.config.is_encoder_decoder
-            and generation_config.decoder_start_token_id is None
-            and generation_config.bos_token_id is None
-        ):
-            raise ValueError(f"generation_config.{NO_START_ID}")
-        super()._prepare_special_tokens(generation_config, *args, **kwargs)
-
-
-NO_START_ID = (
-    "decoder_start_token_id is None, so nothing says what the decoder starts with. Set it, to the tokenizer's "
-    "cls_token_id where the decoder comes from a BERT: config.decoder_start_token_id for training, and "
-    "generation_config.decoder_start_token_id for generate."
-)
+        return modeling_outputs.MultipleChoiceModelOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenerationMixin):
-    """A BERT that looks back only and predicts the next word: the twin of `BertLMHeadModel`."""
+    """A causal BERT that predicts the next word, as `BertLMHeadModel`."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
         if not config.is_decoder:
             logger.warning(
-                "config.is_decoder is False: each word then sees those after it as well, which generate has not "
-                "written yet. Give is_decoder=True for a model that looks back only."
+                "config.is_decoder is False; each token then attends to later ones, which generate does not have. "
+                "Pass is_decoder=True."
             )
         self.model = ScratchBertModel(config, add_pooling_layer=False)
         self.lm_head = LanguageModelHead(config)
@@ -798,14 +789,18 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | CausalLMOutputWithCrossAttentions:
+    ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:
         """
         Args:
-            labels: `(B, T)`, the input ids themselves, shifted here; -100 where nothing is to be predicted.
-            logits_to_keep: how many positions, from the last, go through the head; 0 for all.
+            labels: `(B, T)`, the input ids, which are shifted here; -100 for tokens that are not to be predicted.
+            logits_to_keep: the number of last positions to score; 0 for all.
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`.
         """
+        if labels is not None and not self.config.is_decoder:
+            next_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # the logits of a token predict the next
+            if labels_include_padding(attention_mask, next_labels):
+                kwargs["padding_free"] = False
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -823,25 +818,22 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
+        fields = {"past_key_values": outputs.past_key_values, "cross_attentions": outputs.cross_attentions}
+        return modeling_outputs.CausalLMOutputWithCrossAttentions(
+            loss=loss, logits=logits, **recorded(outputs), **fields
         )
 
 
-# `Trainer` shifts the labels that it smooths for the classes named here; `AutoModelForCausalLM.register` names none.
+# With label smoothing, `Trainer` shifts the labels for the classes in this table; `AutoModelForCausalLM.register` does
+# not add to it.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ScratchBertConfig.model_type, ScratchBertForCausalLM.__name__)
 
 
-class ScratchBertWithTwoHalves(ScratchBertPreTrainedModel):
+class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
     """The models with an encoder and a decoder."""
 
-    _has_two_halves = True
-    # An EncoderDecoderModel stores the encoder's pooler, and does not use it.
+    _is_encoder_decoder = True
+    # An EncoderDecoderModel stores a pooler of the encoder, which it does not use.
     _keys_to_ignore_on_load_unexpected = [
         *ScratchBertPreTrainedModel._keys_to_ignore_on_load_unexpected,
         r"^(model\.)?encoder\.pooler\.",
@@ -850,7 +842,7 @@ class ScratchBertWithTwoHalves(ScratchBertPreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """As `PreTrainedModel.resize_token_embeddings`, for the words of both halves and of the head."""
+        """As `PreTrainedModel.resize_token_embeddings`, for encoder, decoder and head."""
         encoder, decoder = self.get_encoder(), self.get_decoder()
         if not self.config.share_embeddings:
             decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -859,15 +851,15 @@ class ScratchBertWithTwoHalves(ScratchBertPreTrainedModel):
         return embeddings
 
 
-class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
-    """An encoder and a decoder without a head. Both are BERTs, made of the same blocks; the decoder's look back only,
-    and at the encoder's output (Rothe et al. 2020, section 2.1)."""
+class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
+    """An encoder and a decoder without a head. Both are BERTs; the decoder's blocks are causal and attend to the output
+    of the encoder (Rothe et al. 2020, section 2.1)."""
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
         self.encoder = ScratchBertModel(config.encoder_config(), add_pooling_layer=False)
         self.decoder = ScratchBertModel(config.decoder_config(), add_pooling_layer=False)
-        # In either half a tensor has the same name.
+        # A tensor has the same name in encoder and decoder.
         self._tied_weights_keys = {
             f"decoder.{name}": f"encoder.{name}"
             for name, _ in self.encoder.named_parameters()
@@ -876,8 +868,8 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Which tensors are one: `{name: name of the one that is stored}`."""
-        # `tie_word_embeddings`, without which transformers ties nothing at all, speaks of the head's matrix alone.
+        """The tied tensors: `{name: name of the one that is stored}`."""
+        # transformers ties nothing if `tie_word_embeddings` is False, which concerns the head alone.
         return super().get_expanded_tied_weights_keys(True) if all_submodels else dict(self._tied_weights_keys)
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -896,7 +888,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -906,32 +898,32 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
         decoder_position_ids: torch.Tensor | None = None,
         decoder_token_type_ids: torch.Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | Seq2SeqModelOutput:
+    ) -> tuple | modeling_outputs.Seq2SeqModelOutput:
         """
         Args:
             input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
             attention_mask: `(B, S)`, 1 for a token of the source and 0 for padding.
-            decoder_input_ids: `(B, T)` token ids of the target, each row's first the start token; or else
-                `decoder_inputs_embeds`, `(B, T, C)`. With a cache, only those that it does not hold yet.
-            decoder_attention_mask: `(B, T)`, 1 for a token of the target, in the cache or not, and 0 for padding.
-            encoder_outputs: what the encoder returned for this source before, to spare its pass.
-            past_key_values: the decoder's cache.
+            decoder_input_ids: `(B, T)` token ids of the target, each row beginning with the start token; or else
+                `decoder_inputs_embeds`, `(B, T, C)`. With a cache, only those that it does not contain.
+            decoder_attention_mask: `(B, T)`, 1 for a token of the target, cached or not, and 0 for padding.
+            encoder_outputs: the encoder's earlier output for this source, in place of another pass.
+            past_key_values: the cache of the decoder.
             use_cache: whether the decoder fills one.
             token_type_ids: `(B, S)`, of the source.
-            position_ids: `(B, S)` or `(1, S)`, of the source; 0 to S - 1 if left out.
-            decoder_position_ids: `(B, T)` or `(1, T)`, of the target; counted on from the cache if left out.
+            position_ids: `(B, S)` or `(1, S)`, of the source; 0 to S - 1 by default.
+            decoder_position_ids: `(B, T)` or `(1, T)`, of the target; by default they continue those of the cache.
             decoder_token_type_ids: `(B, T)`, of the target.
 
         Returns:
-            `last_hidden_state` `(B, T, C)`, `encoder_last_hidden_state` `(B, S, C)`, and what was asked for.
+            `last_hidden_state` `(B, T, C)`, `encoder_last_hidden_state` `(B, S, C)`, and what was requested.
 
         Raises:
-            ValueError: an argument is unfit; the message names it, what it got and what it wants.
+            ValueError: an argument has a wrong shape, dtype or value.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError(
-                "Give decoder_input_ids, the target's tokens after the start token, or decoder_inputs_embeds. "
-                "ScratchBertForConditionalGeneration makes them of labels, and generate needs none."
+                "decoder_input_ids and decoder_inputs_embeds: neither was given; expected one of them. "
+                "ScratchBertForConditionalGeneration derives decoder_input_ids from labels."
             )
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
@@ -954,7 +946,7 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
             return_dict=True,
             **kwargs,
         )
-        return Seq2SeqModelOutput(
+        return modeling_outputs.Seq2SeqModelOutput(
             last_hidden_state=decoder_outputs.last_hidden_state,
             past_key_values=decoder_outputs.past_key_values,
             decoder_hidden_states=decoder_outputs.hidden_states,
@@ -965,23 +957,23 @@ class ScratchBertSeq2SeqModel(ScratchBertWithTwoHalves):
             encoder_attentions=encoded.attentions,
         )
 
-    def _given_encoder_outputs(self, outputs, attention_mask) -> BaseModelOutput:
+    def _given_encoder_outputs(self, outputs, attention_mask) -> modeling_outputs.BaseModelOutput:
         if isinstance(outputs, (list, tuple)):
-            outputs = BaseModelOutput(*outputs)
+            outputs = modeling_outputs.BaseModelOutput(*outputs)
         states: Any = getattr(outputs, "last_hidden_state", None)
-        check_states("encoder_outputs.last_hidden_state", states, self.config.hidden_size)
-        check_mask(
-            "attention_mask", attention_mask, states.shape[0], self.config.num_attention_heads, 1, states.shape[1]
-        )
+        name, width = "encoder_outputs.last_hidden_state", self.config.hidden_size
+        check_tensor(name, states, "batch", "length", width, dtype="floating")
+        batch, keys, _ = states.shape
+        check_mask("attention_mask", attention_mask, batch, self.config.num_attention_heads, 1, keys)
         return outputs
 
 
 class ScratchBertForConditionalGeneration(
-    ScratchBertWithTwoHalves, ScratchBertWithLanguageModelHead, ScratchBertGenerationMixin
+    ScratchBertEncoderDecoder, ScratchBertWithLanguageModelHead, ScratchBertGenerationMixin
 ):
-    """An encoder, and a decoder under BERT's language-model head: text in, text out (Rothe et al. 2020).
+    """An encoder, and a decoder with BERT's language-model head, for text to text (Rothe et al. 2020).
 
-    `from_bert` starts it from any BERT, `from_pretrained` opens its own checkpoints and those of an
+    `from_bert` initialises it from any BERT; `from_pretrained` opens its own checkpoints and those of an
     `EncoderDecoderModel` of two BERTs. Arguments and outputs are those of `BartForConditionalGeneration`.
     """
 
@@ -989,15 +981,15 @@ class ScratchBertForConditionalGeneration(
         super().__init__(config)
         self.model = ScratchBertSeq2SeqModel(config)
         self.lm_head = LanguageModelHead(config)
-        half = "encoder" if config.share_embeddings else "decoder"
-        self._tied_weights_keys = {"lm_head.decoder.weight": f"model.{half}.embeddings.word_embeddings.weight"}
+        stored = "encoder" if config.share_embeddings else "decoder"
+        self._tied_weights_keys = {"lm_head.decoder.weight": f"model.{stored}.embeddings.word_embeddings.weight"}
         self.post_init()
 
     @classmethod
     def from_bert(cls, source: str | os.PathLike, **kwargs) -> Self:
-        """Starts encoder, decoder and, where the checkpoint has one, the language-model head from a BERT.
+        """Initialise encoder, decoder and, if the checkpoint has one, the language-model head from a BERT.
 
-        What no BERT has, the cross-attention above all, is new; a warning names it. Start, end and padding ids are
+        Cross-attention is randomly initialised (with a warning) and must be trained. Start, end and padding ids are
         those of the checkpoint's tokenizer, or else of its configuration.
 
         Args:
@@ -1006,7 +998,7 @@ class ScratchBertForConditionalGeneration(
                 blocks), `tie_encoder_decoder` and `share_embeddings`; and arguments of `from_pretrained`.
 
         Raises:
-            ValueError: `source` is of another kind of model, or has both halves already.
+            ValueError: `source` is another kind of model, or already has an encoder and a decoder.
             OSError: there is no such checkpoint, or a file of it cannot be read.
         """
         config, tensors, options = seq2seq_start(cls.config_class, source, **kwargs)
@@ -1019,7 +1011,7 @@ class ScratchBertForConditionalGeneration(
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -1031,12 +1023,12 @@ class ScratchBertForConditionalGeneration(
         decoder_token_type_ids: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | Seq2SeqLMOutput:
+    ) -> tuple | modeling_outputs.Seq2SeqLMOutput:
         """
         Args:
-            labels: `(B, T)`, the target's ids without the start token, and -100 for padding. The decoder's input is
-                made of them, shifted right, unless it is given.
-            logits_to_keep: how many positions, from the last, go through the head; 0 for all.
+            labels: `(B, T)`, the ids of the target without the start token, and -100 for padding. Shifted right, they
+                are the input of the decoder, unless that is given.
+            logits_to_keep: the number of last positions to score; 0 for all.
 
         The other arguments are those of `ScratchBertSeq2SeqModel.forward`. `logits` are `(B, T, V)`.
         """
@@ -1045,10 +1037,14 @@ class ScratchBertForConditionalGeneration(
             check_labels(labels, decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds)
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-                if decoder_attention_mask is None and (padding := self.config.pad_token_id) is not None:
-                    # What stands for -100 is no token; but the first is one, even where it is the padding id.
-                    decoder_attention_mask = (decoder_input_ids != padding).long()
+                if decoder_attention_mask is None and self.config.pad_token_id is not None:
+                    # The start token counts even if it has the id of the padding; so do cached positions, as PEFT's
+                    # prefixes are.
+                    decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id).long()
                     decoder_attention_mask[:, 0] = 1
+                    past_length: Any = cache_lengths(past_key_values)[0]
+                    cached = decoder_attention_mask.new_ones(len(labels), past_length)
+                    decoder_attention_mask = torch.cat([cached, decoder_attention_mask], dim=1)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -1069,24 +1065,24 @@ class ScratchBertForConditionalGeneration(
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            # Plain, and not `self.loss_function`, which for this class's name would shift a second time.
+            # `self.loss_function` would shift the labels a second time, because of this class's name.
             scores = logits.view(-1, self.config.vocab_size)
             loss = average(cross_entropy, scores, labels.reshape(-1), kwargs.get("num_items_in_batch"))
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
+        return modeling_outputs.Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """The decoder's input for these labels, `(B, T)`: the start token, then the labels but the last, with padding
-        in place of -100. `DataCollatorForSeq2Seq` calls it.
+        """The input of the decoder for these labels, `(B, T)`: the start token, then all labels but the last, with
+        padding in place of -100. `DataCollatorForSeq2Seq` calls it.
 
         Raises:
             ValueError: the configuration has no start or padding id.
         """
         if self.config.decoder_start_token_id is None:
-            raise ValueError(f"config.{NO_START_ID}")
+            raise no_start_id("config")
         if self.config.pad_token_id is None:
             raise ValueError(
-                "config.pad_token_id is None, so nothing can stand for a label of -100. Set it to the tokenizer's "
+                "config.pad_token_id is None; expected an id to replace labels of -100. Set it to the tokenizer's "
                 "pad_token_id."
             )
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)

@@ -1,4 +1,4 @@
-"""One block, and the stack of them. An encoder is a stack; a decoder is a stack whose blocks look back only."""
+"""The transformer block, and the stack of them. An encoder is a stack; a decoder is a stack of causal blocks."""
 
 import torch
 from torch import nn
@@ -7,11 +7,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import MultiHeadAttention
 from .feed_forward import FeedForward
-from .packing import Packing
+from .unpadding import UnpaddedBatch
 
 
 class TransformerBlock(GradientCheckpointingLayer):
-    """Attention, cross-attention where there is one, feed-forward; each with a residual sum and a layer norm.
+    """Attention, optional cross-attention, feed-forward; each with a residual sum and a layer norm.
 
     post-norm (BERT):  x ← norm(x + sublayer(x))         Vaswani et al. 2017, section 3.1
     pre-norm:          x ← x + sublayer(norm(x))         Xiong et al. 2020, figure 1
@@ -32,36 +32,41 @@ class TransformerBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | Packing | None = None,
+        attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        unpadded: UnpaddedBatch | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
+        x, pre_norm = hidden_states, self.norm_first
 
-        def attend(x):
-            return self.attention(x, attention_mask, past_key_values=past_key_values, **kwargs)[0]
+        y, _ = self.attention(
+            self.attention_norm(x) if pre_norm else x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            unpadded=unpadded,
+            **kwargs,
+        )
+        x = x + self.dropout(y) if pre_norm else self.attention_norm(x + self.dropout(y))
 
-        def attend_to_encoder(x):
-            return self.cross_attention(
-                x, encoder_attention_mask, encoder_hidden_states, past_key_values=past_key_values, **kwargs
-            )[0]
-
-        hidden_states = self.residual(hidden_states, attend, self.attention_norm)
         if encoder_hidden_states is not None:
-            hidden_states = self.residual(hidden_states, attend_to_encoder, self.cross_attention_norm)
-        return self.residual(hidden_states, self.feed_forward, self.feed_forward_norm)
+            y, _ = self.cross_attention(
+                self.cross_attention_norm(x) if pre_norm else x,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            x = x + self.dropout(y) if pre_norm else self.cross_attention_norm(x + self.dropout(y))
 
-    def residual(self, x: torch.Tensor, sublayer, norm: nn.LayerNorm) -> torch.Tensor:
-        """The residual sum around a sub-layer, with its norm after the sum or before the sub-layer."""
-        if self.norm_first:
-            return x + self.dropout(sublayer(norm(x)))
-        return norm(self.dropout(sublayer(x)) + x)
+        y = self.feed_forward(self.feed_forward_norm(x) if pre_norm else x)
+        return x + self.dropout(y) if pre_norm else self.feed_forward_norm(x + self.dropout(y))
 
 
 class TransformerStack(nn.Module):
-    """`config.num_hidden_layers` blocks, and after pre-norm ones the norm that their last sum still lacks."""
+    """`config.num_hidden_layers` blocks; after pre-norm blocks, one more norm for the last residual sum."""
 
     def __init__(self, config):
         super().__init__()
@@ -73,8 +78,26 @@ class TransformerStack(nn.Module):
         else:
             self.final_norm = nn.Identity()
 
-    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerBlock.forward`."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        unpadded: UnpaddedBatch | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
         for block in self.blocks:
-            hidden_states = block(hidden_states, *args, **kwargs)
+            # Reentrant checkpointing gives gradients to positional arguments only.
+            hidden_states = block(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                unpadded=unpadded,
+                **kwargs,
+            )
         return self.final_norm(hidden_states)

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -102,7 +104,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, container, content):
     write_weights(tmp_path, TENSORS, container)
     file = weight_files(tmp_path)[0]
     file.write_bytes(GARBAGE[content])
-    with pytest.raises(OSError, match=r"cannot be read as a file of weights") as error:
+    with pytest.raises(OSError, match=r"not a file of weights") as error:
         tensor_names(tmp_path)
     assert str(file) in str(error.value)
     assert "corrupt" in str(error.value)
@@ -113,7 +115,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, container, content):
 )
 def test_a_pickle_without_named_tensors_is_no_file_of_weights(tmp_path, content):
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="cannot be read as a file of weights") as error:
+    with pytest.raises(OSError, match="not a file of weights") as error:
         tensor_names(tmp_path)
     assert str(tmp_path / "pytorch_model.bin") in str(error.value)
 
@@ -132,7 +134,7 @@ class Intruder:
 def test_a_pickle_is_never_run(tmp_path, zipped):
     intruder = {**TENSORS, "intruder": Intruder(tmp_path / "ran")}
     torch.save(intruder, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(OSError, match="cannot be read as a file of weights") as error:
+    with pytest.raises(OSError, match="not a file of weights") as error:
         tensor_names(tmp_path)
     assert str(tmp_path / "pytorch_model.bin") in str(error.value)
     assert not (tmp_path / "ran").exists()
@@ -265,3 +267,32 @@ def test_what_was_staged_is_readable_json(tmp_path):
         write_weights(folder, TENSORS, "sharded safetensors")
     assert tensor_names(tmp_path) == set(TENSORS)
     assert set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) == set(TENSORS)
+
+
+def test_the_umask_of_the_process_is_left_alone(tmp_path, monkeypatch):
+    """It can be read only by setting another one, under which other threads would create their files."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("os.umask was called"))
+    with staged(tmp_path / "model") as folder:
+        write_weights(folder, TENSORS)
+    assert tensor_names(tmp_path / "model") == set(TENSORS)
+
+
+WRITE_UNDER_A_UMASK = """
+import os, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from modeling_scratchbert.checkpoints import staged
+
+os.umask(0o027)
+with staged(sys.argv[1]) as folder:
+    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+print({path.name: oct(path.stat().st_mode & 0o777) for path in sorted(Path(sys.argv[1]).iterdir())})
+"""
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path):
+    command = [sys.executable, "-c", WRITE_UNDER_A_UMASK, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == str({"config.json": "0o640", "model.safetensors": "0o640"})

@@ -83,9 +83,9 @@ UNFIT = [
         )
         for value in (0, -1)
     ),
-    ("num_hidden_layers", -1, "negative"),
+    ("num_hidden_layers", -1, "at least 0"),
     ("hidden_size", 33, "num_attention_heads"),
-    ("num_attention_heads", 5, "divide"),
+    ("num_attention_heads", 5, "multiple"),
     ("hidden_act", "geluu", "'gelu'"),
     ("hidden_act", "", "Known"),
     *(
@@ -96,10 +96,10 @@ UNFIT = [
     ("layer_norm_eps", 0.0, "above 0"),
     ("layer_norm_eps", -1e-12, "above 0"),
     ("layer_norm_eps", float("nan"), "above 0"),
-    ("initializer_range", -0.02, "negative"),
-    ("position_embedding_type", "relative_key", "'absolute' and 'sinusoidal'"),
-    ("position_embedding_type", "relative_key_query", "'absolute' and 'sinusoidal'"),
-    ("position_embedding_type", "absolut", "'absolute' and 'sinusoidal'"),
+    ("initializer_range", -0.02, "at least 0"),
+    ("position_embedding_type", "relative_key", "'absolute' or 'sinusoidal'"),
+    ("position_embedding_type", "relative_key_query", "'absolute' or 'sinusoidal'"),
+    ("position_embedding_type", "absolut", "'absolute' or 'sinusoidal'"),
     ("pad_token_id", 99, "0 to 98"),
     ("pad_token_id", -100, "0 to 98"),
     ("add_cross_attention", True, "is_decoder"),
@@ -107,12 +107,12 @@ UNFIT = [
 
 TWO_HALVES = {"is_encoder_decoder": True}
 UNFIT_HALVES = [
-    ("is_decoder", True, "both halves"),
+    ("is_decoder", True, "is_encoder_decoder is True"),
     ("num_decoder_layers", 0, "at least 1"),
     ("num_decoder_layers", -2, "at least 1"),
     ("decoder_start_token_id", 99, "0 to 98"),
     ("decoder_start_token_id", -1, "0 to 98"),
-    ("num_hidden_layers", -1, "negative"),
+    ("num_hidden_layers", -1, "at least 0"),
     ("pad_token_id", 99, "0 to 98"),
 ]
 
@@ -140,7 +140,7 @@ def test_halves_that_are_the_same_tensors_are_as_deep(depth):
     fields = {**TINY, **TWO_HALVES, "tie_encoder_decoder": True}
     ScratchBertConfig(**fields, num_decoder_layers=2)
     ScratchBertConfig(**fields)
-    with pytest.raises(ValueError, match=f"num_hidden_layers is 2 and num_decoder_layers is {depth}") as error:
+    with pytest.raises(ValueError, match=rf"num_decoder_layers is {depth}; .*num_hidden_layers \(2\)") as error:
         ScratchBertConfig(**fields, num_decoder_layers=depth)
     assert "tie_encoder_decoder is True" in str(error.value)
 
@@ -206,14 +206,14 @@ TYPOS = {
 def test_a_typo_in_the_activation_gets_a_suggestion(typo):
     with pytest.raises(ValueError, match=re.escape(repr(typo))) as error:
         ScratchBertConfig(hidden_act=typo)
-    assert f"Did you mean {TYPOS[typo]!r}?" in str(error.value)
+    assert repr(TYPOS[typo]) in str(error.value)
     assert all(name in str(error.value) for name in ACT2FN)
 
 
 def test_an_activation_like_no_other_still_gets_a_known_one():
-    with pytest.raises(ValueError, match=r"Did you mean '(\w+)'") as error:
+    with pytest.raises(ValueError, match=r"perhaps '(\w+)'") as error:
         ScratchBertConfig(hidden_act="%%%")
-    suggestion = re.search(r"Did you mean '(\w+)'", str(error.value))[1]
+    suggestion = re.search(r"perhaps '(\w+)'", str(error.value))[1]
     assert suggestion in ACT2FN
 
 

@@ -28,7 +28,7 @@ import convert_checkpoint
 import modeling_scratchbert
 from checkpoint_kinds import assert_same_outputs, change_config, random_two_berts
 from heads import NEEDS, ONE_HALF, OURS, TWINS, TWO_HALVES
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, canonical_name, name_in_file
+from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert, to_scratchbert
 from modeling_scratchbert.pretrained import NOT_IN_BERT
 from toolkit import conversion as script
 from toolkit.model_card import BEGIN, END
@@ -321,7 +321,7 @@ NEVER_USED = {
 
 
 def by_canonical_name(tensors):
-    named = {canonical_name(name, "encoder-decoder"): tensor for name, tensor in tensors.items()}
+    named = {to_scratchbert(name, "encoder-decoder"): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in named.items() if ".pooler." not in name}
 
 
@@ -460,26 +460,26 @@ def test_two_halves_that_are_refused(two_berts, tmp_path, tiny_config, capsys):
     source, target = two_berts(), tmp_path / "there"
     assert_refused([source, target, "--to", "bert"], "is a Bert checkpoint already; --to scratchbert", capsys)
     change_config(source, decoder={**read_config(source)["decoder"], "hidden_size": 64})
-    assert_refused([source, target], "whose halves differ: hidden_size is 32 in the encoder and 64", capsys)
+    assert_refused([source, target], "hidden_size is 32 in the encoder and 64", capsys)
     for name in TWO_HALVES:
         ours = tmp_path / name
         OURS[name](tiny_config(is_encoder_decoder=True)).save_pretrained(ours)
         assert_refused([ours, target], "is a ScratchBert checkpoint already; --to bert", capsys)
-        assert_refused([ours, target, "--to", "bert"], f"ScratchBert{name} has two halves, and a BERT", capsys)
+        assert_refused([ours, target, "--to", "bert"], f"ScratchBert{name} has an encoder and a decoder", capsys)
     assert not target.exists()
 
 
 def test_each_name_in_a_file_of_two_berts_has_one_of_ours():
     theirs, ours = random_two_berts(), OURS["ForConditionalGeneration"]
     config = modeling_scratchbert.ScratchBertConfig.from_bert(theirs.config)
-    names = {name: canonical_name(name, "encoder-decoder") for name in theirs.state_dict() if "pooler" not in name}
+    names = {name: to_scratchbert(name, "encoder-decoder") for name in theirs.state_dict() if "pooler" not in name}
     del names[f"decoder.{OUTPUT_BIAS_ALIAS}"]  # one more name for the decoder's
     assert sorted(names.values()) == sorted(ours(config).state_dict())
-    assert {name: name_in_file(own, "encoder-decoder") for name, own in names.items()} == {name: name for name in names}
+    assert {name: to_bert(own, "encoder-decoder") for name, own in names.items()} == {name: name for name in names}
     for stray in ("encoder.cls.predictions.bias", "decoder.bert.x.weight", "enc_to_dec_proj.weight"):
-        assert canonical_name(stray, "encoder-decoder") is None
+        assert to_scratchbert(stray, "encoder-decoder") is None
     for stray in ("model.encoder.encoder.final_norm.weight", "model.decoder.x.weight", "gate.weight"):
-        assert name_in_file(stray, "encoder-decoder") is None
+        assert to_bert(stray, "encoder-decoder") is None
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -514,7 +514,7 @@ def test_nothing_is_filled_in_at_random(name, fields, edit, says, bert, tmp_path
         ({"auto_map": {"AutoModel": "modeling_x.BertModel"}}, "has its own code"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised"),
         ({"model_type": "scratchbert"}, "is a ScratchBert checkpoint already; --to bert"),
-        ({"hidden_size": 33}, "the number of heads must divide the width"),
+        ({"hidden_size": 33}, "hidden_size is 33"),
         ({"hidden_size": "wide"}, "hidden_size"),
     ],
 )
@@ -543,17 +543,17 @@ def test_refused_by_its_files(bert, tmp_path, capsys):
     assert_refused([source, target, "--revision", "main"], "--revision is given for the folder", capsys)
     weights = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(weights[:-100])
-    assert_refused([source, target], "cannot be read as a file of weights", capsys)
+    assert_refused([source, target], "not a file of weights", capsys)
     rewritten = {"weight_map": {"pooler.dense.bias": "model-00001-of-00001.safetensors"}}
     (source / "model.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(json.dumps(rewritten))
-    assert_refused([source, target], "wants JSON with 'metadata' and 'weight_map'", capsys)
+    assert_refused([source, target], "expected JSON with 'metadata' and 'weight_map'", capsys)
     (source / "model.safetensors.index.json").write_text(json.dumps({**rewritten, "metadata": {}}))
     assert_refused([source, target], "model-00001-of-00001.safetensors", capsys)
     (source / "model.safetensors.index.json").unlink()
     assert_refused([source, target], "no weights that PyTorch reads", capsys)
     save_file({"conv.weight": torch.ones(3)}, source / "model.safetensors", metadata={"format": "pt"})
-    assert_refused([source, target], "holds no weight of BERT's", capsys)
+    assert_refused([source, target], "expected the tensors of a BERT", capsys)
     (source / "config.json").write_text("{")
     assert_refused([source, target], "is not JSON", capsys)
     (source / "config.json").write_text("[]")

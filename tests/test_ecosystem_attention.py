@@ -134,23 +134,24 @@ def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, ba
     assert_complete(attributions, model, batch)
 
 
-@pytest.mark.parametrize("where", ["call", "configuration"])
-def test_captum_attributes_in_a_padded_batch_with_padding_free_off(attr, classifiers, batch, monkeypatch, where):
+@pytest.mark.parametrize("off", ["nowhere", "in the call", "in the configuration"])
+def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch, monkeypatch, off):
+    """Its hooks see padded tensors, whether `padding_free` is off or not."""
     model, twin = classifiers
-    if where == "configuration":
+    if off == "in the configuration":
         monkeypatch.setattr(model.config, "padding_free", False)
-    attributions = integrated(attr, model, batch, **({"padding_free": False} if where == "call" else {}))
+    attributions = integrated(attr, model, batch, **({"padding_free": False} if off == "in the call" else {}))
     assert_as_the_twins(attributions, integrated(attr, twin, batch))
     assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()
 
 
-def test_captum_stops_at_a_padded_batch_otherwise(attr, classifiers, batch):
-    """Its hooks would put embeddings of their own, `(steps × B, T, C)`, where packed ones are, `(1, N, C)`: an error,
-    and no wrong attributions."""
+def test_captum_stops_at_a_batch_that_is_unpadded_by_request(attr, classifiers, batch):
+    """Its hooks would put embeddings of their own, `(steps × B, T, C)`, in place of unpadded ones, `(1, N, C)`: an
+    error, and no wrong attributions."""
     model, _ = classifiers
     with pytest.raises(RuntimeError, match="size of"):
-        integrated(attr, model, batch)
+        integrated(attr, model, batch, padding_free=True)
 
 
 def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, batch):

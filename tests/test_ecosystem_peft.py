@@ -1,4 +1,4 @@
-"""PEFT's LoRA on our models: what is trained, saved, opened again and merged."""
+"""PEFT's LoRA on our models: what is trained, saved, opened again and merged; and prefix tuning."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
 from checkpoint_kinds import SPECIAL, random_scratchbert
@@ -136,3 +136,29 @@ def test_a_merged_model_is_packed_for_inference(trained):
     model, *_ = trained
     expected = scores(model, CLASSIFIER)
     assert_same(scores(model.merge_and_unload().optimize_for_inference(), CLASSIFIER), expected)
+
+
+def test_prefix_tuning_of_a_seq2seq_model_with_labels_alone():
+    """The decoder's input and its mask are derived from the labels; the prefixes are cached positions before them."""
+    fields = {**SPECIAL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = random_scratchbert("ForConditionalGeneration", **fields)
+    config = model.config
+    prefix = PrefixTuningConfig(
+        task_type="SEQ_2_SEQ_LM",
+        num_virtual_tokens=5,
+        token_dim=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+    )
+    tuned = get_peft_model(model, prefix)
+    batch = inputs_for("ForConditionalGeneration", labels=True)
+    del batch["token_type_ids"]
+    outputs = tuned(**batch)
+    assert outputs.logits.shape[:2] == batch["labels"].shape
+    ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    mask = (ids != config.pad_token_id).long()
+    mask[:, 0] = 1
+    given = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    assert_same(outputs.logits, tuned(**batch, **given).logits)
+    outputs.loss.backward()
+    assert all(parameter.grad is not None for parameter in tuned.parameters() if parameter.requires_grad)

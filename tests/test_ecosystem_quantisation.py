@@ -100,11 +100,11 @@ def test_a_tied_head_stays_whole(make, tmp_path):
 
 def test_is_not_packed_for_inference(quantised):
     model, *_ = quantised
-    with pytest.raises(RuntimeError, match="the model is quantised"):
+    with pytest.raises(RuntimeError, match="model is quantised"):
         model.optimize_for_inference()
 
 
 def test_a_bert_checkpoint_is_not_quantised(quantised, tmp_path):
-    with pytest.raises(ValueError, match=r"is of type Int8Tensor: quantised.*save_pretrained"):
+    with pytest.raises(ValueError, match=r"is a Int8Tensor; .*quantised.*save_pretrained"):
         quantised[0].save_as_bert(tmp_path / "bert")
     assert not (tmp_path / "bert").exists()

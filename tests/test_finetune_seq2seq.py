@@ -372,7 +372,7 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
         ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size=3'"),
         ({"config_overrides": ["hidden_size"]}, "expected FIELD=VALUE"),
         ({"config_overrides": ["hidden_size=wide"]}, "hidden_size"),
-        ({"config_overrides": ["hidden_size=33"]}, "the number of heads must divide the width"),
+        ({"config_overrides": ["hidden_size=33"]}, "hidden_size is 33; expected a multiple of num_attention_heads (2)"),
         (
             {"max_target_length": 64, "config_overrides": ["max_position_embeddings=63"]},
             "expected at most 63, the positions",

@@ -710,7 +710,7 @@ REFUSALS = {
     "--do-sample --temperature 0": "MODEL: `temperature` (=0.0) has to be a strictly positive float",
     "--max-new-tokens 25": "MODEL: max_new_tokens is 25; expected at most 24, with 24 positions.",
     "--max-new-tokens 3 --min-new-tokens 4": "MODEL: min_new_tokens is 4; expected at most max_new_tokens, 3.",
-    "--option max_length=99": "MODEL: max_length is 99, of which the prompt takes 1, and max_position_embeddings is 24",
+    "--option max_length=99": "MODEL: max_length is 99, 1 tokens of which are the prompt; expected at most 25",
     "--nothing": "unrecognized arguments: --nothing",
 }
 

@@ -857,10 +857,12 @@ def words(length, batch=4):
 def test_a_forward_pass_beyond_the_table_of_positions(kind, twins):
     pair = twins(kind)
     name, others = ("decoder_input_ids", pair.inputs) if kind == "seq2seq" else ("input_ids", {})
-    with pytest.raises(ValueError, match=r"81 tokens.* max_position_embeddings is 80\. Truncate it"):
+    with pytest.raises(
+        ValueError, match=r"81 tokens.* max_position_embeddings is 80\b.*truncation=True.*max_length=80\b"
+    ):
         pair.ours(**others, **{name: words(LIMIT + 1)})
     filled = pair.ours(**others, **{name: words(LIMIT - 2)}).past_key_values
-    with pytest.raises(ValueError, match=r"3 tokens after 78 in the cache.* is 80\. Generate fewer .* or shorten"):
+    with pytest.raises(ValueError, match=r"3 tokens.* 78 in the cache.* max_position_embeddings is 80\b.*prompt"):
         pair.ours(**others, **{name: words(3)}, past_key_values=filled)
     assert pair.ours(**others, **{name: words(2)}, past_key_values=filled).logits.shape[1] == 2
 
@@ -875,15 +877,17 @@ def test_generates_as_far_as_the_positions_go(beams, kind, twins):
     ids = pair.of_ours(max_new_tokens=fits, num_beams=beams)
     assert ids.shape[1] == LIMIT + 1
     assert torch.equal(ids, pair.of_twin(max_new_tokens=fits, num_beams=beams))
-    message = rf"max_length is {LIMIT + 2}, .*prompt takes {prompt}, .*max_position_embeddings is {LIMIT}.*"
-    with pytest.raises(ValueError, match=rf"{message}set max_new_tokens to {fits} or less"):
+    message = rf"^max_length is {LIMIT + 2}, {prompt} tokens .*\b{LIMIT + 1}\b.* max_position_embeddings is {LIMIT}\b"
+    with pytest.raises(ValueError, match=rf"{message}.* max_new_tokens to {fits}\b"):
         pair.of_ours(max_new_tokens=fits + 1, num_beams=beams)
 
 
 def test_a_prompt_that_leaves_no_position_is_to_be_shortened(twins):
     pair = twins("causal")
-    with pytest.raises(ValueError, match=r"later tokens would have no position\. To generate, shorten the prompt\.$"):
+    message = rf", {LIMIT + 3} tokens .*\b{LIMIT + 1}\b.* max_position_embeddings is {LIMIT}\b.*shorten the prompt\.$"
+    with pytest.raises(ValueError, match=message) as caught:
         run(pair.ours, {"input_ids": words(LIMIT + 3)})
+    assert "max_new_tokens" not in str(caught.value)  # no number of them would do
 
 
 @kinds
@@ -891,14 +895,16 @@ def test_a_cache_that_is_none(kind, twins):
     pair = twins(kind)
     inputs = {**pair.inputs, "decoder_input_ids": words(1)} if kind == "seq2seq" else pair.inputs
     for no_cache in (((torch.zeros(4, 4, 1, 8),) * 2,) * 2, []):
-        with pytest.raises(ValueError, match=rf"past_key_values is a {type(no_cache).__name__}; it wants a Cache"):
+        with pytest.raises(
+            ValueError, match=rf"^past_key_values is a {type(no_cache).__name__}\b.* Cache\b.*use_cache=True"
+        ):
             pair.ours(**inputs, past_key_values=no_cache)
 
 
 @pytest.mark.parametrize("labels", [words(6)[:, 1:], words(6)[:3], words(6)[0]], ids=["shorter", "fewer", "no batch"])
 def test_labels_that_do_not_fit_the_target(labels, twins):
     pair = twins("seq2seq")
-    with pytest.raises(ValueError, match=rf"labels has shape {re.escape(str(tuple(labels.shape)))}"):
+    with pytest.raises(ValueError, match=rf"^labels .*{re.escape(str(tuple(labels.shape)))}.* \(4, 6\)"):
         pair.ours(**pair.inputs, decoder_input_ids=words(6), labels=labels)
 
 
@@ -923,25 +929,25 @@ def stranger(tiny_config):
     return filled
 
 
-OTHER = "another model: it has {} layers of {} heads, {} wide, and this model has 3 of 4, 8 wide"
+# The layers of each cache, and the shape of their keys: sequences, heads, positions, width.
 CACHES = {
-    "deeper": ({"num_hidden_layers": 4}, OTHER.format(4, 4, 8)),
-    "flatter": ({"num_hidden_layers": 1}, OTHER.format(1, 4, 8)),
-    "finer heads": ({"num_attention_heads": 8}, OTHER.format(3, 8, 4)),
-    "wider heads": ({"hidden_size": 64}, OTHER.format(3, 4, 16)),
-    "more heads": ({"hidden_size": 64, "num_attention_heads": 8}, OTHER.format(3, 8, 8)),
-    "fewer rows": ({"lengths": (5, 5)}, "holds 2 sequences, and the batch has 4"),
-    "more rows": ({"lengths": (5,) * 6}, "holds 6 sequences, and the batch has 4"),
+    "deeper": ({"num_hidden_layers": 4}, 4, (4, 4, 5, 8)),
+    "flatter": ({"num_hidden_layers": 1}, 1, (4, 4, 5, 8)),
+    "finer heads": ({"num_attention_heads": 8}, 3, (4, 8, 5, 4)),
+    "wider heads": ({"hidden_size": 64}, 3, (4, 4, 5, 16)),
+    "more heads": ({"hidden_size": 64, "num_attention_heads": 8}, 3, (4, 8, 5, 8)),
+    "fewer rows": ({"lengths": (5, 5)}, 3, (2, 4, 5, 8)),
+    "more rows": ({"lengths": (5,) * 6}, 3, (6, 4, 5, 8)),
 }
 
 
 @pytest.mark.parametrize("kind", ["seq2seq", "causal"])
-@pytest.mark.parametrize(("fields", "message"), CACHES.values(), ids=CACHES)
-def test_a_cache_of_something_else(fields, message, kind, twins, stranger):
+@pytest.mark.parametrize(("fields", "layers", "shape"), CACHES.values(), ids=CACHES)
+def test_a_cache_of_something_else(fields, layers, shape, kind, twins, stranger):
     pair = twins(kind, depths=(3, 3))
     model_cache = stranger(kind == "seq2seq", **fields)
     name, others = ("decoder_input_ids", pair.inputs) if kind == "seq2seq" else ("input_ids", {})
-    message = rf"past_key_values.*{message}.*Start from an empty cache"
+    message = rf"^past_key_values has {layers} .*{re.escape(str(shape))}.*expected 3 .*\(4, 4, 5, 8\).*empty cache"
     with pytest.raises(ValueError, match=message):
         pair.ours(**others, **{name: words(1)}, past_key_values=model_cache)
     with pytest.raises(ValueError, match=message):
@@ -952,7 +958,9 @@ def test_a_cache_of_something_else(fields, message, kind, twins, stranger):
 def test_a_cache_of_another_source(length, twins, stranger):
     pair = twins("seq2seq")
     model_cache = stranger(True, encoder_length=length)
-    message = rf"an encoder's output of {length} tokens, .* has 9\. Start from an empty cache"
+    message = (
+        rf"^past_key_values .*cross-attention.* 3 .*\(4, 4, {length}, 8\).*expected 3 .*\(4, 4, 9, 8\).*empty cache"
+    )
     with pytest.raises(ValueError, match=message):
         pair.ours(**pair.inputs, decoder_input_ids=words(1), past_key_values=model_cache)
 
@@ -963,7 +971,7 @@ def test_a_mask_that_does_not_fit_the_source(twins):
     seen = {"encoder_outputs": pair.ours.get_encoder()(**source)}
     for given_source in (source, seen):
         for mask, shape in ((torch.ones(4, 7), r"\(4, 7\)"), (torch.ones(3, 9), r"\(3, 9\)")):
-            message = rf"^attention_mask has shape {shape}; it wants \(4, 9\), 1 for a token and 0 for padding"
+            message = rf"^attention_mask .*{shape}.* \(4, 9\)"
             with pytest.raises(ValueError, match=message):
                 pair.ours(**given_source, attention_mask=mask, decoder_input_ids=words(2))
             with pytest.raises(ValueError, match=message):
@@ -973,25 +981,25 @@ def test_a_mask_that_does_not_fit_the_source(twins):
 def test_a_mask_that_does_not_fit_the_target(twins):
     pair = twins("seq2seq")
     mask = torch.ones(4, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(4, 3\); it wants \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"^attention_mask .*\(4, 3\).* \(4, 5\)"):
         pair.ours(**pair.inputs, decoder_input_ids=words(5), decoder_attention_mask=mask)
     begun = pair.ours(**pair.inputs, decoder_input_ids=words(5))
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(4, 3\); it wants \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"^attention_mask .*\(4, 3\).* \(4, 6\): 5 .*\b1 "):
         pair.ours(
             **pair.inputs,
             decoder_input_ids=words(1),
             decoder_attention_mask=mask,
             past_key_values=begun.past_key_values,
         )
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(4, 4\); it wants \(4, 6\)"):  # with the start
+    with pytest.raises(ValueError, match=r"^attention_mask .*\(4, 4\).* \(4, 6\)"):  # with the start
         pair.of_ours(decoder_input_ids=words(5), decoder_attention_mask=mask)
 
 
 def test_an_encoders_output_that_does_not_fit(twins):
     pair = twins("seq2seq")
-    with pytest.raises(ValueError, match=r"encoder_outputs\.last_hidden_state has shape \(4, 9, 16\); it wants .*32\)"):
+    with pytest.raises(ValueError, match=r"^encoder_outputs\.last_hidden_state .*\(4, 9, 16\).* \(batch, length, 32\)"):
         pair.ours(encoder_outputs=(torch.randn(4, 9, 16),), decoder_input_ids=words(2))
-    with pytest.raises(ValueError, match=r"encoder_hidden_states has shape \(4, 9, 32\); it wants \(3, length, 32\)"):
+    with pytest.raises(ValueError, match=r"^encoder_hidden_states .*\(4, 9, 32\).* \(3, length, 32\)"):
         pair.ours(**pair.inputs, decoder_input_ids=words(2, batch=3))
 
 
@@ -1004,31 +1012,28 @@ def test_an_encoders_output_that_does_not_fit(twins):
         (ScratchBertForMaskedLM, {}),
     ],
 )
-def test_a_model_that_cannot_generate_names_those_that_can(model_class, fields, tiny_config):
+def test_a_model_without_a_head_has_no_generate(model_class, fields, tiny_config):
     model = model_class(tiny_config(**fields))
     assert not hasattr(model, "generate")
     assert not model.can_generate()
-    message = rf"{model_class.__name__} has no head.* ScratchBertForCausalLM and ScratchBertForConditionalGeneration"
-    with pytest.raises(AttributeError, match=message):
+    with pytest.raises(AttributeError, match=rf"{model_class.__name__}.*generate"):
         model.generate(words(3))
-    with pytest.raises(AttributeError, match="nonsense"):  # other names are as they were
-        model.nonsense  # noqa: B018
 
 
 @pytest.mark.parametrize("labels", [words(6)[0], words(6)[None]], ids=["no batch", "three dimensions"])
 def test_labels_of_a_wrong_shape(labels, twins):
     pair = twins("seq2seq")
-    with pytest.raises(ValueError, match=r"labels has shape \(.*\); it wants \(batch, length\)"):
+    with pytest.raises(ValueError, match=rf"^labels .*{re.escape(str(tuple(labels.shape)))}.* \(batch, length\)"):
         pair.ours(**pair.inputs, labels=labels)
 
 
 def test_no_target(twins):
     pair = twins("seq2seq")
     for model in (pair.ours, pair.ours.model):
-        with pytest.raises(ValueError, match=r"Give decoder_input_ids, .*or decoder_inputs_embeds.*labels"):
+        with pytest.raises(ValueError, match=r"^decoder_input_ids .*decoder_inputs_embeds.*neither.*labels"):
             model(**pair.inputs)
 
 
 def test_a_model_that_sees_what_comes_next_is_warned_of(tiny_config, said):
     ScratchBertForCausalLM(tiny_config())
-    assert any("is_decoder is False" in line and "Give is_decoder=True" in line for line in said())
+    assert any("is_decoder is False" in line and "is_decoder=True" in line for line in said())

@@ -222,6 +222,28 @@ def in_a_pipeline():
     assert classify("The cat sat.")[0]["label"] in ("LABEL_0", "LABEL_1")
 
 @check()
+def through_dill():
+    import dill
+    model = open_as("AutoModelForMaskedLM", "saved/ForMaskedLM")[0]
+    again = dill.loads(dill.dumps(model))
+    assert type(again) is type(model)
+    same(compute(again), reference["ForMaskedLM"])
+
+@check()
+def in_a_function_for_datasets_map():
+    import datasets
+    from datasets.fingerprint import Hasher
+    model = open_as("AutoModel", "saved/Model")[0].eval()
+    def embed(row):
+        with torch.no_grad():
+            return {"first": model(torch.tensor([row["ids"]])).pooler_output[0].tolist()}
+    Hasher.hash(embed)  # `map` warns where this raises
+    rows = datasets.Dataset.from_dict({"ids": batch["input_ids"].tolist()})
+    here = [embed(row)["first"] for row in rows]
+    torch.testing.assert_close(torch.tensor(rows.map(embed)["first"][:]), torch.tensor(here))
+    torch.testing.assert_close(torch.tensor(rows.map(embed, num_proc=2)["first"][:]), torch.tensor(here))
+
+@check()
 def a_bert_loads_into_the_copy_and_goes_out_again():
     copy = type(open_as("AutoModelForPreTraining", "saved/ForPreTraining")[0])
     model, info = copy.from_pretrained("bert", output_loading_info=True)
@@ -429,6 +451,8 @@ CHECKS = [
     "from a configuration",
     "with its own configuration",
     "in a pipeline",
+    "through dill",
+    "in a function for datasets map",
     "a bert loads into the copy and goes out again",
     "a causal model generates",
     "two halves",

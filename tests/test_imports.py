@@ -18,11 +18,12 @@ PACKAGE = sorted((ROOT / "modeling_scratchbert").glob("*.py"))
 IMPORTED_ONCE = {
     "raw_config",
     "scratchbert_fields",
-    "check_reach",
-    "name_in_file",
-    "twin",
-    "OTHER_TWINS",
-    "without_half",
+    "tensor_names",
+    "weight_files",
+    "reference_class",
+    "OTHER_REFERENCES",
+    "to_bert",
+    "to_scratchbert",
 }
 
 

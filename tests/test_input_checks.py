@@ -156,7 +156,8 @@ def test_neither_or_both_of_ids_and_embeddings_are_refused_in_every_head(head):
 
 def test_what_an_encoder_cannot_use_is_refused(model):
     message = refusal(model, ids(), encoder_hidden_states=torch.randn(BATCH, 4, WIDTH))
-    says(message, "encoder_hidden_states", "is_decoder=True", "add_cross_attention=True")
+    says(message, "encoder_hidden_states", "config.add_cross_attention is False")
+    says(message, "is_decoder=True", "add_cross_attention=True")
     masked = ScratchBertForMaskedLM(ScratchBertConfig(**SIZES))
     assert refusal(masked, ids(), encoder_hidden_states=torch.randn(BATCH, 4, WIDTH)) == message
 
@@ -207,6 +208,8 @@ def test_a_mask_of_another_shape_is_refused(shape, attention):
     model = ScratchBertModel(ScratchBertConfig(**SIZES, attn_implementation=attention))
     message = refusal(model, ids(), torch.ones(shape, dtype=torch.bool))
     says(message, "attention_mask", shape, (BATCH, LENGTH))
+    if len(shape) != 2:
+        says(message, (BATCH, 1, LENGTH, LENGTH), "full mask")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def test_a_mask_counts_the_cached_tokens(decoder):
     cache = decoder(ids(), use_cache=True).past_key_values
     for length in (1, LENGTH, LENGTH + 2):
         message = refusal(decoder, ids(BATCH, 1), torch.ones(BATCH, length), past_key_values=cache)
-        says(message, "attention_mask", (BATCH, length), (BATCH, LENGTH + 1))
+        says(message, "attention_mask", (BATCH, length), (BATCH, LENGTH + 1), f"{LENGTH} cached", "1 new")
     decoder(ids(BATCH, 1), torch.ones(BATCH, LENGTH + 1), past_key_values=cache)
 
 
@@ -347,7 +350,11 @@ def test_labels_that_do_not_fit_the_batch_fail():
 @pytest.mark.parametrize(
     ("field", "value", "parts"),
     [
-        ("num_attention_heads", 5, ("hidden_size", 32, "num_attention_heads", 5, "divide")),
+        (
+            "num_attention_heads",
+            5,
+            ("hidden_size", 32, "num_attention_heads", 5, "multiple", "num_attention_heads (5)"),
+        ),
         ("hidden_act", "glue", ("hidden_act", "'glue'", "gelu", "relu")),
         ("position_embedding_type", "relative_key", ("position_embedding_type", "'relative_key'", "'absolute'")),
         ("max_position_embeddings", 0, ("max_position_embeddings", 0, "at least 1")),
@@ -516,9 +523,11 @@ class Elsewhere(torch.Tensor):
 
 
 def check(config=None, past_length=0, **given):
-    names = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
     config = config or ScratchBertConfig(**SIZES)
-    check_inputs(config, *map(given.get, names), past_length, config.vocab_size)
+    tables = {name: given.get(name) for name in TABLES}
+    check_inputs(
+        config, tables, given.get("inputs_embeds"), given.get("attention_mask"), config.vocab_size, past_length
+    )
 
 
 def test_checks_never_wait_for_a_device():

@@ -173,9 +173,11 @@ def test_blocks_and_attention_are_not_told(task, tiny_config, randomise):
     for module in model.modules():
         if isinstance(module, TransformerBlock | MultiHeadAttention):
             module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.keys()), with_kwargs=True)
-    model(**batch, num_items_in_batch=20)
-    assert seen
-    assert not any("num_items_in_batch" in names for names in seen)
+    for padding_free in (None, True):  # a hook alone keeps the padding
+        seen.clear()
+        model(**batch, num_items_in_batch=20, **({} if padding_free is None else {"padding_free": padding_free}))
+        assert seen
+        assert not any("num_items_in_batch" in names for names in seen)
 
 
 def test_compiled_once_for_all_numbers(tiny_config, randomise):

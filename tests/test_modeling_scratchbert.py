@@ -41,6 +41,7 @@ from modeling_scratchbert import (
     ScratchBertPreTrainedModel,
 )
 from modeling_scratchbert.attention import MultiHeadAttention
+from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.transformer import TransformerBlock
 
 TINY = {
@@ -302,7 +303,9 @@ def test_resizing_gives_the_twins_model(head, size, multiple, becomes, tied, tmp
         labels["next_sentence_label"] = torch.zeros(BATCH, dtype=torch.long)
     inputs["input_ids"][:, -1] = becomes - 1
     assert_close(ours(**inputs, **labels).loss, twin(**inputs, **labels).loss, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=f"input_ids holds {becomes}"):
+    with pytest.raises(
+        ValueError, match=rf"^input_ids .*\b{becomes}\b.* 0 to {becomes - 1} .*vocab_size is {becomes}\b"
+    ):
         ours(inputs["input_ids"] + 1)
 
     ours.save_pretrained(tmp_path / "ours")
@@ -378,17 +381,29 @@ def test_untied_weights_are_saved_twice_and_come_back_apart(tmp_path):
 # Gradient checkpointing
 
 
-def block_runs(model):
-    """How often each block's feed-forward ran, in a counter that goes on counting."""
-    runs = Counter()
-    for number, block in enumerate(model.base_model.encoder.blocks):
-        block.feed_forward.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
-    return runs
+@pytest.fixture
+def block_runs(monkeypatch):
+    """Counts how often each block's feed-forward runs, in a counter that goes on counting. Hooks would do it too, but a
+    batch that they see keeps its padding."""
+
+    def count(model):
+        runs = Counter()
+        numbers = {block.feed_forward: number for number, block in enumerate(model.base_model.encoder.blocks)}
+        forward = FeedForward.forward
+
+        def counted(layer, *args):
+            runs.update([numbers[layer]] if layer in numbers else [])
+            return forward(layer, *args)
+
+        monkeypatch.setattr(FeedForward, "forward", counted)
+        return runs
+
+    return count
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("head", HEADS)
-def test_gradient_checkpointing_changes_no_gradient(head, reentrant):
+def test_gradient_checkpointing_changes_no_gradient(head, reentrant, block_runs):
     ours, _ = twins(head, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
     inputs = inputs_for(head, labels=True)
     ours.train()
@@ -433,7 +448,7 @@ def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_keeps_no_ca
     assert caches == [None, None]  # a cache that no block has filled would look like that of an empty sequence
 
 
-def test_every_other_block_can_be_checkpointed():
+def test_every_other_block_can_be_checkpointed(block_runs):
     ours, _ = twins()
     ours.train().activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
     runs = block_runs(ours)
@@ -855,7 +870,7 @@ def test_a_derived_model_takes_the_encoder_of_a_bert(tmp_path):
     assert_close(real_tokens(states, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-5)
 
 
-def test_a_changed_block_is_recorded_checkpointed_and_saved(tmp_path):
+def test_a_changed_block_is_recorded_checkpointed_and_saved(tmp_path, block_runs):
     model = DoublingModel(ScratchBertConfig(**TINY)).eval()
     inputs = inputs_for()
     output = model(**inputs, output_hidden_states=True, output_attentions=True)
@@ -921,7 +936,7 @@ def test_trainer_takes_the_twins_steps(minilm, tmp_path):
     assert_close(again.classifier.weight, ours.classifier.weight, rtol=0, atol=0)
 
 
-def test_trainer_with_gradient_checkpointing_takes_the_same_step(tmp_path):
+def test_trainer_with_gradient_checkpointing_takes_the_same_step(tmp_path, block_runs):
     data = examples()
     reference, _ = twins("ForSequenceClassification")
     plain, checkpointed = copy.deepcopy(reference), copy.deepcopy(reference)

@@ -754,17 +754,15 @@ class ClassOfItsOwn(ScratchBertPreTrainedModel):
 
 
 def test_as_bert_a_class_without_a_twin_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="ClassOfItsOwn derives from no model that BERT has a twin of"):
+    with pytest.raises(ValueError, match="ClassOfItsOwn derives from ScratchBertPreTrainedModel"):
         ClassOfItsOwn(ScratchBertConfig(**TINY)).save_as_bert(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_as_bert_fewer_blocks_than_the_configuration_says_are_refused(tmp_path):
+def test_as_bert_the_number_of_blocks_is_that_of_the_model(tmp_path):
+    """Some may have been removed since the configuration was made."""
     model = random_scratchbert("Model")
     model.encoder.blocks = model.encoder.blocks[:1]
-    with pytest.raises(ValueError, match=r"1 blocks and config\.num_hidden_layers is 2"):
-        model.save_as_bert(tmp_path / "out")
-    model.config.num_hidden_layers = 1
     model.save_as_bert(tmp_path / "out")
     assert_same_outputs(TWINS["Model"].from_pretrained(tmp_path / "out"), model)
 

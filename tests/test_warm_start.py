@@ -27,7 +27,7 @@ from checkpoint_kinds import (
     write_weights,
 )
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
-from modeling_scratchbert.bert_weights import canonical_name
+from modeling_scratchbert.bert_weights import to_scratchbert
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]])
 MASK = (IDS != 0).long()
@@ -51,7 +51,7 @@ def start(source, **kwargs):
 def tensors_of(model) -> dict[str, torch.Tensor]:
     """By our names, as in a model with a head; `model` is a `Bert…` or one of ours."""
     kind = "scratchbert" if hasattr(model.config, "norm_first") else "bert"
-    return {canonical_name(name, kind): tensor for name, tensor in model.state_dict().items()}
+    return {to_scratchbert(name, kind): tensor for name, tensor in model.state_dict().items()}
 
 
 def origin_of(name):
@@ -390,7 +390,7 @@ def test_what_has_two_halves_already_is_refused(tmp_path):
     random_scratchbert("ForConditionalGeneration").save_pretrained(tmp_path / "ours")
     random_two_berts().save_pretrained(tmp_path / "theirs")
     for folder in (tmp_path / "ours", tmp_path / "theirs"):
-        assert_refused(folder, folder, "an encoder and a decoder already", "from_pretrained")
+        assert_refused(folder, folder, "an encoder and a decoder", "from_pretrained")
 
 
 def test_relative_positions_are_refused(tmp_path):
@@ -420,7 +420,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path, monkeypatch):
     ("arguments", "words"),
     [
         ({"num_decoder_layers": 0}, "num_decoder_layers is 0"),
-        ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "as many on either side"),
+        ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "num_decoder_layers is 1"),
         ({"decoder_start_token_id": 99}, "0 to 98"),
         ({"hidden_act": "geluu"}, "'gelu'"),
     ],

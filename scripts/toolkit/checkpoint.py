@@ -13,28 +13,28 @@ from transformers import AutoTokenizer
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
+from modeling_scratchbert.bert_configuration import scratchbert_fields
 from modeling_scratchbert.bert_weights import (
-    OTHER_TWINS,
+    OTHER_REFERENCES,
     OUTPUT_BIAS_ALIAS,
-    canonical_name,
-    name_in_file,
-    twin,
-    without_half,
+    reference_class,
+    to_bert,
+    to_scratchbert,
 )
-from modeling_scratchbert.checkpoints import WEIGHT_FILES, check_reach, tensor_names, weight_files
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP, raw_config, scratchbert_fields
+from modeling_scratchbert.checkpoints import WEIGHT_FILES, raw_config, tensor_names, weight_files
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from toolkit.hub import check_source, has_tokenizer
 
 __all__ = [
     "AUTO_MAP",
     "OUTPUT_BIAS_ALIAS",
     "WEIGHT_FILES",
-    "canonical_name",
-    "name_in_file",
+    "reference_class",
     "scratchbert_fields",
     "tensor_names",
+    "to_bert",
+    "to_scratchbert",
     "weight_files",
-    "without_half",
 ]
 
 # Our classes, without "ScratchBert", and the parts beyond embeddings and blocks that a checkpoint of each holds. If a
@@ -63,10 +63,10 @@ def classes_in(is_encoder_decoder: bool, is_decoder: bool) -> dict[str, set[str]
     return CAUSAL_CLASS_PARTS | CLASS_PARTS if is_decoder else CLASS_PARTS | CAUSAL_CLASS_PARTS
 
 
-def parts_of(canonical_names: Iterable[str | None]) -> set[str]:
+def parts_of(our_names: Iterable[str | None]) -> set[str]:
     """The parts in `CLASS_PARTS` that these tensors belong to."""
     known = set().union(*CLASS_PARTS.values())
-    return {name.removeprefix("model.").split(".")[0] for name in canonical_names if name} & known
+    return {name.removeprefix("model.").split(".")[0] for name in our_names if name} & known
 
 
 def kind_of(fields: dict) -> str:
@@ -75,19 +75,14 @@ def kind_of(fields: dict) -> str:
     return model_type if model_type in ("scratchbert", "encoder-decoder") else "bert"
 
 
-def reference_name(class_name: str) -> str:
-    """The name of the `Bert…` class that computes the same as our class of this name."""
-    return twin(class_name)
-
-
 def class_name(name: str, kind: str) -> str:
     """The full name of the class `name` of `CLASS_PARTS` in a checkpoint of this kind."""
-    return f"ScratchBert{name}" if kind == "scratchbert" else reference_name(f"ScratchBert{name}")
+    return f"ScratchBert{name}" if kind == "scratchbert" else reference_class(f"ScratchBert{name}")
 
 
 def short_name(class_name: str) -> str:
     """The name in `CLASS_PARTS` of one of our classes or of its reference."""
-    ours = {reference: own for own, reference in OTHER_TWINS.items()}.get(class_name, class_name)
+    ours = {reference: own for own, reference in OTHER_REFERENCES.items()}.get(class_name, class_name)
     return ours.removeprefix("Scratch").removeprefix("Bert")
 
 
@@ -152,9 +147,8 @@ def read_checkpoint(source: str) -> Checkpoint:
         raise OSError(f"{source} cannot be read: {error}") from error
     config = ScratchBertConfig.from_pretrained(source)
     kind = kind_of(fields)
-    tensors = {name: canonical_name(name, kind) for name in tensor_names(source) or ()}
+    tensors = {name: to_scratchbert(name, kind) for name in tensor_names(source) or ()}
     if not tensors:
-        check_reach(source)
         raise OSError(f"{source} has no file of weights.")
     return Checkpoint(source, kind, fields, config, tensors)
 

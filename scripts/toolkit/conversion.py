@@ -28,20 +28,19 @@ import modeling_scratchbert
 from modeling_scratchbert.pretrained import NOT_IN_BERT
 from toolkit.checkpoint import (
     OUTPUT_BIAS_ALIAS,
-    canonical_name,
     class_name,
     classes_in,
     kind_of,
-    name_in_file,
     parts_of,
-    reference_name,
+    reference_class,
     scratchbert_fields,
     short_name,
     tensor_names,
+    to_bert,
+    to_scratchbert,
     weight_files,
     weights_among,
     why_unused,
-    without_half,
 )
 from toolkit.files import atomic_folder, check_target, looks_like_a_path
 from toolkit.model_card import conversion_card
@@ -200,7 +199,7 @@ def check_fields(fields: dict, source: str, to: str) -> str:
 
 def load(checkpoint: Source) -> tuple[PreTrainedModel, Report]:
     """The model with every tensor of the checkpoint that one of our classes has a place for, and no other."""
-    ours = {name: canonical_name(name, checkpoint.kind) for name in tensor_names(checkpoint.folder) or ()}
+    ours = {name: to_scratchbert(name, checkpoint.kind) for name in tensor_names(checkpoint.folder) or ()}
     parts = parts_of(ours.values())
     chosen, notes = choose_class(checkpoint, parts)
     if chosen == "Model" and "pooler" not in parts:
@@ -261,7 +260,7 @@ def load_whole(checkpoint: Source, name: str, dtype: torch.dtype, with_pooler: b
         )
 
     def source_name(tensor: str) -> str:
-        return name_in_file(canonical_name(tensor, "scratchbert"), checkpoint.kind)
+        return to_bert(to_scratchbert(tensor, "scratchbert"), checkpoint.kind)
 
     wrong = [f"{source_name(tensor)} is not in the file" for tensor in sorted(info["missing_keys"])]
     for tensor, in_file, in_model in sorted(info["mismatched_keys"]):
@@ -290,7 +289,7 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
             report.left[f"tensor {name}"] = f"{report.model_class} has no place for it"
         elif same_bits(held[own], tensor.to(held[own].dtype)):
             report.tensors += 1
-        elif without_half(name) == OUTPUT_BIAS_ALIAS:
+        elif name.removeprefix("decoder.") == OUTPUT_BIAS_ALIAS:
             report.left[f"tensor {name}"] = (
                 "cls.predictions.decoder.bias differs from it, and BERT computes with that one"
             )
@@ -393,7 +392,7 @@ def write_card(folder: Path, checkpoint: Source, to: str, title: str, report: Re
 
 def print_report(report: Report, target: Path, to: str) -> None:
     """Prints what was converted, copied and left behind, and the remarks."""
-    name = reference_name(report.model_class) if to == "bert" else report.model_class
+    name = reference_class(report.model_class) if to == "bert" else report.model_class
     dtype = report.dtype.removeprefix("torch.")
     print(f"{target}: {name}, {report.tensors} tensors, {report.parameters:,} parameters, {dtype}")
     if report.copied:

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from toolkit.checkpoint import AUTO_MAP, class_name, reference_name, short_name
+from toolkit.checkpoint import AUTO_MAP, class_name, reference_class, short_name
 from toolkit.files import read_json, to_json, write_text
 from toolkit.machine import hardware, version
 
@@ -344,7 +344,7 @@ def conversion_section(to: str, title: str, model_class: str, origin: str, for_s
         what = (
             f"`{origin}` as a ScratchBert: [BERT](https://arxiv.org/abs/1810.04805) written from scratch, with its "
             f"code in this folder. The weights are the same, bit for bit, and it computes what "
-            f"`{reference_name(model_class)}` computes, up to float32 rounding."
+            f"`{reference_class(model_class)}` computes, up to float32 rounding."
         )
     is_ours = to == "scratchbert"
     text = f"# {title}\n\n{what}\n\n{opening_code(title, auto_class(model_class), trust_remote_code=is_ours)}"

@@ -22,15 +22,14 @@ from transformers import EncoderDecoderModel
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
 from toolkit.checkpoint import (
     Checkpoint,
-    canonical_name,
     covering_classes,
     load,
     open_tokenizer_if_any,
     read_checkpoint,
     short_name,
+    to_scratchbert,
     used_parts,
     why_unused,
-    without_half,
 )
 from toolkit.cli import shortened
 from toolkit.files import atomic_file
@@ -213,7 +212,7 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
     total.backward()
     kind = model.config.model_type
     gradients = {
-        canonical_name(name, kind): parameter.grad
+        to_scratchbert(name, kind): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -339,7 +338,7 @@ def compare(model, reference, batch: dict[str, torch.Tensor], seed: int = 0) -> 
 def shared_tensors(model) -> dict[str, str]:
     """From the name of each tied tensor to that of the tensor it is tied to, by ScratchBert's names."""
     kind = model.config.model_type
-    return {canonical_name(name, kind): canonical_name(one, kind) for name, one in model.all_tied_weights_keys.items()}
+    return {to_scratchbert(name, kind): to_scratchbert(one, kind) for name, one in model.all_tied_weights_keys.items()}
 
 
 def summed(gradients: dict[str, torch.Tensor], ties: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -396,10 +395,10 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         relative, own_error = ratio(norm(our - their), scale), ratio(norm(their - true), scale)
         limit = max(TOLERANCE, own_error)
         block = re.search(r"\.blocks\.(\d+)\.", name)
-        alone = without_half(name)
-        half = "" if alone == name else f"{name.split('.')[1]} "
-        part = f"layer {block[1]}" if block else re.sub(r"^model\.(encoder\.)?", "", alone).split(".")[0]
-        group = half + part
+        stack = re.match(r"model\.(encoder|decoder)\.(?=embeddings|encoder|pooler)", name)  # of a seq2seq model
+        rest = name[stack.end() :] if stack else name.removeprefix("model.")
+        part = f"layer {block[1]}" if block else rest.removeprefix("encoder.").split(".")[0]
+        group = f"{stack[1]} {part}" if stack else part
         row = Row(
             what=f"gradient: {group.replace('_', ' ')}",
             kind="gradient",

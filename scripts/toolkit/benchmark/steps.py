@@ -11,7 +11,7 @@ from transformers import BertForSequenceClassification, EncoderDecoderModel, Sto
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
 from toolkit.benchmark.lower_bound import decoding_step_bytes, decoding_step_seconds
 from toolkit.benchmark.workloads import Batch, pad, random_rows
-from toolkit.checkpoint import canonical_name
+from toolkit.checkpoint import to_scratchbert
 
 WAYS = {"greedy": 1, "beam 4": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -40,7 +40,7 @@ def training_step(model, optimizer, batch: Batch) -> tuple[float, float]:
 
 def gradients(model) -> dict[str, torch.Tensor]:
     """The gradients by our names. Without the keys' biases, whose gradient is zero except for rounding."""
-    found = {canonical_name(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
+    found = {to_scratchbert(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
     return {name: gradient for name, gradient in found.items() if not name.endswith("key.bias")}
 
 

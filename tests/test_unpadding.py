@@ -1,8 +1,10 @@
-"""Padding removed and put back: the numbers of the padded pass, whose own are the twin's (`test_parity`)."""
+"""Unpadding: the numbers of the padded pass, which are those of `BertModel` (`test_parity`), and when a batch stays
+padded."""
 
 import copy
 import importlib
 import shutil
+import traceback
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import modeling_scratchbert
 from comparison import assert_same_gradients, assert_same_tensors, flat
-from heads import HEADS, OURS, VOCABULARY, inputs_for
-from modeling_scratchbert import ScratchBertModel, ScratchBertPreTrainedModel, packing
+from heads import HEADS, NEEDS, OURS, TWINS, VOCABULARY, inputs_for
+from modeling_scratchbert import ScratchBertModel, ScratchBertPreTrainedModel, unpadding
 from modeling_scratchbert.feed_forward import FeedForward
-from modeling_scratchbert.packing import by_length, packed_attention
+from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
+from modeling_scratchbert.transformer import TransformerBlock
 
 DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LENGTHS = [4, 9, 1, 4, 6]
@@ -34,6 +37,13 @@ def make(tiny_config, randomise):
         return randomise(cls(tiny_config(**fields), *args)).eval()
 
     return make
+
+
+@pytest.fixture
+def compiled():
+    torch._dynamo.reset()
+    yield lambda model: torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.reset()
 
 
 def draw(kind="right", batch=5, width=9) -> dict:
@@ -55,12 +65,22 @@ def flattened(batch: dict, **options) -> dict:
     return packed
 
 
-def shapes_seen(model: ScratchBertPreTrainedModel) -> list[tuple]:
-    """The shapes of what the first block is given from now on."""
-    seen = []
-    block = model.base_model.encoder.blocks[0]
-    block.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
-    return seen
+@pytest.fixture
+def shapes_seen(monkeypatch):
+    """Records the shapes that a model's first block is given, without a hook, which would keep the batch padded."""
+
+    def record(model: ScratchBertPreTrainedModel) -> list[tuple]:
+        seen, block, forward = [], model.base_model.encoder.blocks[0], TransformerBlock.forward
+
+        def spy(self, hidden_states, *args, **kwargs):
+            if self is block:
+                seen.append(tuple(hidden_states.shape))
+            return forward(self, hidden_states, *args, **kwargs)
+
+        monkeypatch.setattr(TransformerBlock, "forward", spy)
+        return seen
+
+    return record
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +89,7 @@ def shapes_seen(model: ScratchBertPreTrainedModel) -> list[tuple]:
 
 @pytest.mark.parametrize("kind", ["right", "left", "scattered"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_blocks_see_the_real_tokens_alone(kind, attention, make, tmp_path):
+def test_the_blocks_see_the_real_tokens_alone(kind, attention, make, tmp_path, shapes_seen):
     ours = make(ScratchBertModel, False, attention=attention)
     ours.save_as_bert(tmp_path)
     twin = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
@@ -108,7 +128,7 @@ def test_any_mask(tiny_config, randomise, rows, position_ids):
 
 @pytest.mark.parametrize("labels", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("head", HEADS)
-def test_every_head(head, labels, make):
+def test_every_head(head, labels, make, shapes_seen):
     ours = make(OURS[head])
     batch = inputs_for(head, labels=labels)
     real = batch["attention_mask"].flatten(0, -2).bool()
@@ -134,34 +154,36 @@ def test_every_head(head, labels, make):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_compute_the_padding_and_say_zeros_there(head, make):
+def test_chunks_compute_the_padding_and_return_zeros_there(head, make, shapes_seen):
     whole, chunked = make(OURS[head]), make(OURS[head], chunk_size_feed_forward=7)
     batch, seen = inputs_for(head), shapes_seen(chunked)
     real = batch["attention_mask"].flatten(0, -2).bool()
-    outputs = flat(chunked(**batch))
-    assert_same_tensors(outputs, flat(whole(**batch)), real)
+    outputs = chunked(**batch)
+    assert_same_tensors(flat(outputs), flat(whole(**batch)), real)
     assert seen == [(*real.shape, 32)]
-    for value in outputs.values():
-        assert value.shape[:2] != real.shape or not value[~real].any()
+    if head == "Model":
+        assert not outputs.last_hidden_state[~real].any()
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
-def test_scores_of_the_vocabulary_are_in_memory_once(head, make):
+def test_the_vocabulary_is_scored_for_the_tokens_in_chunks(head, make, monkeypatch):
     ours, batch = make(OURS[head]), draw()
-    shapes = []
-    ours.lm_head.register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
+    shapes, forward = [], LanguageModelHead.forward
+    monkeypatch.setattr(
+        LanguageModelHead, "forward", lambda self, states: shapes.append(tuple(states.shape)) or forward(self, states)
+    )
     batch = {name: tensor.repeat(30, 1) for name, tensor in batch.items()}
     real = batch["attention_mask"].bool()
     with torch.no_grad():
         outputs, padded = ours(**batch), ours(**batch, padding_free=False)
     assert_same_tensors(flat(outputs), flat(padded), real)
-    assert shapes == [(1, 256, 101)] * 2 + [(1, real.sum() - 512, 101), (150, 9, 101)]
+    assert shapes == [(256, 32), (256, 32), (real.sum() - 512, 32), (150, 9, 32)]
     scores = next(iter(outputs.values()))
     assert not scores[~real].any()
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForPreTraining"])
-def test_labels_on_padding_count_as_in_bert(head, make):
+def test_labels_on_padding_count_as_in_bert(head, make, shapes_seen):
     ours, batch = make(OURS[head]), inputs_for(head, labels=True)
     batch["labels"] = torch.randint(0, 2, batch["input_ids"].shape)
     seen = shapes_seen(ours)
@@ -195,7 +217,7 @@ REASONS = {
 
 @pytest.mark.parametrize("options", REASONS.values(), ids=REASONS)
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
-def test_padding_stays_where_it_is_wanted(head, options, make):
+def test_padding_stays_where_it_is_wanted(head, options, make, shapes_seen):
     ours, batch = make(OURS[head]), inputs_for(head)
     seen = shapes_seen(ours)
     outputs = ours(**batch, **options)
@@ -206,14 +228,14 @@ def test_padding_stays_where_it_is_wanted(head, options, make):
 
 
 @pytest.mark.parametrize("field", ["padding_free", "output_hidden_states", "output_attentions"])
-def test_the_configuration_may_ask_for_padding_too(field, make):
+def test_the_configuration_may_ask_for_padding_too(field, make, shapes_seen):
     ours = make(**({field: False} if field == "padding_free" else {"attention": "eager", field: True}))
     seen = shapes_seen(ours)
     ours(**draw())
     assert seen == [(5, 9, 32)]
 
 
-def test_a_full_mask_or_none(make):
+def test_a_full_mask_or_none(make, shapes_seen):
     ours, batch = make(), draw()
     batch["attention_mask"] = torch.ones(5, 9)
     seen = shapes_seen(ours)
@@ -234,7 +256,7 @@ class Mixing(FeedForward):
         return super().forward(hidden_states + hidden_states.mean(1, keepdim=True))
 
 
-def test_another_ones_block_is_given_the_padding(make):
+def test_another_ones_block_is_given_the_padding(make, shapes_seen):
     ours, batch = make(), draw()
     ours.encoder.blocks[1].feed_forward = Mixing(ours.config)
     seen = shapes_seen(ours)
@@ -257,7 +279,7 @@ def test_a_kernel_of_another_ones_own_is_given_the_mask(make, monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, make):
+def test_gradient_checkpointing(reentrant, make, shapes_seen):
     ours, batch = make(ScratchBertModel, False), draw()
 
     def gradients():
@@ -291,35 +313,27 @@ def test_256_short_sequences_are_not_256_calls(make, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 9, 0, 5, 0], [3], [20, 1], [0, 20]])
-def test_much_at_once_goes_through_in_parts(lengths, make, monkeypatch):
+def test_much_at_once_goes_through_in_parts(lengths, make, monkeypatch, shapes_seen):
     ours = make()
-    cu_seqlens = packing.cumulative(torch.tensor(lengths))
+    cu_seqlens = unpadding.cumulative(lengths).int()
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, sum(lengths))), "cu_seq_lens_q": cu_seqlens}
     with torch.no_grad():
         expected = flat(ours(**batch))
-    seen = []
-    block = ours.encoder.blocks[0]
-    run = block.forward
-    monkeypatch.setattr(
-        block, "forward", lambda states, *args, **kwargs: seen.append(states.shape[1]) or run(states, *args, **kwargs)
-    )
-    monkeypatch.setattr(packing, "ALLOCATION", 10 * 4 * ours.config.intermediate_size)
+    seen = shapes_seen(ours)
+    monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 10 * 4 * ours.config.intermediate_size)
     with torch.no_grad():
         assert_same_tensors(flat(ours(**batch)), expected)
-    longest = max(10, *lengths)
-    assert sum(seen) == sum(lengths)
-    assert max(seen) <= longest
-    assert all(seen)
+    tokens = [shape[1] for shape in seen]
+    assert sum(tokens) == sum(lengths)
+    assert max(tokens) <= max(10, *lengths)
+    assert all(tokens)
     assert (len(seen) > 1) == (lengths not in ([3], [0, 20]))
     seen.clear()
     ours(**batch)  # autograd keeps all of it anyway
-    block.register_forward_hook(lambda *_: None)  # and hooks see all of it
-    with torch.no_grad():
-        ours(**batch)
-    assert seen == [sum(lengths)] * 2
+    assert seen == [(1, sum(lengths), 32)]
 
 
-def test_pickled_and_copied_models_still_pack(make):
+def test_pickled_and_copied_models_still_pack(make, shapes_seen):
     ours, batch = make(), draw()
     seen = shapes_seen(copied := copy.deepcopy(ours))
     assert torch.equal(copied(**batch).last_hidden_state, ours(**batch).last_hidden_state)
@@ -369,7 +383,7 @@ def test_packed_labels(make):
     assert_same_tensors({"": logits}, {"": classes(**batch).logits})
 
 
-def test_one_sequence_is_not_packed(make):
+def test_one_sequence_is_not_packed(make, shapes_seen):
     ours = make()
     ids, positions = torch.randint(1, VOCABULARY, (1, 6)), torch.tensor([[3, 0, 7, 1, 0, 2]])
     seen = shapes_seen(ours)
@@ -381,13 +395,14 @@ def test_one_sequence_is_not_packed(make):
 
 
 WRONG = {
-    "mask": ({"attention_mask": torch.ones(1, 6)}, "attention_mask and cu_seq_lens_q were both given"),
-    "end": ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"\[0, 2, 5\]; it wants .* end at the number of tokens, 6"),
-    "start": ({"cu_seq_lens_q": torch.tensor([1, 6])}, "start at 0"),
-    "falls": ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 6])}, "never to fall"),
-    "list": ({"cu_seq_lens_q": [0, 6]}, "cu_seq_lens_q is list; it wants whole numbers"),
-    "floats": ({"cu_seq_lens_q": torch.tensor([0.0, 6.0])}, "it wants whole numbers"),
-    "rows": ({"input_ids": torch.ones(2, 3).long()}, r"shape \(1, length\), and have \(2, 3\)"),
+    "mask": ({"attention_mask": torch.ones(1, 6)}, "attention_mask and cu_seq_lens_q"),
+    "end": ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"cu_seq_lens_q is \[0, 2, 5\];.* 6"),
+    "start": ({"cu_seq_lens_q": torch.tensor([1, 6])}, r"cu_seq_lens_q is \[1, 6\]"),
+    "falls": ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 6])}, r"cu_seq_lens_q is \[0, 4, 2, 6\]"),
+    "list": ({"cu_seq_lens_q": [0, 6]}, "cu_seq_lens_q is a list"),
+    "floats": ({"cu_seq_lens_q": torch.tensor([0.0, 6.0])}, "cu_seq_lens_q has dtype torch.float32"),
+    "two dimensions": ({"cu_seq_lens_q": torch.tensor([[0, 6]])}, r"cu_seq_lens_q has shape \(1, 2\)"),
+    "rows": ({"input_ids": torch.ones(2, 3).long()}, "cu_seq_lens_q .* 2 rows"),
 }
 
 
@@ -418,8 +433,8 @@ def test_the_variable_length_kernel(make, monkeypatch):
     ours, batch = make(), draw()
     expected = ours(**batch).last_hidden_state
     calls = []
-    monkeypatch.setattr(packing, "varlen_attn", lambda *args: calls.append(0) or one_by_one(*args))
-    monkeypatch.setattr(packing, "takes_varlen", lambda query, dropout: not dropout)
+    monkeypatch.setattr(unpadding, "varlen_attn", lambda *args: calls.append(0) or one_by_one(*args))
+    monkeypatch.setattr(unpadding, "supports_varlen", lambda query, dropout: not dropout)
     assert_same_tensors({"": ours(**batch).last_hidden_state}, {"": expected})
     packed = ours(**flattened(batch, **FLASH)).last_hidden_state
     assert_same_tensors({"": packed}, {"": expected[batch["attention_mask"].bool()][None]})
@@ -441,39 +456,212 @@ def test_flash_attention_is_given_the_lengths(make, monkeypatch):
 
 def test_what_the_variable_length_kernel_takes():
     heads = torch.ones(3, 2, 8, dtype=torch.bfloat16)
-    assert not packing.takes_varlen(heads, 0.0)  # on the CPU
+    assert not unpadding.supports_varlen(heads, 0.0)  # on the CPU
 
 
-def test_the_operator_for_compiled_models():
-    lengths = [3, 1, 0, 3, 5]
-    cu_seqlens = packing.cumulative(torch.tensor(lengths))
-    query, key, value = (torch.randn(12, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    arguments = (query, key, value, cu_seqlens, 0.5)
-    torch.library.opcheck(packed_attention, arguments)
-    assert torch.autograd.gradcheck(lambda *heads: packed_attention(*heads, cu_seqlens, 0.5), arguments[:3])
-    expected = one_by_one(query, key, value, cu_seqlens, cu_seqlens, 5, 5)
-    assert torch.allclose(packed_attention(query, key, value, cu_seqlens, 4**-0.5), expected)
+def test_one_kernel_call_for_each_run_of_a_length():
+    calls, lengths = [], [2, 2, 0, 1, 4]
+    batch = unpadding.UnpaddedBatch(unpadding.cumulative(lengths), 4, (1, 9), None, lengths)
+
+    def attend(query, key, value, mask):
+        calls.append((tuple(query.shape), mask))
+        return 2 * query.transpose(1, 2), None
+
+    heads = torch.arange(9.0).view(1, 1, 9, 1)
+    result = unpadding.attend_within_sequences(attend, "sdpa", heads, heads, heads, batch, 0.0)
+    assert calls == [((count, 1, length, 1), None) for length, count in ((2, 2), (1, 1), (4, 1))]
+    assert torch.equal(result, 2 * heads.transpose(1, 2))
 
 
-def test_by_length_calls_once_for_a_run():
-    calls = []
-    packed = torch.arange(9.0).view(9, 1, 1)
-    result = by_length(
-        lambda heads: calls.append(tuple(heads.shape)) or 2 * heads.transpose(1, 2), [2, 2, 0, 1, 4], packed
+@pytest.mark.parametrize("watch", ["states", "maps", "hook"])
+def test_much_at_once_stays_whole_if_somebody_looks(watch, make, monkeypatch):
+    ours, packed = make(), flattened(draw(), **FLASH)
+    options = {"states": {"output_hidden_states": True}, "maps": {"output_attentions": True}}.get(watch, {})
+    shapes = []
+    if watch == "hook":
+        ours.encoder.blocks[0].register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
+    with torch.no_grad():
+        expected = flat(ours(**packed, **options))
+        monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 10 * 4 * ours.config.intermediate_size)
+        assert_same_tensors(flat(ours(**packed, **options)), expected)
+    assert shapes == [(1, sum(LENGTHS), 32)] * (2 if watch == "hook" else 0)
+
+
+def test_a_row_of_packed_sequences_may_be_longer_than_the_table_of_positions(make):
+    ours, lengths = make(), [30, 25, 40]
+    rows = [torch.randint(1, VOCABULARY, (1, length)) for length in lengths]
+    cu_seqlens = unpadding.cumulative(lengths).int()
+    outputs = ours(torch.cat(rows, 1), cu_seq_lens_q=cu_seqlens).last_hidden_state
+    expected = torch.cat([ours(row).last_hidden_state for row in rows], 1)
+    assert_same_tensors({"": outputs}, {"": expected})
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* 55 .* max_position_embeddings is 40"):
+        ours(torch.cat(rows, 1), cu_seq_lens_q=torch.tensor([0, 55, 95]).int())
+
+
+def test_cu_seqlens_of_any_integer_dtype(make):
+    ours, packed = make(), flattened(draw(), **FLASH)
+    long = {**packed, "cu_seq_lens_q": packed["cu_seq_lens_q"].long()}
+    assert_same_tensors(flat(ours(**long)), flat(ours(**packed)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What looks like packed sequences, and is not
+
+POSITIONS = {"zeros": [0, 0, 0, 0, 0, 0], "restarting": [0, 1, 2, 0, 1, 2]}
+WITH_POSITIONS = ["Model", *(head for head in HEADS if head not in ("Model", "ForMultipleChoice"))]
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("head", WITH_POSITIONS)
+def test_a_row_with_a_mask_is_one_sequence_whatever_its_positions(head, positions, make, tmp_path):
+    ours = make(OURS[head])
+    ours.save_as_bert(tmp_path)
+    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    batch = {"input_ids": torch.randint(1, VOCABULARY, (1, 6)), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    batch["position_ids"] = torch.tensor([positions])
+    with torch.no_grad():
+        assert_same_tensors(flat(ours(**batch)), flat(reference(**batch)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 6])
+def test_positions_that_are_all_zero_are_one_sequence(length, make, tmp_path, compiled):
+    ours = make()
+    ours.save_as_bert(tmp_path)
+    reference = transformers.BertModel.from_pretrained(tmp_path).eval()
+    batch = {"input_ids": torch.randint(1, VOCABULARY, (1, length)), "position_ids": torch.zeros(1, length).long()}
+    with torch.no_grad():
+        expected = flat(reference(**batch))
+        assert_same_tensors(flat(ours(**batch)), expected)
+        assert_same_tensors(flat(compiled(ours)(**batch)), expected)
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForCausalLM"])
+def test_a_loss_over_padding_is_the_references(head, make, tmp_path):
+    ours = make(OURS[head], num_labels=3, is_decoder=False)
+    ours.save_as_bert(tmp_path)
+    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    batch = draw()
+    batch["labels"] = torch.randint(0, 3, batch["input_ids"].shape)
+    if head == "ForPreTraining":
+        batch["next_sentence_label"] = torch.randint(0, 2, (5,))
+    assert_same_tensors({"loss": ours(**batch).loss}, {"loss": reference(**batch).loss})
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
+def test_labels_in_one_dimension_count_at_padding_as_well(head, make, tmp_path):
+    ours = make(OURS[head], num_labels=3)
+    ours.save_as_bert(tmp_path)
+    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    batch = draw()
+    batch["labels"] = torch.randint(0, 3, (45,))
+    assert_same_tensors({"loss": ours(**batch).loss}, {"loss": reference(**batch).loss})
+    for model in (ours, reference):
+        with pytest.raises((ValueError, RuntimeError)):
+            model(**{**batch, "labels": batch["labels"].repeat(2)})
+
+
+def test_a_replaced_head_is_given_the_batch(make):
+    ours, shapes = make(OURS["ForMaskedLM"]), []
+
+    class Head(nn.Module):
+        def forward(self, hidden_states):
+            shapes.append(tuple(hidden_states.shape))
+            return hidden_states
+
+    ours.lm_head = Head()
+    with torch.no_grad():
+        ours(**draw())
+    assert shapes == [(5, 9, 32)]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_label_after_the_last_token_is_predicted_from_padding_by_a_causal_head(place, make, shapes_seen):
+    """The logits of a token predict the label of the next: only a label after a padding position reads padding."""
+    ours = make(OURS["ForCausalLM"], is_decoder=False)
+    batch = {"input_ids": torch.randint(1, VOCABULARY, (2, 5)), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]] * 2)}
+    batch["labels"] = torch.full((2, 5), -100)
+    batch["labels"][0, 3 + place] = 7
+    seen = shapes_seen(ours)
+    loss = ours(**batch).loss
+    assert_same_tensors({"": loss}, {"": ours(**batch, padding_free=False).loss})
+    assert seen[0] == ((2, 5, 32) if place else (1, 6, 32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transforms, devices, rows without a token
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
+def test_vmap_over_labels(head, make, tmp_path):
+    ours = make(OURS[head], num_labels=3)
+    ours.save_as_bert(tmp_path)
+    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    batch = draw()
+    shape = (4, 5) if head == "ForSequenceClassification" else (4, 5, 9)
+    labels = torch.randint(0, 3, shape)
+
+    def losses(model):
+        return torch.func.vmap(lambda labels: model(**batch, labels=labels).loss)(labels)
+
+    one_by_one = torch.stack([ours(**batch, labels=each).loss for each in labels])
+    assert_same_tensors({"": losses(ours)}, {"": losses(reference)})
+    assert_same_tensors({"": losses(ours)}, {"": one_by_one})
+
+
+@pytest.mark.parametrize("given", ["padded", "packed", "positions"])
+def test_index_tensors_are_on_the_device_of_the_inputs(given, make):
+    ours, batch = make(), draw()
+    inputs = {"padded": batch, "packed": flattened(batch, **FLASH), "positions": flattened(batch)}[given]
+    with torch.no_grad():
+        expected = flat(ours(**inputs))
+        torch.set_default_device("meta")
+        try:
+            outputs = flat(ours(**inputs))
+        finally:
+            torch.set_default_device(None)
+    assert_same_tensors(
+        *({name: each for name, each in tensors.items() if "len" not in name} for tensors in (outputs, expected))
     )
-    assert calls == [(2, 1, 2, 1), (1, 1, 1, 1), (1, 1, 4, 1)]
-    assert torch.equal(result, 2 * packed)
+
+
+@pytest.mark.parametrize("head", [*HEADS, "ForCausalLM", "Seq2SeqModel", "ForConditionalGeneration"])
+def test_a_row_without_a_token_is_the_same_in_eager_and_sdpa(head, make):
+    batch = inputs_for(head)
+    batch["attention_mask"][1] = 0
+    models = [make(OURS[head], attention=attention, **NEEDS.get(head, {})) for attention in ("eager", "sdpa")]
+    with torch.no_grad():
+        eager, sdpa = (flat(model(**batch, padding_free=False, use_cache=False)) for model in models)
+        unpadded = flat(models[1](**batch, use_cache=False))
+    assert_same_tensors(eager, sdpa)
+    if "logits" in unpadded and unpadded["logits"].ndim == 2:
+        assert_same_tensors({"": unpadded["logits"]}, {"": sdpa["logits"]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The frames from the model to the kernel
+
+
+@pytest.mark.parametrize(("batch", "most"), [("padded", 6), ("unpadded", 7)])
+def test_few_frames(batch, most, make, monkeypatch):
+    """Our own frames above `scaled_dot_product_attention`; those of torch and transformers are not counted."""
+    ours, folder, counts = make(), str(Path(unpadding.__file__).parent), []
+    sdpa = nn.functional.scaled_dot_product_attention
+
+    def count(*args, **kwargs):
+        frames = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        counts.append(sum(name.startswith(folder) for name in frames))
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", count)
+    inputs = draw()
+    with torch.no_grad():
+        ours(**inputs, padding_free=batch == "unpadded")
+    assert counts
+    assert max(counts) <= most
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiled
-
-
-@pytest.fixture
-def compiled():
-    torch._dynamo.reset()
-    yield lambda model: torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch._dynamo.reset()
 
 
 optimised = pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
@@ -525,7 +713,7 @@ def test_compiled_packed_training_drops_attention(given, make, compiled):
 
 
 def test_compiled_much_at_once(make, compiled, monkeypatch):
-    monkeypatch.setattr(packing, "ALLOCATION", 0)
+    monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 0)
     ours, packed = make(ScratchBertModel, False), flattened(draw(), **FLASH)
     with torch.no_grad():
         assert_same_tensors(flat(compiled(ours)(**packed)), flat(ours(**packed)))
@@ -540,7 +728,7 @@ def test_compiled_positions_that_do_not_count_sequences(make, compiled):
 
 def test_a_second_copy_of_the_package_compiles_too(make, compiled, tmp_path, monkeypatch):
     """As remote code comes with a checkpoint, beside the package itself."""
-    shutil.copytree(Path(packing.__file__).parent, tmp_path / "second_copy")
+    shutil.copytree(Path(unpadding.__file__).parent, tmp_path / "second_copy")
     monkeypatch.syspath_prepend(tmp_path)
     second = importlib.import_module("second_copy")
     importlib.reload(modeling_scratchbert)  # whose classes are again the ones that the Auto classes open
