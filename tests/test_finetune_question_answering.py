@@ -331,7 +331,7 @@ WRONG = {
     "an infinite threshold": (["--null_threshold", "inf"], "--null_threshold is inf"),
     "no length": (["--max_answer_length", "0"], "--max_answer_length is 0; expected 1 or more"),
     "a stride below 0": (["--stride", "-1"], "--stride is -1; expected 0 or more"),
-    "a stride too long": (["--max_length", "10", "--stride", "5"], "expected more than stride=5"),
+    "a stride too long": (["--max_length", "10", "--stride", "5"], "expected at least 11: 5 tokens around the text"),
     "a metric that is none": (["--metric", "bleu"], "invalid choice: 'bleu'"),
     "a flag that is none": (["--question_column", "x"], "--question_column"),
     "a file that is not there": (["--validation_file", "no.jsonl"], "no.jsonl"),

@@ -16,7 +16,7 @@ from finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resum
 from toolkit.training.batches import unpadded
 from toolkit.training.labels import class_weights
 from toolkit.training.settings import TokenClassificationSettings
-from toolkit.training.token_classification import TokenClassification, check_iob2, iob_tags, list_of, windows
+from toolkit.training.token_classification import TokenClassification, check_iob2, iob_tags, list_of, word_windows
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
 
@@ -91,10 +91,10 @@ def test_odd_words_do_not_shift_the_tags(tokenizer, task):
     """Words in several pieces, two words in one, words without any piece, and one that is unknown."""
     words = ["Anna", "\u200b", "Smithsons", "", "New York", "\u00ad", "cafe\u0301", "日", "\u0007", "🙂", "Paris"]
     tags = ["B-PER", "I-PER", "I-PER", "O", "B-LOC", "I-LOC", "O", "B-PER", "I-PER", "O", "B-LOC"]
-    [window] = windows(tokenizer, words, 32, 0)
+    [window] = word_windows(tokenizer, words, 32, 0)
     pieces = ["[CLS]", "anna", "smith", "##son", "##s", "new", "york", "cafe", "日", "[UNK]", "paris", "[SEP]"]
     assert window.input_ids == [ID[piece] for piece in pieces]
-    assert window.piece_of == [None, 0, 2, 2, 2, 4, 4, 6, 7, 9, 10, None]
+    assert window.word_of == [None, 0, 2, 2, 2, 4, 4, 6, 7, 9, 10, None]
     assert (window.words, window.positions) == ([0, 2, 4, 6, 7, 9, 10], [1, 2, 5, 7, 8, 9, 10])
     row = {"tokens": words, "tags": tags}
     o, b_loc, i_loc, b_per, i_per, no = 0, 1, 2, 3, 4, -100
@@ -105,7 +105,7 @@ def test_odd_words_do_not_shift_the_tags(tokenizer, task):
 
 
 def test_words_of_which_nothing_is_seen(tokenizer, task):
-    assert windows(tokenizer, ["\u200b", ""], 32, 8) == []
+    assert word_windows(tokenizer, ["\u200b", ""], 32, 8) == []
     made = task([{"tokens": ["\u200b"], "tags": ["O"]}, *ROWS])
     assert list(made.train_set["place"]) == [f"t.jsonl, row {n} (line {n})" for n in (2, 3, 4, 5)]
 
@@ -115,7 +115,7 @@ def test_each_word_is_tagged_in_one_window(tokenizer, max_length, stride):
     words = ["Anna", "Smithsons", "\u200b", "went", "to", "Smithson", "New York", "Smiths", "."] * 3 + ["a"] * 5
     whole = tokenizer(words, is_split_into_words=True)
     first = {word: whole.word_ids().index(word) for word in whole.word_ids() if word is not None}
-    end, found, begin = len(whole["input_ids"]) - 1, windows(tokenizer, words, max_length, stride), 1
+    end, found, begin = len(whole["input_ids"]) - 1, word_windows(tokenizer, words, max_length, stride), 1
     for window in found:
         size = len(window.input_ids) - 2
         assert size <= max_length - 2
@@ -345,7 +345,7 @@ WRONG = {
     "a set without O": (["--labels", "B-LOC"], "--labels is invalid: O is missing; expected O, B-TYPE"),
     "a set of others": (["--labels", "O", "LOC"], "'LOC' is one of them"),
     "a tag twice": (["--labels", "O", "O"], "expected each label once"),
-    "a stride too long": (["--max_length", "10", "--stride", "8"], "leaves 8 tokens for words; expected more"),
+    "a stride too long": (["--max_length", "10", "--stride", "8"], "expected at least 11: 2 tokens around"),
     "a stride below 0": (["--stride", "-1"], "--stride is -1; expected 0 or more"),
     "too much smoothing": (["--label_smoothing", "1"], "--label_smoothing is 1.0"),
     "weights without an order": (["--class_weights", "1", "2"], "--class_weights has numbers and --labels is missing"),

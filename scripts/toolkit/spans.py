@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.hub import check_source, open_model, open_tokenizer, to_device
+from toolkit.windows import split_into_windows
 
 
 @dataclass
@@ -40,7 +41,7 @@ NO_ANSWER = Answer("", None, None, 0.0)
 # ------------------------------------------------------------------------------------------------ texts to windows
 
 
-def windows(
+def context_windows(
     tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384, stride: int = 128
 ) -> list[Feature]:
     """Each question with all of its context, in overlapping windows.
@@ -57,26 +58,34 @@ def windows(
         ValueError: the tokenizer is slow, the numbers of questions and contexts differ, one of them is empty, or a
             question leaves no more than `stride` tokens of a window to its context.
     """
-    check_texts(questions, contexts)
-    check_room(tokenizer, questions, max_length, stride)
-    if not questions:
-        return []
-    encoded = tokenizer(
-        list(questions), list(contexts), truncation="only_second", max_length=max_length, stride=stride,
-        return_overflowing_tokens=True, return_offsets_mapping=True, return_token_type_ids=True, padding=False,
-    )  # fmt: skip
+    check_texts(tokenizer, questions, contexts)
     features = []
-    for i, example in enumerate(encoded["overflow_to_sample_mapping"]):
-        of_context = [k for k, part in enumerate(encoded.sequence_ids(i)) if part == 1]
-        if not of_context:
-            raise ValueError(f"context {example} has no tokens: {contexts[example]!r}")
-        first, end = of_context[0], of_context[-1] + 1
-        offsets = with_marks(encoded["offset_mapping"][i][first:end], contexts[example])
-        features.append(Feature(example, encoded["input_ids"][i], encoded["token_type_ids"][i], first, offsets))
+    encodings = tokenizer(list(questions), list(contexts), verbose=False).encodings if questions else []
+    for i, (encoding, context) in enumerate(zip(encodings, contexts, strict=True)):
+        parts = encoding.sequence_ids  # 0 for the question, 1 for the context, None for special tokens
+        if 0 not in parts:
+            raise ValueError(f"question {i} is empty")
+        if 1 not in parts:
+            raise ValueError(f"context {i} has no tokens: {context!r}")
+        text = range(parts.index(1), len(parts) - parts[::-1].index(1))
+        offsets = with_marks(encoding.offsets[text.start : text.stop], context)
+        try:
+            found = split_into_windows(encoding, text, max_length, stride)
+        except ValueError as error:
+            raise ValueError(f"question {i}: {error}") from error
+        features += [
+            Feature(i, one.input_ids, one.token_type_ids, one.first, offsets[one.tokens.start : one.tokens.stop])
+            for one in found
+        ]
     return features
 
 
-def check_texts(questions: Sequence[str], contexts: Sequence[str]) -> None:
+def check_texts(tokenizer, questions: Sequence[str], contexts: Sequence[str]) -> None:
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, which "
+            "returns offsets"
+        )
     for name, texts in (("questions", questions), ("contexts", contexts)):
         if isinstance(texts, str):
             raise ValueError(f"{name} is a string, {texts[:40]!r}; expected a list of strings")
@@ -85,28 +94,6 @@ def check_texts(questions: Sequence[str], contexts: Sequence[str]) -> None:
     for i, context in enumerate(contexts):
         if not context.strip():
             raise ValueError(f"context {i} is empty")
-
-
-def check_room(tokenizer, questions: Sequence[str], max_length: int, stride: int) -> None:
-    """Raises ValueError unless every question leaves room for a context; the tokenizer would panic."""
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, which "
-            "returns offsets"
-        )
-    if stride < 0:
-        raise ValueError(f"stride is {stride}; expected 0 or more")
-    encoded = tokenizer(list(questions), add_special_tokens=False, verbose=False)["input_ids"] if questions else []
-    special = tokenizer.num_special_tokens_to_add(pair=True)
-    for i, ids in enumerate(encoded):
-        if not ids:
-            raise ValueError(f"question {i} is empty")
-        room = max_length - special - len(ids)
-        if room <= stride:
-            raise ValueError(
-                f"question {i} has {len(ids)} tokens, which leaves {max(room, 0)} of max_length={max_length} to the "
-                f"context; expected more than stride={stride}"
-            )
 
 
 def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, int]]:
@@ -302,7 +289,7 @@ def answer(
     limit = model.config.max_position_embeddings
     if max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, the positions of the model")
-    features = windows(tokenizer, questions, contexts, max_length, stride)
+    features = context_windows(tokenizer, questions, contexts, max_length, stride)
     start_logits, end_logits = logits_of(model, features, tokenizer.pad_token_id, batch_size)
     spans = best_spans(start_logits, end_logits, features, contexts, max_answer_length=max_answer_length, n_best=n_best)
     return [with_no_answer(one, threshold)[:n_best] for one in spans]

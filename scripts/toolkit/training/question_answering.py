@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
-from toolkit.spans import Answer, Feature, best_spans, positions, span_of, windows, with_no_answer
+from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.loop import FineTuning, sources
 from toolkit.training.metrics import compute, load
@@ -131,7 +131,7 @@ class QuestionAnswering(FineTuning):
             first = answers[0] if answers else None
             # Raises here, where the row can still be skipped. The windows are computed again in `encode`: to keep them
             # all as rows would take gigabytes.
-            features = windows(self.tokenizer, [question], [context], settings.max_length, settings.stride)
+            features = context_windows(self.tokenizer, [question], [context], settings.max_length, settings.stride)
             positions(features, [context], [first])
             return {
                 "id": "" if row.get("id") is None else str(row["id"]),
@@ -156,7 +156,7 @@ class QuestionAnswering(FineTuning):
         """The windows of the rows as inputs of the model, each with the number of its row."""
 
         def encode(batch: dict, numbers: list[int]) -> dict:
-            features = windows(
+            features = context_windows(
                 self.tokenizer, batch["question"], batch["context"], self.settings.max_length, self.settings.stride
             )
             firsts = [

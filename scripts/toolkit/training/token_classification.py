@@ -15,6 +15,7 @@ from toolkit.training.loop import FineTuning, sources
 from toolkit.training.metrics import compute, load
 from toolkit.training.rows import columns_of, find_column, load_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
+from toolkit.windows import split_into_windows
 
 WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
@@ -64,17 +65,17 @@ def list_of(row: dict, column: str) -> list[str]:
 
 
 @dataclass
-class Window:
-    """A part of a row, with the tokenizer's special tokens around it."""
+class WordWindow:
+    """A window of a row's tokens, and the words that are tagged in it."""
 
     input_ids: list[int]
     token_type_ids: list[int]
-    piece_of: list[int | None]  # for each token, its word; None unless the word is tagged in this window
+    word_of: list[int | None]  # for each token, its word; None unless the word is tagged in this window
     words: list[int]  # the words that are tagged in this window
     positions: list[int]  # the position of the first piece of each of them
 
 
-def windows(tokenizer, words: list[str], max_length: int, stride: int) -> list[Window]:
+def word_windows(tokenizer, words: list[str], max_length: int, stride: int) -> list[WordWindow]:
     """Splits a row into windows; two neighbours share `stride` tokens. Each word is tagged in one of them: if its first
     piece is in the first half of the shared tokens in the earlier one, else in the later one.
 
@@ -82,32 +83,29 @@ def windows(tokenizer, words: list[str], max_length: int, stride: int) -> list[W
         Windows of up to `max_length` tokens; none if no word has a token.
 
     Raises:
-        ValueError: a window holds no more than `stride` tokens.
+        ValueError: a window holds no more than `stride` tokens of the row.
     """
-    room = max_length - tokenizer.num_special_tokens_to_add()
-    if room <= stride:
-        raise ValueError(
-            f"--max_length is {max_length}, which leaves {room} tokens for words; expected more than --stride, {stride}"
-        )
-    encoded = tokenizer(words, is_split_into_words=True, return_token_type_ids=True, verbose=False)
-    word_of = encoded.word_ids()  # None for [CLS] and [SEP]; words without tokens are missing
+    [encoding] = tokenizer(words, is_split_into_words=True, verbose=False).encodings
+    word_of = encoding.word_ids  # None for [CLS] and [SEP]; words without tokens are missing
     pieces = [i for i, word in enumerate(word_of) if word is not None]
     if not pieces:
         return []
-    begin, end = pieces[0], pieces[-1] + 1
-    first = {}
+    text = range(pieces[0], pieces[-1] + 1)
+    found = split_into_windows(encoding, text, max_length, stride)
+    bounds = [0, *(window.tokens.start + stride // 2 for window in found[1:]), len(text)]
+    first = {}  # from a word to its first piece
     for i in pieces:
-        first.setdefault(word_of[i], i)
-    starts = range(begin, max(end - stride, begin + 1), room - stride)
-    bounds = [begin, *(start + stride // 2 for start in starts[1:]), end]
-    found = []
-    for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
-        own = {word: i for word, i in first.items() if low <= i < high}
-        kept = [*range(begin), *range(start, min(start + room, end)), *range(end, len(word_of))]
-        ids, types = ([encoded[name][i] for i in kept] for name in ("input_ids", "token_type_ids"))
-        piece_of = [word_of[i] if word_of[i] in own else None for i in kept]
-        found.append(Window(ids, types, piece_of, list(own), [begin + i - start for i in own.values()]))
-    return found
+        first.setdefault(word_of[i], i - text.start)
+    tagged = []
+    for window, low, high in zip(found, bounds[:-1], bounds[1:], strict=True):
+        positions = {word: window.first + i - window.tokens.start for word, i in first.items() if low <= i < high}
+        tagged_word_of = [None] * len(window.input_ids)
+        for position, i in enumerate(window.tokens, window.first):
+            word = word_of[text.start + i]
+            tagged_word_of[position] = word if word in positions else None
+        ids, types = window.input_ids, window.token_type_ids
+        tagged.append(WordWindow(ids, types, tagged_word_of, list(positions), list(positions.values())))
+    return tagged
 
 
 # ---------------------------------------------------------------------------------------------------------------- task
@@ -175,7 +173,7 @@ class TokenClassification(FineTuning):
                 for number, place, words, tags in zip(
                     numbers, batch["place"], batch["words"], batch["tags"], strict=True
                 )
-                for window in windows(self.tokenizer, words, self.settings.max_length, self.settings.stride)
+                for window in word_windows(self.tokenizer, words, self.settings.max_length, self.settings.stride)
             ]
             return {
                 "input_ids": [window.input_ids for *_, window in found],
@@ -190,11 +188,11 @@ class TokenClassification(FineTuning):
 
         return rows.map(encode, batched=True, with_indices=True, remove_columns=rows.column_names)
 
-    def targets(self, window: Window, tags: list[str]) -> list[int]:
+    def targets(self, window: WordWindow, tags: list[str]) -> list[int]:
         """The label of each token of a window."""
         firsts = set(window.positions)
         targets = []
-        for i, word in enumerate(window.piece_of):
+        for i, word in enumerate(window.word_of):
             tag = None if word is None else tags[word]
             if i not in firsts and tag is not None:
                 tag = self.tag_inside(tag) if self.settings.label_all_pieces else None
