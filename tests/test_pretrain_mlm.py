@@ -473,7 +473,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
         (["--config_file", "{folder}/train.txt"], "train.txt is not JSON"),
         (["--config_file", "{folder}/list.json"], "list.json is not a JSON object"),
         (["--config_file", "{folder}/small.json"], "the tokenizer has 206 tokens; expected at most vocab_size, 50"),
-        (["--text_column", "body"], "no column 'body' for the texts (--text_column): there are 'text'"),
+        (["--text_column", "body"], "no column 'body' for the texts (--text_column); the columns are 'text'"),
         (["--train_file", "{folder}/train.txt", "--next_sentence"], "two documents of two sentences"),
         (["--validation_file", "{folder}/one.txt"], "the validation set is too small: no word of it is masked"),
         (["--tokenizer", "{folder}/unmasked"], "has no mask token"),

@@ -297,7 +297,7 @@ def test_skipped_rows_are_told_of_once(tmp_path, capsys):
     path.write_bytes(b"a b\nc \xff d\na b\n")
     assert train(path, tmp_path / "out", "--on_bad_row", "skip") == 0
     assert tokens_of(tmp_path / "out") == [*SPECIAL, "a", "b"]
-    assert capsys.readouterr().err.count("1 of 3 rows are bad and were skipped") == 1
+    assert capsys.readouterr().err.count("1 of 3 rows are invalid and were skipped") == 1
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_skipped_rows_are_told_of_once(tmp_path, capsys):
         (b"", (), "text.txt has no rows"),
         (b" \n\n", (), "text.txt has no rows"),
         (b"\x01\x02\n", (), "there is no text to train on"),
-        (b"a b\n", ("--column", "body"), "no column 'body' for the texts: there are 'text'"),
+        (b"a b\n", ("--column", "body"), "no column 'body' for the texts; the columns are 'text'"),
         (b"abc abd\n", ("--vocab_size", 11), "--vocab_size is 11; expected at least 12, for 5 special tokens "
          "and 7 characters, at the beginning of a word and within"),
         (b"a b\na b c\n", ("--vocab_size", 7, "--pre_split", "whitespace"), "--vocab_size is 7; expected at least 8, "

@@ -180,7 +180,7 @@ def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkey
         ({"schedule": "steep"}, "steep"),
         (
             {"text_column": "words"},
-            "no column 'words' for the text (--text_column): there are 'text', 'label', 'rating'",
+            "no column 'words' for the text (--text_column); the columns are 'text', 'label', 'rating'",
         ),
         ({"label_smoothing": 1}, "--label_smoothing is 1.0"),
         ({"metric": "elegance"}, "--metric is elegance; expected one of accuracy, f1, matthews_correlation"),

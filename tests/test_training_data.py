@@ -192,16 +192,16 @@ def test_bad_rows_of_csv_do_not_stop_the_reading(write):
     )
     assert read(source) == [
         ("x.csv, row 1 (line 2)", {"text": "good", "label": "1"}),
-        ("x.csv, row 2 (line 3)", "x.csv, row 2 (line 3): the header has 2 columns, and this row 1"),
-        ("x.csv, row 3 (line 4)", "x.csv, row 3 (line 4): the header has 2 columns, and this row 3"),
+        ("x.csv, row 2 (line 3)", "x.csv, row 2 (line 3): the row has 1 columns; expected 2, as in the header"),
+        ("x.csv, row 3 (line 4)", "x.csv, row 3 (line 4): the row has 3 columns; expected 2, as in the header"),
         ("x.csv, row 4 (line 5)", "x.csv, row 4 (line 5): 'text' is not valid UTF-8"),
         ("x.csv, row 5 (line 6)", "x.csv, row 5 (line 6): 'text' has a zero byte in it"),
         ("x.csv, row 6 (line 7)", {"text": "two\nlines", "label": "0"}),
-        ("x.csv, row 7 (line 9)", "x.csv, row 7 (line 9): broken quotation or field (',' expected after '\"')"),
+        ("x.csv, row 7 (line 9)", "x.csv, row 7 (line 9): invalid quotation or field (',' expected after '\"')"),
         ("x.csv, row 8 (line 10)", {"text": "good", "label": "2"}),
         (
             "x.csv, row 9 (line 11)",
-            "x.csv, row 9 (line 11): broken quotation or field (unexpected end of data); all up to line 12 is lost "
+            "x.csv, row 9 (line 11): invalid quotation or field (unexpected end of data); the lines up to 12 are lost "
             "with it",
         ),
     ]
@@ -217,7 +217,7 @@ def test_a_quotation_that_nobody_closes_does_not_fill_the_memory(write, monkeypa
     place, problem = rows[0]
     assert place == "x.csv, row 1 (line 2)"
     # 5 and 199 × 5 characters, those of the lines 2 to 201, fit.
-    assert problem.endswith("(field larger than field limit (1000)); all up to line 202 is lost with it")
+    assert problem.endswith("(field larger than field limit (1000)); the lines up to 202 are lost with it")
     assert rows[-1][1] == {"text": "end"}
 
 
@@ -234,8 +234,8 @@ def test_bad_rows_of_json_lines_do_not_stop_the_reading(write):
     )
     rows = [row for _, row in read(source)]
     assert rows[0] == {"text": "good"}
-    assert re.fullmatch(r"x.jsonl, row 2 \(line 2\): not valid JSON \(.*\); wanted is one object a line", rows[1])
-    assert rows[2] == "x.jsonl, row 3 (line 3): a JSON list; wanted is one object a line"
+    assert re.fullmatch(r"x.jsonl, row 2 \(line 2\): not valid JSON \(.*\); expected an object on each line", rows[1])
+    assert rows[2] == "x.jsonl, row 3 (line 3): a JSON list; expected an object on each line"
     assert rows[3] == "x.jsonl, row 4 (line 4): 'text' is not valid UTF-8"
     assert rows[4] == "x.jsonl, row 5 (line 5): 'deep' is not valid UTF-8"
     assert rows[5] == "x.jsonl, row 6 (line 6): 'deep' has a zero byte in it"
@@ -262,9 +262,9 @@ def test_bad_rows_of_parquet_and_text_do_not_stop_the_reading(write, tmp_path):
         ("x.csv", b"text,label\n\n\n", "x.csv has no rows"),
         ("x.txt", b"\n \n", "x.txt has no rows"),
         ("x.jsonl", b"", "x.jsonl has no rows"),
-        ("x.csv", b"text,text\na,b\n", "x.csv: the header names 'text' more than once"),
-        ("x.csv", "text,label\na,b\n".encode("utf-16"), "x.csv: in the header .* is the file UTF-8"),
-        ("x.csv", b'"text"s,label\na,b\n', "x.csv: broken quotation or field in the header"),
+        ("x.csv", b"text,text\na,b\n", "x.csv has 'text' twice in the header"),
+        ("x.csv", "text,label\na,b\n".encode("utf-16"), "x.csv has an invalid header: .* expected a UTF-8 file"),
+        ("x.csv", b'"text"s,label\na,b\n', "x.csv has an invalid quotation or field in the header"),
         ("x.parquet", b"not this", "x.parquet cannot be read: .*[Pp]arquet"),
     ],
     ids=["empty", "header alone", "blank", "no lines", "same name", "UTF-16", "broken header", "no Parquet"],
@@ -290,12 +290,12 @@ def test_a_source_is_files_that_exist_or_a_name(tmp_path):
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(OSError, match=r"folder.csv: there is no such file"):
         Source(files=[tmp_path / "folder.csv"])
-    with pytest.raises(ValueError, match=r"x.xls: unknown ending '.xls'; wanted is one of .csv, .tsv, .jsonl"):
+    with pytest.raises(ValueError, match=r"x.xls has the unknown ending '.xls'; expected one of .csv, .tsv, .jsonl"):
         Source(files=["x.xls"])
     for neither_or_both in ({}, {"files": [Path(__file__).parent / "data" / "movie_reviews.csv"], "name": "a/b"}):
-        with pytest.raises(ValueError, match="one of the two"):
+        with pytest.raises(ValueError, match="expected either files or the name"):
             Source(**neither_or_both)
-    with pytest.raises(ValueError, match="a/b: which split"):
+    with pytest.raises(ValueError, match="a/b has no split"):
         Source(name="a/b")
 
 
@@ -339,7 +339,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch):
         raise ConnectionError("no way\nto get there")
 
     monkeypatch.setattr(training_rows, "load_dataset", load)
-    with pytest.raises(OSError, match=r"^--dataset a/b: .* the Hub cannot be reached.*--train_file"):
+    with pytest.raises(OSError, match=r"^--dataset is a/b, .* the Hub cannot be reached.*--train_file"):
         list(read_rows(Source(name="a/b", config="c", split="test")))
 
 
@@ -352,10 +352,10 @@ def test_the_column_that_is_named_or_the_first_there_is(write):
     assert columns == ["text", "label"]
     assert find_column(columns, None, ["sentence", "text", "label"], "the text") == "text"
     assert find_column(columns, "label", ["text"], "the text") == "label"
-    with pytest.raises(ValueError, match=r"^no column 'tetx' for the text: there are 'text', 'label'$"):
+    with pytest.raises(ValueError, match=r"^there is no column 'tetx' for the text; the columns are 'text', 'label'$"):
         find_column(columns, "tetx", ["text"], "the text")
     with pytest.raises(
-        ValueError, match=r"for the target: wanted is 'target' or 'summary', .* there are 'text', 'label'$"
+        ValueError, match=r"for the target; expected 'target' or 'summary', .* columns are 'text', 'label'$"
     ):
         find_column(columns, None, ["target", "summary"], "the target")
 
@@ -369,11 +369,11 @@ def test_columns_of_json_lines_are_those_of_many_rows(write):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"other": "x"}, "no column 'text'"),
+        ({"other": "x"}, "'text' is missing"),
         ({"text": None}, "'text' is empty"),
         ({"text": ""}, "'text' is empty"),
         ({"text": " \n"}, "'text' is empty"),
-        ({"text": 5}, "'text' is 5, which is no text"),
+        ({"text": 5}, "'text' is 5; expected a text"),
     ],
 )
 def test_text_that_is_none(row, message):
@@ -410,9 +410,9 @@ def test_skip_keeps_the_good_rows_and_reports_the_bad(make, write):
         {"text": "five", "label": 1, "place": "x.csv, row 6 (line 7)"},
     ]
     assert told == [
-        "3 of 6 rows are bad and were skipped:\n"
+        "3 of 6 rows are invalid and were skipped:\n"
         "  x.csv, row 2 (line 3): 'text' is empty\n"
-        "  x.csv, row 4 (line 5): the header has 2 columns, and this row 1\n"
+        "  x.csv, row 4 (line 5): the row has 1 columns; expected 2, as in the header\n"
         "  x.csv, row 5 (line 6): 'label' is '9'; wanted is '0' or '1'"
     ]
 
@@ -420,7 +420,7 @@ def test_skip_keeps_the_good_rows_and_reports_the_bad(make, write):
 def test_a_long_report_is_cut_and_goes_to_the_log(write, caplog):
     load_rows(write("x.csv", "text,label\na,1\n" + "a,2\n" * 7), check_label, "skip")
     (report,) = [record.getMessage() for record in caplog.records]
-    assert report.startswith("7 of 8 rows are bad")
+    assert report.startswith("7 of 8 rows are invalid")
     assert [line.strip().split(":")[0] for line in report.splitlines()[1:]] == [
         *(f"x.csv, row {number} (line {number + 1})" for number in range(2, 7)),
         "and 2 more",
@@ -430,7 +430,7 @@ def test_a_long_report_is_cut_and_goes_to_the_log(write, caplog):
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
 def test_no_good_row_is_an_error(make, write):
     told = []
-    with pytest.raises(ValueError, match=r"^every row is bad, 2 in all; the first is x.csv, row 1 \(line 2\): 'label'"):
+    with pytest.raises(ValueError, match=r"^all 2 rows are invalid; the first is x.csv, row 1 \(line 2\): 'label'"):
         list(make(write("x.csv", "text,label\na,2\nb,3\n"), check_label, "skip", told.append))
     assert told == []
 
@@ -520,7 +520,7 @@ def test_a_stream_that_is_broken_off_reports_as_well(write):
     assert [next(rows)["text"] for _ in range(2)] == ["a", "b"]
     del rows
     assert len(told) == 1
-    assert told[0].startswith("1 of 3 rows are bad")
+    assert told[0].startswith("1 of 3 rows are invalid")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,7 +549,7 @@ def sampled(lengths, batch_size, world, epoch=0, **options) -> list[list[list[in
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.booleans())
 def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
     if len(lengths) < world:
-        with pytest.raises(ValueError, match=f"{len(lengths)} rows are too few for {world} processes"):
+        with pytest.raises(ValueError, match=f"{len(lengths)} rows for {world} processes"):
             LengthGroupedBatches(lengths, batch_size, 0, world=world)
         return
     processes = sampled(lengths, batch_size, world, epoch, seed=3, shuffle=shuffle)
@@ -732,7 +732,7 @@ def test_flattened_by_hand(tokenizer):
 @pytest.mark.parametrize("name", ["token_type_ids", "labels"])
 def test_a_value_too_few_is_an_error(name, flatten, tokenizer):
     examples = [{"input_ids": [5, 6], "token_type_ids": [0, 0], "labels": [1, 2]} | {name: [1]}]
-    with pytest.raises(ValueError, match=f"{name} has 1 values for 2 tokens"):
+    with pytest.raises(ValueError, match=f"{name} has 1 values; expected 2"):
         PadOrFlatten(tokenizer, flatten, per_token=["labels"])(examples)
 
 

@@ -173,9 +173,9 @@ def test_sentences_without_entities():
         "f1": 0.0,
         "accuracy": 1.0,
     }
-    with pytest.raises(ValueError, match="no tokens at all"):
+    with pytest.raises(ValueError, match="have no tokens; expected"):
         compute("seqeval", [[]], [[]])
-    with pytest.raises(ValueError, match="sentence 2 has 1 predicted tags for 2 tokens"):
+    with pytest.raises(ValueError, match="sentence 2 has 1 predicted tags; expected 2"):
         compute("seqeval", [["O"], ["O"]], [["O"], ["O", "O"]])
 
 
@@ -288,7 +288,7 @@ def test_a_text_without_a_reference_is_refused(name):
 
 
 def test_references_without_a_token_have_no_error_rate():
-    with pytest.raises(ValueError, match="no tokens at all"):
+    with pytest.raises(ValueError, match="have no tokens; expected"):
         compute("error_rate", ["a"], [[""]])
 
 
@@ -304,7 +304,7 @@ def test_perplexity_is_of_the_mean_over_all_tokens():
 
 @pytest.mark.parametrize(("loss", "count"), [(1.0, 0), (math.nan, 3), (1.0, math.nan)])
 def test_what_has_no_perplexity(loss, count):
-    with pytest.raises(ValueError, match="perplexity"):
+    with pytest.raises(ValueError, match=r"^(count|total_loss) is "):
         training_metrics.perplexity(loss, count)
 
 
@@ -331,35 +331,36 @@ def test_values_are_plain_floats_and_evaluate_gives_the_same(name, tmp_path):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_and_unequal_numbers_are_refused(name):
     predictions, references = EXAMPLES[name]
-    with pytest.raises(ValueError, match="nothing to compute"):
+    with pytest.raises(ValueError, match="predictions and references are empty"):
         compute(name, predictions[:0], references[:0])
     count = len(predictions)
-    with pytest.raises(ValueError, match=f"there are {count + 1} predictions for {count} references"):
+    with pytest.raises(ValueError, match=f"there are {count + 1} predictions and {count} references"):
         compute(name, predictions + predictions[:1], references)
 
 
 def test_options_go_to_the_metrics_that_have_them():
     values = compute(["accuracy", "f1"], PREDICTED, LABELS, average="macro")
     assert values == pytest.approx({"accuracy": 4 / 6, "f1": 59 / 90})
-    with pytest.raises(ValueError, match="accuracy, f1 have no option averages"):
+    with pytest.raises(ValueError, match="no option averages of accuracy, f1"):
         compute(["accuracy", "f1"], [1], [1], averages="macro")
-    with pytest.raises(ValueError, match="average is 'mean'; f1 knows binary, macro"):
+    with pytest.raises(ValueError, match="average is 'mean'; expected one of binary, macro"):
         compute("f1", [1], [1], average="mean")
 
 
 def test_metrics_that_do_not_exist_are_named():
     with pytest.raises(ValueError, match="there is no metric 'acuracy'; expected one of accuracy, corr"):
         compute(["f1", "acuracy"], [1], [1])
-    with pytest.raises(ValueError, match="no metric is named"):
+    with pytest.raises(ValueError, match="expected at least one metric"):
         compute([], [1], [1])
 
 
-@pytest.mark.parametrize("name", sorted(training_metrics.OF_LABELS))
+@pytest.mark.parametrize("name", sorted(training_metrics.METRICS_OF_LABELS))
 @pytest.mark.parametrize("bad", [[0.7, 1.0], ["a", "b"], [None, 1], [[1, 0], [1]], [[1, 0], [1, 0]]])
 def test_what_is_no_label_is_refused(name, bad):
-    with pytest.raises(ValueError, match=r"labels, which are integers|not of one length|different numbers of labels"):
+    message = "labels, which are integers|rows of different lengths|different numbers of labels"
+    with pytest.raises(ValueError, match=message):
         compute(name, bad, [0, 1])
-    with pytest.raises(ValueError, match=r"labels, which are integers|not of one length|different numbers of labels"):
+    with pytest.raises(ValueError, match=message):
         compute(name, [0, 1], bad)
 
 

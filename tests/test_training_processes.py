@@ -116,4 +116,4 @@ def test_sharded_runs_resume(arguments):
 def test_an_error_on_two_processes(arguments):
     done = launch("two_process.yaml", arguments("wrong", 6, text_column="words"))
     assert done.returncode != 0
-    assert "finetune_classification.py: no column 'words' for the text" in done.stderr
+    assert "finetune_classification.py: there is no column 'words' for the text" in done.stderr

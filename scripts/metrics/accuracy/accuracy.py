@@ -1,4 +1,4 @@
-"""The share of items that are right."""
+"""The share of correct items."""
 
 import evaluate
 from datasets import Features, List, Value
@@ -6,10 +6,10 @@ from sklearn.metrics import accuracy_score
 
 
 class Accuracy(evaluate.Metric):
-    """accuracy: the share of items whose label is the reference's.
+    """accuracy: the share of items whose prediction equals the reference.
 
-    Predictions and references are labels, one an item; or, where an item may have several labels, a row of 0 and 1
-    for each, which is right if all of the row is.
+    Predictions and references are a label for each item; or, if items may have several labels, a row of 0 and 1 for
+    each item, which must be equal as a whole.
     """
 
     def _info(self):

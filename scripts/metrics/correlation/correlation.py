@@ -7,10 +7,10 @@ from scipy.stats import pearsonr, spearmanr
 
 
 class Correlation(evaluate.Metric):
-    """pearson: how close to a line predictions and references lie, from -1 to 1; spearman: the same of their ranks.
+    """pearson: the linear correlation of predictions and references, from -1 to 1; spearman: that of their ranks.
 
-    Both are 0 where all predictions, or all references, are one number: the formulas divide 0 by 0 there, and such
-    predictions tell nothing, as with Matthews' coefficient. Predictions and references are numbers, one an item.
+    Both are 0 if all predictions, or all references, are the same number, for which the formulas divide 0 by 0.
+    Predictions and references are a number for each item.
     """
 
     def _info(self):
@@ -21,7 +21,7 @@ class Correlation(evaluate.Metric):
 
     def _compute(self, predictions, references):
         if not np.isfinite([predictions, references]).all():
-            raise ValueError("predictions or references hold nan or infinity; expected finite numbers")
+            raise ValueError("predictions or references have nan or infinity; expected finite numbers")
         if min(np.ptp(predictions), np.ptp(references)) == 0:
             return {"pearson": 0.0, "spearman": 0.0}
         return {

@@ -1,4 +1,4 @@
-"""Edits between what was generated and what is right: phoneme and word error rate."""
+"""Edits between generated and correct texts: phoneme and word error rate."""
 
 import evaluate
 from datasets import Features, List, Value
@@ -7,13 +7,12 @@ from rapidfuzz.distance import Levenshtein
 
 class ErrorRate(evaluate.Metric):
     """token_error_rate: the edits (substitutions, insertions, deletions) that turn the predictions into the references,
-    per token of the references, over the whole set; may exceed 1. The phoneme error rate where tokens are phonemes, the
-    word error rate where they are words. item_error_rate: the share of items with any edit.
+    divided by the tokens of the references, over the whole set. It may exceed 1. It is the phoneme error rate if tokens
+    are phonemes, and the word error rate if they are words. item_error_rate: the share of items with an edit.
 
-    Of several references the one with the fewest edits counts, and of those the shortest.
+    Of several references the one with the fewest edits counts, and of these the shortest.
 
-    Predictions are texts, tokens separated by white space; references are for each item the list of texts that are
-    right.
+    Predictions are texts, with tokens separated by white space; references are a list of correct texts for each item.
     """
 
     def _info(self):
@@ -27,9 +26,11 @@ class ErrorRate(evaluate.Metric):
             raise ValueError(f"item {references.index([]) + 1} has no reference; expected one or more for each")
         edits = tokens = wrong = 0
         for prediction, texts in zip(predictions, references, strict=True):
-            said = prediction.split()
-            distance, length = min((Levenshtein.distance(said, right), len(right)) for right in map(str.split, texts))
+            tokens_of_text = prediction.split()
+            distance, length = min(
+                (Levenshtein.distance(tokens_of_text, correct), len(correct)) for correct in map(str.split, texts)
+            )
             edits, tokens, wrong = edits + distance, tokens + length, wrong + (distance > 0)
         if tokens == 0:
-            raise ValueError("the references hold no tokens at all; an error rate is edits per token of theirs")
+            raise ValueError("the references have no tokens; expected at least one, because the rate is per token")
         return {"token_error_rate": edits / tokens, "item_error_rate": wrong / len(predictions)}

@@ -8,13 +8,13 @@ AVERAGES = ("binary", "macro", "micro", "weighted")
 
 
 class F1(evaluate.Metric):
-    """f1: the harmonic mean of precision and recall; 0 where there is nothing to find and nothing was found.
+    """f1: the harmonic mean of precision and recall; 0 if there is nothing to find and nothing was found.
 
-    Predictions and references are labels, one an item; or, where an item may have several labels, a row of 0 and 1
-    for each.
+    Predictions and references are a label for each item; or, if items may have several labels, a row of 0 and 1 for
+    each item.
 
     average: "binary", the F1 of label 1, for two labels; "macro", the mean over the labels that occur; "weighted",
-    that mean weighted by how often they occur in the references; "micro", over all decisions together.
+    this mean weighted by their frequency in the references; "micro", the F1 of all decisions together.
     """
 
     def _info(self):
@@ -27,5 +27,5 @@ class F1(evaluate.Metric):
 
     def _compute(self, predictions, references, average="binary"):
         if average not in AVERAGES:
-            raise ValueError(f"average is {average!r}; f1 knows {', '.join(AVERAGES)}")
+            raise ValueError(f"average is {average!r}; expected one of {', '.join(AVERAGES)}")
         return {"f1": f1_score(references, predictions, average=average, zero_division=0.0)}

@@ -6,10 +6,10 @@ from sklearn.metrics import matthews_corrcoef
 
 
 class MatthewsCorrelation(evaluate.Metric):
-    """matthews_correlation: Matthews' correlation coefficient, from -1 through 0 (no better than chance) to 1, for two
-    labels or more; 0 where all predictions, or all references, are one label.
+    """matthews_correlation: Matthews' correlation coefficient, from -1 to 1, for two or more labels; 0 is no better
+    than chance, and the value if all predictions, or all references, are the same label.
 
-    Predictions and references are labels, one an item.
+    Predictions and references are a label for each item.
     """
 
     def _info(self):
@@ -19,6 +19,6 @@ class MatthewsCorrelation(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        if len({*predictions, *references}) == 1:  # of which scikit-learn warns
+        if len({*predictions, *references}) == 1:  # scikit-learn would warn
             return {"matthews_correlation": 0.0}
         return {"matthews_correlation": matthews_corrcoef(references, predictions)}

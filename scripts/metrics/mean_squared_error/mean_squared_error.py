@@ -6,9 +6,9 @@ from sklearn.metrics import mean_squared_error
 
 
 class MeanSquaredError(evaluate.Metric):
-    """mean_squared_error: the mean of the squares of what predictions and references differ by.
+    """mean_squared_error: the mean of the squared differences between predictions and references.
 
-    Predictions and references are numbers, one an item.
+    Predictions and references are a number for each item.
     """
 
     def _info(self):

@@ -9,12 +9,12 @@ TYPES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 
 class Rouge(evaluate.Metric):
     """rouge1, rouge2, rougeL, rougeLsum: the mean over all items of the F1, from 0 to 1, of the words, the pairs of
-    words and the longest common subsequence that a text shares with its reference; rougeLsum takes that sentence by
-    sentence, one a line. Of several references the best counts. Lin (2004), "ROUGE".
+    words and the longest common subsequence that a text shares with its reference; rougeLsum is computed sentence by
+    sentence, with a sentence on each line. Of several references the best counts. Lin (2004), "ROUGE".
 
-    Words are what is written with a-z and 0-9: texts in other scripts get 0. There is no stemming.
+    Words consist of a-z and 0-9, so texts in other scripts get 0. There is no stemming.
 
-    Predictions are texts; references are for each item the list of texts that are right.
+    Predictions are texts; references are a list of correct texts for each item.
     """
 
     def _info(self):

@@ -9,10 +9,10 @@ from sacrebleu import corpus_bleu, corpus_chrf
 
 class Sacrebleu(evaluate.Metric):
     """bleu, chrf: both over the whole set, from 0 to 100. Papineni et al. (2002), "BLEU", with sacreBLEU's tokenizer
-    13a; Popović (2015), "chrF", of characters only (chrF2). Post (2018), "A Call for Clarity in Reporting BLEU
-    Scores", for how they are computed.
+    13a; Popović (2015), "chrF", of characters only (chrF2). Computed as in Post (2018), "A Call for Clarity in
+    Reporting BLEU Scores".
 
-    Predictions are texts; references are for each item the list of texts that are right, as many as there are.
+    Predictions are texts; references are a list of correct texts for each item, of any length.
     """
 
     def _info(self):

@@ -1,4 +1,4 @@
-"""Entities in tagged sentences, found whole or not."""
+"""Precision, recall and F1 of the entities in tagged sentences."""
 
 import warnings
 
@@ -10,12 +10,12 @@ MEASURES = {"precision": "precision", "recall": "recall", "f1": "f1-score", "num
 
 
 class Seqeval(evaluate.Metric):
-    """precision, recall, f1: of entities, over all types together (micro average). An entity is right if its first
-    token, its last and its type are. accuracy: the share of tokens whose tag is right. For each type T that occurs in
-    the references or the predictions: T_precision, T_recall, T_f1, and T_number, how many the references hold.
+    """precision, recall, f1: of entities, over all types together (micro average). An entity is correct if its first
+    token, its last token and its type are. accuracy: the share of tokens with the correct tag. For each type T in the
+    references or the predictions: T_precision, T_recall, T_f1, and T_number, the number of entities in the references.
 
-    What has no entities to find, or none found, gets 0. Predictions and references are for each sentence the tags of
-    its tokens, "O" or prefix and type ("B-PER", "I-PER"), read as conlleval reads them.
+    Values are 0 if there are no entities to find, or none were found. Predictions and references are the tags of each
+    sentence, "O" or prefix and type ("B-PER", "I-PER"), interpreted as by conlleval.
     """
 
     def _info(self):
@@ -27,9 +27,9 @@ class Seqeval(evaluate.Metric):
     def _compute(self, predictions, references):
         for item, (found, right) in enumerate(zip(predictions, references, strict=True), 1):
             if len(found) != len(right):
-                raise ValueError(f"sentence {item} has {len(found)} predicted tags for {len(right)} tokens")
+                raise ValueError(f"sentence {item} has {len(found)} predicted tags; expected {len(right)}")
         if not any(references):
-            raise ValueError("the sentences hold no tokens at all")
+            raise ValueError("the sentences have no tokens; expected at least one")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the mean over no types, which is not used
             report = classification_report(references, predictions, output_dict=True, zero_division=0)

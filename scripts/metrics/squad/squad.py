@@ -1,4 +1,4 @@
-"""Answers to questions, judged as SQuAD's official script does."""
+"""Exact match and F1 of answers to questions, as computed by SQuAD's official script."""
 
 import re
 import string
@@ -9,13 +9,13 @@ from datasets import Features, List, Value
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and the white space between and around."""
+    """The text in lower case, without punctuation, articles and extra white space."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def token_f1(answer: str, gold: str) -> float:
-    """The F1 of the tokens that two normalized answers share; of an empty one, whether the other is empty as well."""
+    """The F1 of the tokens that two normalized answers share; if one is empty, whether the other is empty as well."""
     if not answer or not gold:
         return float(answer == gold)
     tokens, gold_tokens = answer.split(), gold.split()
@@ -24,15 +24,16 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 class Squad(evaluate.Metric):
-    """exact_match: the percentage of answers that, normalized, are a gold answer; f1: the mean, in per cent, of the F1
-    of the tokens that answer and gold answer share. The best of the gold answers counts. Where some questions have an
-    answer and some have none, also has_answer_exact_match, has_answer_f1, no_answer_exact_match and no_answer_f1.
+    """exact_match: the percentage of answers that equal a gold answer, after normalization; f1: the mean, in per cent,
+    of the F1 of the tokens that answer and gold answer share. The best of the gold answers counts. If some questions
+    have an answer and others have none, also has_answer_exact_match, has_answer_f1, no_answer_exact_match and
+    no_answer_f1.
 
-    Rajpurkar et al. (2016), "SQuAD", section 6.1, and Rajpurkar et al. (2018), "Know What You Don't Know", for
-    questions without answers: there both measures are 100 for an empty prediction and 0 for any other.
+    Rajpurkar et al. (2016), "SQuAD", section 6.1. For questions without an answer both values are 100 for an empty
+    prediction and 0 for any other: Rajpurkar et al. (2018), "Know What You Don't Know".
 
-    Predictions are texts, empty where the model gives no answer; references are for each question the list of gold
-    answers, empty where it has none.
+    Predictions are texts, empty for no answer; references are a list of gold answers for each question, empty if it has
+    none.
     """
 
     def _info(self):

@@ -1,4 +1,4 @@
-"""Which rows make a batch, and how a batch of examples becomes tensors."""
+"""Grouping rows into batches by length, and turning the examples of a batch into tensors."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,33 +7,33 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-# Batches are formed from rows of similar length, out of this many batches' worth of rows drawn at random.
+# Rows are sorted by length within groups of this many batches, drawn at random.
 BATCHES_SORTED_TOGETHER = 50
 
 
-# ------------------------------------------------------------------------------------------- which rows make a batch
+# ----------------------------------------------------------------------------------------------- rows of a batch
 
 
 class LengthGroupedBatches(Sampler[list[int]]):
-    """Batches of rows of about the same length, in an order that is a pure function of the seed and the epoch.
+    """Batches of rows of similar length, in an order that depends on the seed and the epoch only.
 
-    As in transformers' LengthGroupedSampler, rows are shuffled, and 50 batches' worth of them at a time (less where
-    there are few: at least four lots) sorted by length and cut into batches. The batches come in random order, but the
-    one with the longest row first, so that a lack of memory shows at once, and one with fewer rows than the others
-    last.
+    As in transformers' LengthGroupedSampler, rows are shuffled, and groups of 50 batches (smaller ones for few rows, so
+    that there are at least four groups) are sorted by length and cut into batches. The order of the batches is random,
+    with two exceptions: the batch with the longest row is the first, so that a lack of memory shows at once, and a
+    batch with fewer rows is the last.
 
-    Of a step's rows, `batch_size` × `world` of them, each process takes every `world`-th. What is left over at the end
-    makes a smaller step; if that has not a row for each process, it is left out.
+    Each process takes every `world`-th of the `batch_size` × `world` rows of a step. The remaining rows make a smaller
+    step, or are dropped if there are fewer than processes.
 
     Args:
         lengths: of each row, in tokens.
-        batch_size: rows of a batch, on one process.
-        rank, world: this process, and how many there are.
-        start: the batch of the first epoch with which to begin.
-        shuffle: otherwise rows come in the order of the file, whatever their length.
+        batch_size: rows per batch, on each process.
+        rank, world: the number of this process, and the number of processes.
+        start: the number of the first batch in the first epoch.
+        shuffle: False: rows are in the order of the file, whatever their length.
 
     Raises:
-        ValueError: there is not a row for each process, or a number is out of range.
+        ValueError: there are fewer rows than processes, or a number is out of range.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class LengthGroupedBatches(Sampler[list[int]]):
     ):
         if batch_size < 1 or not 0 <= rank < world:
             raise ValueError(
-                f"batch_size is {batch_size} and rank {rank} of {world}; expected at least 1, and a rank "
-                "below the number of processes"
+                f"batch_size is {batch_size} and rank is {rank} of {world}; expected at least 1, and a rank from 0 to "
+                f"{world - 1}"
             )
         if len(lengths) < world:
-            raise ValueError(f"{len(lengths)} rows are too few for {world} processes")
+            raise ValueError(f"there are {len(lengths)} rows for {world} processes; expected at least one for each")
         self.lengths = np.asarray(lengths)
         self.step_rows = batch_size * world
         self.seed, self.rank, self.world, self.shuffle = seed, rank, world, shuffle
@@ -61,23 +61,23 @@ class LengthGroupedBatches(Sampler[list[int]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches a whole epoch has, the same on each process."""
+        """The batches of a whole epoch, as many on each process."""
         whole, left = divmod(len(self.lengths), self.step_rows)
         return whole + (left >= self.world)
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch comes next. Another one than before begins with its first batch."""
+        """Sets the next epoch. If it is another one, it starts at its first batch."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
     def set_start(self, batch: int) -> None:
-        """Says with which batch this epoch begins; those before it are not looked at.
+        """Sets the batch at which this epoch starts. The rows of earlier batches are not read.
 
         Raises:
-            ValueError: the epoch has not as many.
+            ValueError: the epoch has fewer batches.
         """
         if not 0 <= batch <= self.batches_per_epoch:
-            raise ValueError(f"start is {batch}; an epoch has {self.batches_per_epoch} batches")
+            raise ValueError(f"start is {batch}; expected 0 to {self.batches_per_epoch}, the batches of an epoch")
         self.start = batch
 
     def __len__(self) -> int:
@@ -88,15 +88,15 @@ class LengthGroupedBatches(Sampler[list[int]]):
             yield rows[self.rank :: self.world].tolist()
 
     def _steps(self) -> list[np.ndarray]:
-        """The rows of each step of the epoch, those of all processes together."""
+        """The rows of each step of the epoch, of all processes."""
         count, size = len(self.lengths), self.step_rows
         if not self.shuffle:
             return cut(np.arange(count), size)
         random = np.random.default_rng([self.seed, self.epoch])
         rows = random.permutation(count)
-        lot = size * max(1, min(BATCHES_SORTED_TOGETHER, count // (4 * size)))
-        rows = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in cut(rows, lot)])
-        # What is left over at the end may have the longest row. It changes places, so that a full step has it.
+        group = size * max(1, min(BATCHES_SORTED_TOGETHER, count // (4 * size)))
+        rows = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in cut(rows, group)])
+        # The remaining rows may include the longest one. It is moved into a full step.
         whole, longest = count // size, self.lengths[rows].argmax()
         if whole and longest >= whole * size:
             rows[[0, longest]] = rows[[longest, 0]]
@@ -109,22 +109,22 @@ class LengthGroupedBatches(Sampler[list[int]]):
 
 
 def cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
-    """The rows in pieces of `size`; the last may be smaller."""
+    """The rows in parts of `size`; the last one may be smaller."""
     return np.split(rows, range(size, len(rows), size))
 
 
 def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, world: int = 1) -> list[list[int]]:
-    """The batches of one process, those of the longest rows first, such that each row is in one batch of one process.
+    """The batches of one process, the longest rows first. Each row is in one batch of one process.
 
-    All processes have the same number of batches, as sharded models require, unless there are fewer rows than
-    processes, or batches of a single row do not come out even: then some have one batch less.
+    All processes have the same number of batches. The exceptions are fewer rows than processes, and batches of one row
+    whose number is not a multiple of the processes: then some processes have one batch less.
 
     Args:
         lengths: of each row, in tokens.
-        batch_size: the rows of a batch, at most.
+        batch_size: the maximum number of rows in a batch.
 
     Returns:
-        The indices of each batch's rows, by which results are put back into order.
+        The indices of the rows of each batch, by which results can be put back in order.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     steps = np.array_split(order, max(1, -(-len(order) // (batch_size * world))))
@@ -132,22 +132,22 @@ def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, w
     return [share for share in shares if share]
 
 
-# ------------------------------------------------------------------------------------------- how rows become tensors
+# ---------------------------------------------------------------------------------------------------------- tensors
 
 
 class PadOrFlatten:
-    """Makes a batch of examples: padded, `(B, T)`; or flattened, the sequences end to end in one row, `(1, N)`, with
-    where they start, `cu_seq_lens_q` and `cu_seq_lens_k`, `(B + 1,)`, and positions that begin anew in each.
+    """Collates examples into a batch: padded, `(B, T)`; or flattened, the sequences concatenated in one row, `(1, N)`,
+    with their boundaries, `cu_seq_lens_q` and `cu_seq_lens_k`, `(B + 1,)`, and positions that restart at 0 in each.
 
-    transformers' DataCollatorWithFlattening does not do: it drops token types, takes labels to be those of a causal
-    model, whose first is never predicted, and knows of none for whole sequences.
+    transformers' DataCollatorWithFlattening is not enough: it drops token types and labels of whole sequences, and
+    replaces the first label of each sequence, because a causal model does not predict it.
 
     Args:
-        tokenizer: says with what and on which side to pad.
-        flatten: for a model that takes packed sequences, such as ScratchBert's encoders.
+        tokenizer: defines the padding token and the side to pad on.
+        flatten: for a model that supports packed sequences, such as ScratchBert's encoders.
         per_token: the examples' fields with a value for each token. Padded with -100; `(B, T)` or `(1, N)`.
-        per_sequence: those with one number, or one vector of L numbers, for the whole: `(B,)` or `(B, L)`. Fields of
-            either kind that the examples do not have are not in the batch, and no others are.
+        per_sequence: the fields with a number, or a vector of L numbers, for the whole sequence: `(B,)` or `(B, L)`. Of
+            both kinds, fields that the examples lack are omitted; all other fields are dropped.
     """
 
     def __init__(self, tokenizer, flatten: bool, per_token: Sequence[str] = (), per_sequence: Sequence[str] = ()):
@@ -155,27 +155,28 @@ class PadOrFlatten:
         self.per_token, self.per_sequence = tuple(per_token), tuple(per_sequence)
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor | int]:
-        """The batch of examples that have `input_ids`, and `token_type_ids` if the model is to see them.
+        """The batch of examples that have `input_ids` and, optionally, `token_type_ids`.
 
         Raises:
-            ValueError: an example has not one value per token where it should.
+            ValueError: an example does not have a value for each token.
         """
 
-        def there(names):
+        def existing(names):
             return [name for name in names if name in examples[0]]
 
-        inputs, per_token = there(["input_ids", "token_type_ids"]), there(self.per_token)
+        inputs, per_token = existing(["input_ids", "token_type_ids"]), existing(self.per_token)
         for name, example in ((name, example) for name in [*inputs, *per_token] for example in examples):
-            if len(example[name]) != len(example["input_ids"]):
-                raise ValueError(f"{name} has {len(example[name])} values for {len(example['input_ids'])} tokens")
+            values, tokens = len(example[name]), len(example["input_ids"])
+            if values != tokens:
+                raise ValueError(f"{name} has {values} values; expected {tokens}, one per token")
         columns = {name: [example[name] for example in examples] for name in [*inputs, *per_token]}
         batch = self._flatten(columns) if self.flatten else self._pad(columns, inputs)
         return batch | {
-            name: torch.tensor([example[name] for example in examples]) for name in there(self.per_sequence)
+            name: torch.tensor([example[name] for example in examples]) for name in existing(self.per_sequence)
         }
 
     def _pad(self, columns: dict[str, list], inputs: list[str]) -> dict[str, torch.Tensor]:
-        """Rows of the same width."""
+        """Rows that are padded to the same length."""
         padded = self.tokenizer.pad({name: columns[name] for name in inputs}, return_tensors="pt")
         side = self.tokenizer.padding_side
         return {**padded} | {
@@ -204,7 +205,7 @@ class PadOrFlatten:
 
 
 def unpadded(batch: dict, values: torch.Tensor) -> list[torch.Tensor]:
-    """What a model says of each token, `(B, T)` or, without padding, `(1, N)`, as a row for each sequence."""
+    """The values of the non-padding tokens, `(B, T)` or, in a flattened batch, `(1, N)`, as a row for each sequence."""
     if "cu_seq_lens_q" in batch:
         return list(values[0].split(batch["cu_seq_lens_q"].diff().tolist()))
     return [row[mask.bool()] for row, mask in zip(values, batch["attention_mask"], strict=True)]

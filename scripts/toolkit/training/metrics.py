@@ -2,9 +2,8 @@
 
     compute(["accuracy", "f1"], [0, 1, 2], [0, 1, 1], average="macro")     {"accuracy": 0.67, "f1": 0.56}
 
-The inputs and values of each metric are documented in its module, metrics/NAME/NAME.py, which `evaluate.load` can open
-by its path as well. Keys have no prefix; values are floats on the usual scale: 0 to 100 for sacrebleu and squad, else 0
-to 1.
+Each module, metrics/NAME/NAME.py, documents the inputs and values of its metric; `evaluate.load` can also open it by
+its path. Keys have no prefix; values are floats on the usual scale: 0 to 100 for sacrebleu and squad, else 0 to 1.
 """
 
 import inspect
@@ -32,14 +31,14 @@ METRICS = {
     "seqeval": ("evaluate", "seqeval"),
     "squad": ("evaluate",),
 }
-OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
+METRICS_OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
 
 
 def load(name: str):
-    """The `evaluate.Metric` of this name. Tasks call it before the training, so that a missing library is found then.
+    """The `evaluate.Metric` of this name. Tasks load their metrics before the training, to find missing libraries.
 
-    evaluate copies the module, a few kB, to HF_MODULES_CACHE, under a lock and a hash of its content. Nothing else is
-    written: processes that compute metrics at the same time share no file.
+    `evaluate` copies the module, a few kB, into HF_MODULES_CACHE, under a lock and a hash of its content. Nothing else
+    is written, so processes can compute metrics at the same time.
 
     Raises:
         ValueError: there is no such metric.
@@ -50,35 +49,35 @@ def load(name: str):
     require(*METRICS[name])
     import evaluate
 
-    # evaluate makes a folder even for a metric that keeps everything in memory.
+    # `evaluate` creates a folder even if everything is kept in memory.
     with tempfile.TemporaryDirectory() as folder:
         return evaluate.load(str(FOLDER / name), keep_in_memory=True, cache_dir=folder)
 
 
 def compute(names: str | Sequence[str], predictions: Sequence, references: Sequence, **options) -> dict[str, float]:
-    """The values of one or several metrics over the whole set, of which predictions and references are one an item.
+    """The values of one or several metrics over a set with a prediction and a reference for each item.
 
-    An option goes to every metric that has it (`average` to f1).
+    An option is passed to every metric that has it, such as `average` to f1.
 
     Raises:
-        ValueError: No metric, or one that does not exist; no items, or not as many predictions as references; items of
-            another type than the metric's; an option, or its value, that no metric knows.
-        ImportError: A package is not installed, as for `load`.
+        ValueError: there is no metric, no item, or no metric of that name or with that option; the numbers of
+            predictions and references differ; or items have the wrong type.
+        CommandError: a library is not installed.
     """
     metrics = {name: load(name) for name in ([names] if isinstance(names, str) else names)}
     if not metrics:
-        raise ValueError("no metric is named")
+        raise ValueError(f"names is {names!r}; expected at least one metric")
     if len(predictions) != len(references):
-        raise ValueError(f"there are {len(predictions)} predictions for {len(references)} references")
+        raise ValueError(f"there are {len(predictions)} predictions and {len(references)} references; expected as many")
     if len(predictions) == 0:
-        raise ValueError(f"there is nothing to compute {', '.join(metrics)} of: predictions and references are empty")
+        raise ValueError(f"predictions and references are empty; expected at least one for {', '.join(metrics)}")
     known = {name: options.keys() & inspect.signature(metric._compute).parameters for name, metric in metrics.items()}
     unknown = options.keys() - set().union(*known.values())
     if unknown:
-        raise ValueError(f"{', '.join(metrics)} have no option {', '.join(sorted(unknown))}")
+        raise ValueError(f"there is no option {', '.join(sorted(unknown))} of {', '.join(metrics)}")
     values = {}
     for name, metric in metrics.items():
-        if name in OF_LABELS:
+        if name in METRICS_OF_LABELS:
             check_labels(name, predictions=predictions, references=references)
         chosen = {option: options[option] for option in known[name]}
         values |= metric.compute(predictions=predictions, references=references, **chosen)
@@ -86,41 +85,39 @@ def compute(names: str | Sequence[str], predictions: Sequence, references: Seque
 
 
 def check_labels(name: str, **columns: Sequence) -> None:
-    """evaluate would cut the digits off a probability and call the rest a label.
+    """Checks that labels are integers, to which `evaluate` would silently round probabilities down.
 
     Raises:
-        ValueError: Something else than integers, or rows that are not of one length.
+        ValueError: they are not integers, or rows of labels differ in length.
     """
     shapes = set()
     for column, values in columns.items():
         try:
             array = np.asarray(values)
         except ValueError:
-            raise ValueError(f"{name}: the rows of {column} are not of one length") from None
+            raise ValueError(f"{column} has rows of different lengths; expected one length for {name}") from None
         if array.dtype.kind not in "biu":
-            raise ValueError(
-                f"{name} is of labels, which are integers; {column} hold others, such as {array.flat[0]!r}"
-            )
+            raise ValueError(f"{column} has {array.flat[0]!r}; expected labels, which are integers, for {name}")
         shapes.add(array.shape[1:])
     if len(shapes) > 1:
-        raise ValueError(f"{name}: the items of {' and '.join(columns)} have different numbers of labels")
+        raise ValueError(f"{' and '.join(columns)} have different numbers of labels; expected as many for {name}")
 
 
 def perplexity(total_loss: float, count: float) -> float:
-    """exp of the mean loss a token, infinity where that is more than a float holds.
+    """exp of the mean loss per token; infinity if that is too large for a float.
 
     Args:
-        total_loss: Cross-entropy in nats, summed over the tokens of all batches: a mean of the batches' means would
-            weigh the tokens of small batches more.
-        count: How many tokens that are.
+        total_loss: the cross-entropy in nats, summed over the tokens of all batches. (In a mean of the means of
+            batches, the tokens of small batches would count more.)
+        count: the number of these tokens.
 
     Raises:
-        ValueError: No tokens, or a loss that is not a number.
+        ValueError: there are no tokens, or the loss is NaN.
     """
     if not count > 0:
-        raise ValueError(f"count is {count}; a perplexity is of one token or more")
+        raise ValueError(f"count is {count}; expected at least one token")
     if math.isnan(total_loss):
-        raise ValueError("total_loss is nan, of which there is no perplexity")
+        raise ValueError("total_loss is nan; expected a number")
     try:
         return math.exp(total_loss / count)
     except OverflowError:

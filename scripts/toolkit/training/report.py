@@ -1,7 +1,8 @@
-"""What a training run writes beside the model and its card: metrics.json and curves.png.
+"""The report of a training run: metrics.json and curves.png.
 
-A history is a list of points, in the order of the run. Points of the log have `step`, `epoch`, `loss`, `learning_rate`
-and `tokens_per_second`; evaluations have `step`, `epoch` and `validation`, a dict from metric to value.
+A history is a list of points in the order of the run. A point of the training has `step`, `epoch`, `loss`,
+`learning_rate` and `tokens_per_second`; one of an evaluation has `step`, `epoch` and `validation`, a dict from metric
+to value.
 """
 
 import functools
@@ -14,23 +15,23 @@ from toolkit.cli import how_to_install
 from toolkit.files import atomic_file, to_json, write_json
 from toolkit.model_card import History, cell
 
-# The loss curve is smoothed from this many points on.
-SMOOTHED = 25
+# A loss curve with more points than this is smoothed.
+MOST_UNSMOOTHED = 25
 
 
 def write_metrics(folder: Path, metrics: Mapping) -> None:
-    """Writes metrics.json into `folder`. Undefined metrics, which JSON has no NaN for, are null."""
+    """Writes metrics.json into `folder`. NaN, which JSON does not have, becomes null."""
     write_json(Path(folder) / "metrics.json", metrics)
 
 
 def plot_curves(path: Path, history: History, metric_names: Sequence[str]) -> None:
-    """Draws loss and learning rate over the steps, and beside them, where there are evaluations, each metric.
+    """Draws the loss and the learning rate over the steps, and beside them the metrics of evaluations.
 
-    Without matplotlib there is no picture, and a line on standard error says so, once.
+    Without matplotlib nothing is drawn, and one line on standard error reports it.
 
     Args:
         path: of the PNG.
-        metric_names: those of the evaluations to draw, in this order; "loss" goes to the training loss.
+        metric_names: the metrics to draw, in this order; "loss" is drawn with the training loss.
     """
     pyplot = open_pyplot()
     if pyplot is None:
@@ -56,7 +57,7 @@ def plot_curves(path: Path, history: History, metric_names: Sequence[str]) -> No
 
 @functools.cache
 def open_pyplot():
-    """matplotlib.pyplot, or None where it is not installed."""
+    """matplotlib.pyplot; None if it is not installed."""
     try:
         import matplotlib  # an extra
     except ImportError:
@@ -69,22 +70,22 @@ def open_pyplot():
 
 
 def draw_training(figure, log: History, evaluations: list) -> None:
-    """The loss as logged, faint, the smoothed one and that of the evaluations; below them the learning rate."""
+    """Draws the training loss (faint), its smoothed curve and the loss of evaluations; below them the learning rate."""
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     steps, losses = [point["step"] for point in log], numbers(point["loss"] for point in log)
-    if len(log) > SMOOTHED:
+    if len(log) > MOST_UNSMOOTHED:
         loss.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
         loss.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
     elif log:
         loss.plot(steps, losses, ".-", color="tab:blue", linewidth=1.2, label="training")
-    judged = [(step, values["loss"]) for step, values in evaluations if "loss" in values]
-    if judged:
-        loss.plot(*over_steps(judged), "o-", color="tab:orange", markersize=4, linewidth=1.2, label="validation")
+    evaluated = [(step, values["loss"]) for step, values in evaluations if "loss" in values]
+    if evaluated:
+        loss.plot(*over_steps(evaluated), "o-", color="tab:orange", markersize=4, linewidth=1.2, label="validation")
     loss.set_ylabel("loss")
     if loss.lines:
         loss.legend(frameon=False, fontsize="small")
     rates = numbers(point.get("learning_rate") for point in log)
-    rate.plot(steps, rates, "-" if len(log) > SMOOTHED else ".-", color="grey", linewidth=1.2)
+    rate.plot(steps, rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey", linewidth=1.2)
     rate.set_ylim(bottom=0)
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     rate.set_ylabel("learning rate")
@@ -92,14 +93,14 @@ def draw_training(figure, log: History, evaluations: list) -> None:
 
 
 def draw_metrics(figure, names: list[str], evaluations: list) -> None:
-    """A strip for each metric, as a perplexity and an accuracy have no scale in common."""
+    """Draws each metric in axes of its own, because their scales differ."""
     axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axis, name in zip(axes, names, strict=True):
         points = [(step, values[name]) for step, values in evaluations if name in values]
         axis.plot(*over_steps(points), "o-", color="tab:green", markersize=4, linewidth=1.2)
         axis.set_title(name, loc="left", fontsize="medium")
         axis.margins(y=0.25)
-        # The last one is what the card says, and is written out.
+        # The last value, which the model card has as well, is written beside its point.
         step, value = points[-1]
         if value is not None:
             axis.annotate(cell(value), (step, value), (0, 5), textcoords="offset points", ha="right", fontsize="small")
@@ -107,19 +108,19 @@ def draw_metrics(figure, names: list[str], evaluations: list) -> None:
 
 
 def over_steps(points: list[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    """What `plot` takes."""
+    """Steps and values, the arguments of `plot`."""
     return [step for step, _ in points], numbers(value for _, value in points)
 
 
 def numbers(values) -> list[float]:
-    """As floats, NaN for None and for what has no place on an axis."""
+    """The values as floats; NaN, which is not drawn, for None and infinities."""
     return [math.nan if value is None or not math.isfinite(value) else float(value) for value in values]
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The exponential moving average over about a 25th of the values, or over one where there are fewer, without a bias
-    to its beginning (Kingma & Ba 2015, section 3). A NaN stays one, and does not reach those behind it."""
-    keep = 1 - 1 / max(1, len(values) / SMOOTHED)
+    """The exponential moving average over about a 25th of the values, and at least one, corrected for its initial bias
+    (Kingma & Ba 2015, section 3). NaN stays NaN and does not change later values."""
+    keep = 1 - 1 / max(1, len(values) / MOST_UNSMOOTHED)
     mean = weight = 0.0
     smooth = []
     for value in values:

@@ -1,4 +1,4 @@
-"""Rows from files or from the Hub, each with its place, and what happens to those that cannot be used."""
+"""Reading rows from files or from the Hub, each with its place, and stopping at invalid rows or skipping them."""
 
 import csv
 import json
@@ -18,21 +18,21 @@ from pyarrow import parquet
 
 logger = logging.getLogger(__name__)
 
-# The longest field of a CSV file, in characters. Python's own limit, 131,072, is less than a long article; without any,
-# a quotation mark that nobody closes would draw the rest of the file into memory.
+# The longest field of a CSV file, in characters. Python's default, 131,072, is less than a long article; without a
+# limit, an unclosed quotation mark would read the rest of the file into memory.
 LONGEST_FIELD = 2**24
 
-# So many bad rows are named in the report of those that were skipped.
-NAMED_ROWS = 5
+# The number of rows that the report on skipped rows lists.
+LISTED_ROWS = 5
 
-# Rows of JSON lines may leave columns out. Those of the first so many rows are the columns of the file.
+# Rows of JSON lines may lack columns: those of this many rows at the beginning are the columns of the file.
 ROWS_WITH_ALL_COLUMNS = 100
 
-# Rows of a Parquet file that are in memory at once.
+# The rows of a Parquet file that are in memory at once.
 PARQUET_ROWS = 64
 
 
-# --------------------------------------------------------------------------------------------------- rows out of files
+# -------------------------------------------------------------------------------------------------------- reading rows
 
 
 class BadRow(ValueError):  # noqa: N818
@@ -41,18 +41,19 @@ class BadRow(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from: local files, one after the other, or a dataset of the hub.
+    """Where rows come from: local files, one after the other, or a dataset on the Hub.
 
     Args:
         files: `.csv` and `.tsv`, both with a header and with quotation marks as spreadsheets write them; `.jsonl` and
-            `.json`, one object a line; `.parquet`; and `.txt`, a row a line, with the one column `text`. All UTF-8.
-        name: the hub's `user/dataset`, or a folder that `datasets.load_dataset` opens.
-        config: the one of the dataset's configurations, if it has several.
-        split: such as `train` or `train[:1000]`; wanted with `name`.
+            `.json`, an object on each line; `.parquet`; and `.txt`, a row on each line, in the column `text`. All are
+            UTF-8.
+        name: `user/dataset` on the Hub, or a folder that `datasets.load_dataset` opens.
+        config: the configuration of the dataset, if it has several.
+        split: such as `train` or `train[:1000]`; required with `name`.
 
     Raises:
         OSError: a file is missing.
-        ValueError: a file's ending is unknown, or it is not either files or a name with a split.
+        ValueError: a file has an unknown ending; there are both files and a name, or neither; or there is no split.
     """
 
     files: Sequence[Path | str] = ()
@@ -63,17 +64,17 @@ class Source:
     def __post_init__(self):
         object.__setattr__(self, "files", tuple(map(Path, self.files)))
         if bool(self.files) == (self.name is not None):
-            raise ValueError(f"rows come from files or from a dataset's name, one of the two; got {self}")
+            raise ValueError(f"the source of rows is {self}; expected either files or the name of a dataset")
         if self.name is not None and self.split is None:
-            raise ValueError(f"{self.name}: which split of it? split is wanted, such as 'train'")
+            raise ValueError(f"{self.name} has no split; expected one, such as 'train'")
         for path in self.files:
             if path.suffix.lower() not in READERS:
-                raise ValueError(f"{path}: unknown ending {path.suffix!r}; wanted is one of {', '.join(READERS)}")
+                raise ValueError(f"{path} has the unknown ending {path.suffix!r}; expected one of {', '.join(READERS)}")
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: there is no such file")
 
     def parts(self) -> list[tuple[Path, str]]:
-        """Each file, and what messages call it: its name, or its path where several have the same name."""
+        """Each file with its name in messages: the file's name, or its path if several have the same name."""
         names = Counter(path.name for path in self.files)
         return [(path, path.name if names[path.name] == 1 else str(path)) for path in self.files]
 
@@ -81,15 +82,15 @@ class Source:
 def read_rows(source: Source, streaming: bool = False) -> Iterator[tuple[str, dict | BadRow]]:
     """All rows, one at a time, each with its place.
 
-    A place is "reviews.csv, row 3 (line 4)": rows count from 1 without the header and without empty lines, which are
-    passed over; the line is the one where the row starts. Parquet and the hub have no lines. Labels that a dataset
-    stores as numbers, with a name for each, come as the names.
+    A place is "reviews.csv, row 3 (line 4)": rows count from 1, without the header and empty lines, which are skipped;
+    the line is the one in which the row starts. Rows of Parquet and of the Hub have no line. Labels that a dataset
+    stores as numbers with names are replaced by the names.
 
     Args:
-        streaming: whether a dataset of the hub is read from there, and not from a copy on disk.
+        streaming: read a dataset from the Hub directly, without a copy on the disk.
 
     Yields:
-        The place, and the row's columns; or, where there is no making sense of it, the BadRow that says why.
+        The place and the row's columns; or the place and a BadRow, if the row cannot be read.
 
     Raises:
         OSError: a file or a dataset cannot be read.
@@ -99,7 +100,7 @@ def read_rows(source: Source, streaming: bool = False) -> Iterator[tuple[str, di
 
 
 def read_files(parts: list[tuple[Path, str]]) -> Iterator[tuple[str, dict | BadRow]]:
-    """`read_rows` of files, each with the name that messages call it by."""
+    """`read_rows` for files, each with its name in messages."""
     for path, name in parts:
         number = 0
         for number, (line, row) in enumerate(READERS[path.suffix.lower()](path), 1):
@@ -110,14 +111,14 @@ def read_files(parts: list[tuple[Path, str]]) -> Iterator[tuple[str, dict | BadR
 
 
 def as_row(place: str, row: dict | str) -> dict | BadRow:
-    """The row, or what is wrong with it: what a reader says of it, or text that can be neither shown nor saved."""
+    """The row; or a BadRow, if `row` is the error message of a reader or has text that cannot be saved."""
     problem = row if isinstance(row, str) else find_fault(row)
     return row if problem is None else BadRow(f"{place}: {problem}")
 
 
 def find_fault(row: dict) -> str | None:
-    """What is wrong with the text in a row, at whatever depth: bytes that are no UTF-8 (or half of a surrogate pair,
-    which JSON can write), or zero bytes."""
+    """What is wrong with the text in a row, at any depth; None if nothing is. Text must not have zero bytes, bytes that
+    are not UTF-8, or an unpaired surrogate, which JSON can express."""
     for column, value in row.items():
         waiting = [column, value]
         while waiting:
@@ -142,17 +143,17 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-# A reader yields, for each row, its line (None: it has none), and its columns or, as a string, what is wrong with it.
+# A reader yields each row's line (None: it has none), and its columns or, as a string, what is wrong with it.
 
 
 def open_text(path: Path, newline: str | None = None):
-    """Opens a text file so that no byte stops the reading. What is not UTF-8 comes as surrogates."""
+    """Opens a text file. Bytes that are not UTF-8 are read as surrogates, without an error."""
     return open(path, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
 def read_csv(path: Path, delimiter: str) -> Iterator[tuple[int, dict | str]]:
-    """Rows of a file with a header. A broken row ends at the end of its line, or, if it is a quotation that is not
-    closed as it should be, of the line where that shows; reading goes on behind it."""
+    """Rows of a file with a header. An invalid row ends at the end of its line; one with an unclosed quotation ends at
+    the line in which the error shows. Reading continues with the next line."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_FIELD))
     with open_text(path, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -161,16 +162,16 @@ def read_csv(path: Path, delimiter: str) -> Iterator[tuple[int, dict | str]]:
         check_header(path, header)
         for line, record in records:
             if isinstance(record, str):
-                lines = "" if reader.line_num == line else f"; all up to line {reader.line_num} is lost with it"
-                yield line, f"broken quotation or field ({record}){lines}"
+                lines = "" if reader.line_num == line else f"; the lines up to {reader.line_num} are lost with it"
+                yield line, f"invalid quotation or field ({record}){lines}"
             elif len(record) != len(header):
-                yield line, f"the header has {len(header)} columns, and this row {len(record)}"
+                yield line, f"the row has {len(record)} columns; expected {len(header)}, as in the header"
             else:
                 yield line, dict(zip(header, record, strict=True))
 
 
 def csv_records(reader) -> Iterator[tuple[int, list[str] | str]]:
-    """The line where each record starts, and its fields or, as a string, what the csv module says of it."""
+    """The line in which each record starts, and its fields or, as a string, the error of the csv module."""
     while True:
         line = reader.line_num + 1
         try:
@@ -184,17 +185,13 @@ def csv_records(reader) -> Iterator[tuple[int, list[str] | str]]:
 
 
 def check_header(path: Path, header: list[str] | str) -> None:
-    """Checks the names of a file's columns.
-
-    Raises:
-        ValueError: it cannot be read, or two columns have the same name.
-    """
+    """Raises ValueError if a file's header cannot be read, or has a name twice."""
     if isinstance(header, str):
-        raise ValueError(f"{path}: broken quotation or field in the header ({header})")
+        raise ValueError(f"{path} has an invalid quotation or field in the header ({header})")
     if fault := find_fault(dict.fromkeys(header)):
-        raise ValueError(f"{path}: in the header {fault}; is the file UTF-8?")
+        raise ValueError(f"{path} has an invalid header: {fault}; expected a UTF-8 file")
     if twice := [name for name, count in Counter(header).items() if count > 1]:
-        raise ValueError(f"{path}: the header names {', '.join(map(repr, twice))} more than once")
+        raise ValueError(f"{path} has {', '.join(map(repr, twice))} twice in the header; expected different names")
 
 
 def read_json(path: Path) -> Iterator[tuple[int, dict | str]]:
@@ -203,9 +200,9 @@ def read_json(path: Path) -> Iterator[tuple[int, dict | str]]:
         try:
             row = json.loads(row["text"])
         except (ValueError, RecursionError) as error:
-            yield line, f"not valid JSON ({error}); wanted is one object a line"
+            yield line, f"not valid JSON ({error}); expected an object on each line"
             continue
-        yield line, row if isinstance(row, dict) else f"a JSON {type(row).__name__}; wanted is one object a line"
+        yield line, row if isinstance(row, dict) else f"a JSON {type(row).__name__}; expected an object on each line"
 
 
 def read_text(path: Path) -> Iterator[tuple[int, dict]]:
@@ -217,10 +214,10 @@ def read_text(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[None, dict | str]]:
-    """Rows of a Parquet file, a few at a time in memory."""
-    with faults_of(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+    """Rows of a Parquet file, a few in memory at a time."""
+    with errors_about(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
         schema = file.schema_arrow
-        # `datasets` leaves the names of labels there.
+        # `datasets` stores the names of labels there.
         features = Features.from_arrow_schema(schema) if b"huggingface" in (schema.metadata or {}) else {}
         for batch in file.iter_batches(PARQUET_ROWS):
             for index in range(len(batch)):
@@ -232,8 +229,8 @@ def read_parquet(path: Path) -> Iterator[tuple[None, dict | str]]:
 
 
 @contextmanager
-def faults_of(name: Path | str):
-    """Has what Arrow and `datasets` complain about say in one line what it is about."""
+def errors_about(name: Path | str):
+    """Turns an error of Arrow or `datasets` into one of one line that names `name`."""
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -253,17 +250,17 @@ READERS = {
 
 
 def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadRow]]:
-    """`read_rows` of a dataset of the hub."""
+    """`read_rows` for a dataset on the Hub."""
     name = f"{source.name} ({source.split})"
     try:
-        with faults_of(name):
+        with errors_about(name):
             rows = load_dataset(source.name, source.config, split=source.split, streaming=streaming)
     except OSError as error:
         if not isinstance(error.__cause__, ConnectionError):
             raise
         raise OSError(
-            f"--dataset {source.name}: it is no folder, and the Hub cannot be reached. Give a folder that "
-            "datasets.load_dataset opens, or files (--train_file)."
+            f"--dataset is {source.name}, which is not a folder, and the Hub cannot be reached; expected one of the "
+            "two. Give a folder that datasets.load_dataset opens, or files (--train_file)."
         ) from error
     number = 0
     for number, row in enumerate(rows, 1):
@@ -274,7 +271,7 @@ def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadR
 
 
 def name_labels(row: dict, features: dict) -> dict:
-    """The row, with the names of its labels in place of their numbers; None where there is no label (-1)."""
+    """The row with the names of its labels instead of their numbers; None for -1, no label."""
     kinds = {column: features.get(column) for column in row}
     return {
         column: [name_label(kinds[column].feature, label) for label in value]
@@ -285,7 +282,7 @@ def name_labels(row: dict, features: dict) -> dict:
 
 
 def name_label(feature, value):
-    """The name of a label that is stored as a number. Any other value stays as it is."""
+    """The name of a label that is stored as a number; any other value as it is."""
     if not isinstance(feature, ClassLabel) or value is None:
         return value
     return feature.int2str(value) if value >= 0 else None
@@ -295,10 +292,10 @@ def name_label(feature, value):
 
 
 def columns_of(source: Source) -> list[str]:
-    """The columns of the first 100 rows that can be read, in the order in which they turn up.
+    """The columns of the first 100 rows, in the order in which they occur.
 
     Raises:
-        OSError, ValueError: as `read_rows` says, or none of those rows can be read.
+        OSError, ValueError: as `read_rows`, or none of these rows can be read.
     """
     columns, first_bad = {}, None
     for _, row in islice(read_rows(source, streaming=True), ROWS_WITH_ALL_COLUMNS):
@@ -312,37 +309,37 @@ def columns_of(source: Source) -> list[str]:
 
 
 def find_column(columns: Sequence[str], named: str | None, candidates: Sequence[str], what: str) -> str:
-    """The column that was named, or else the first of the candidates that there is.
+    """The column `named`, or else the first of the candidates that exists.
 
     Args:
-        what: what the column is to hold, for the message.
+        what: the content of the column, and the flag that names it, for the message.
 
     Raises:
         ValueError: there is none.
     """
-    there_are = f"there are {', '.join(map(repr, columns))}" if columns else "there are none at all"
+    existing = ", ".join(map(repr, columns)) or "none"
     if named is not None:
         if named not in columns:
-            raise ValueError(f"no column {named!r} for {what}: {there_are}")
+            raise ValueError(f"there is no column {named!r} for {what}; the columns are {existing}")
         return named
     for candidate in candidates:
         if candidate in columns:
             return candidate
-    wanted = " or ".join(map(repr, candidates)) or "one to be named"
-    raise ValueError(f"no column for {what}: wanted is {wanted}, or another by name; {there_are}")
+    expected = " or ".join(map(repr, candidates)) or "one that is named"
+    raise ValueError(f"there is no column for {what}; expected {expected}, and the columns are {existing}")
 
 
 def text_of(row: dict, column: str) -> str:
     """The text in a row's column, for the `check` of `load_rows`.
 
     Raises:
-        ValueError: the column is missing, empty, blank or no text.
+        ValueError: the column is missing, empty, blank or not a text.
     """
     value = row.get(column)
     if value is None:
-        raise ValueError(f"no column {column!r}" if column not in row else f"{column!r} is empty")
+        raise ValueError(f"{column!r} is missing" if column not in row else f"{column!r} is empty")
     if not isinstance(value, str):
-        raise ValueError(f"{column!r} is {value!r}, which is no text")
+        raise ValueError(f"{column!r} is {value!r}; expected a text")
     if not value.strip():
         raise ValueError(f"{column!r} is empty")
     return value
@@ -353,57 +350,57 @@ Warn = Callable[[str], None]
 
 
 def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> Dataset:
-    """All rows, in memory. Nothing is cached: a file that has changed is read as it is now.
+    """All rows, in memory. Nothing is cached, so a changed file is read again.
 
     Args:
-        check: makes of a row's columns those that are kept, of the same types for every row; or raises ValueError.
-        on_bad_row: "stop" at the first bad row; or "skip" bad rows, and say at the end how many, and where the first
-            were.
-        warn: is told of those that were skipped.
+        check: returns the columns to keep of a row, of the same types for every row, or raises ValueError.
+        on_bad_row: "stop" at the first invalid row; or "skip" invalid rows, and report their number and the first ones
+            at the end.
+        warn: is called with this report.
 
     Returns:
         The columns that `check` keeps, and `place`.
 
     Raises:
-        BadRow: the first bad row, with "stop".
-        OSError, ValueError: as `read_rows` says, or every row is bad.
+        BadRow: the first invalid row, with "stop".
+        OSError, ValueError: as `read_rows`, or no row is valid.
     """
     check_policy(on_bad_row)
     return Dataset.from_list(list(keep_rows(read_rows(source), check, on_bad_row, warn)))
 
 
 def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> IterableDataset:
-    """The same as `load_rows`, read anew in each pass and never in memory at once. A file is a shard. What `load_rows`
-    raises, the passes raise; every file is opened now, so that a broken one shows before training starts. Bad rows are
-    told of at the end of each file, or where the reading of it is broken off.
+    """The same as `load_rows`, but read again in each pass, and never all in memory. Each file is a shard. Errors of
+    `load_rows` are raised during the passes; every file is opened once now, so that a corrupt one is found before the
+    training. Skipped rows are reported at the end of each file, or when reading it is stopped.
 
     Raises:
-        OSError, ValueError: one of the files cannot be read, or has no rows.
+        OSError, ValueError: a file cannot be read, or has no rows.
     """
     check_policy(on_bad_row)
     for part in source.parts():
         next(read_files([part]))
     kept = {"check": check, "on_bad_row": on_bad_row, "warn": warn}
     kept |= {"parts": source.parts()} if source.files else {"source": source}
-    # `IterableDataset.from_generator` would do, but leaves a file in the user's cache, and has to pickle `check`.
+    # `IterableDataset.from_generator` would leave a file in the user's cache, and pickles `check`.
     return IterableDataset(ExamplesIterable(stream_examples, kept))
 
 
 def stream_examples(check, on_bad_row, warn, parts=None, source=None) -> Iterator[tuple[int, dict]]:
-    """What `stream_rows` reads in a pass, in the form that `datasets` expects: each row with a key. Of `parts`, a list,
-    it makes shards."""
+    """The rows of a pass, each with a key, as `datasets` expects them. `datasets` makes a shard of each entry of
+    `parts`, because it is a list."""
     rows = read_hub(source, streaming=True) if parts is None else read_files(parts)
     yield from enumerate(keep_rows(rows, check, on_bad_row, warn))
 
 
 def check_policy(on_bad_row: str) -> None:
-    """Raises ValueError where there is no such policy."""
+    """Raises ValueError if there is no such policy."""
     if on_bad_row not in ("stop", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; expected 'stop' or 'skip'")
 
 
 def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_row: str, warn: Warn) -> Iterator[dict]:
-    """What `check` keeps of each row, and the row's place. Arguments and errors are those of `load_rows`."""
+    """The columns of each row that `check` keeps, and its place. Arguments and errors are those of `load_rows`."""
     total, bad, first_bad = 0, 0, []
     try:
         for place, row in rows:
@@ -417,12 +414,12 @@ def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_ro
                 if on_bad_row == "stop":
                     raise problem from None
                 bad += 1
-                first_bad += [problem] if bad <= NAMED_ROWS else []
+                first_bad += [problem] if bad <= LISTED_ROWS else []
             else:
                 yield kept
-    finally:  # also if the reading is broken off
+    finally:  # also if reading is stopped
         if 0 < bad < total:
-            more = [f"and {bad - NAMED_ROWS} more"] if bad > NAMED_ROWS else []
-            warn("\n  ".join([f"{bad} of {total} rows are bad and were skipped:", *map(str, first_bad), *more]))
+            more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []
+            warn("\n  ".join([f"{bad} of {total} rows are invalid and were skipped:", *map(str, first_bad), *more]))
     if bad == total:
-        raise ValueError(f"every row is bad, {total} in all; the first is {first_bad[0]}")
+        raise ValueError(f"all {total} rows are invalid; the first is {first_bad[0]}")
