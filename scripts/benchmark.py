@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         if args.plot is not None:
             require("matplotlib")
-        from toolkit.benchmark.measure import benchmark, say
+        from toolkit.benchmark.measure import benchmark, print_lines
         from toolkit.benchmark.plot import plot
         from toolkit.files import write_json
         from toolkit.hub import silence_libraries
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             write_json(args.json, report)
         if args.plot is not None:
             plot(report, args.plot)
-        say("", *(report["failures"] or ["Our variants agree with BertModel throughout."]))
+        print_lines("", *(report["failures"] or ["Our variants agree with BertModel throughout."]))
         return 1 if report["failures"] else 0
 
     return parser.run(work, expected=(RuntimeError,))

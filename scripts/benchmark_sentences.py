@@ -3,8 +3,9 @@
 
     benchmark_sentences.py sentence-transformers/all-MiniLM-L6-v2
 
-The texts are film reviews (scripts/data). All ways run in one process, in turns, each once per repetition; the time is
-the median over the repetitions.
+The texts are film reviews (scripts/data). All variants run in one process, in turns, each once per repetition; the time
+is the median over the repetitions. Columns: texts per second, the speed-up over the model as it is, and the largest
+absolute difference to its embeddings.
 
 Exit code: 0; 1 if an embedding differs by more than 1e-5; 2 bad usage, or a model that cannot be opened.
 """
@@ -19,31 +20,31 @@ from pathlib import Path
 from toolkit.cli import Parser, about, integer_from, require
 
 
-def open_ways(source: str, folder: Path) -> dict:
-    """The model as it is in `source`, and twice as it is in `folder`, into which it is converted."""
+def open_variants(source: str, folder: Path) -> dict:
+    """The model in `source` as it is, and converted into `folder`: as loaded and optimised for inference."""
     from sentence_transformers import SentenceTransformer
 
     from toolkit.conversion import convert
 
     convert(source, folder)
-    ways = {"as it is": SentenceTransformer(source, device="cpu")}
+    variants = {"as it is": SentenceTransformer(source, device="cpu")}
     for name in ("converted", "optimised"):
-        ways[name] = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
-    ways["optimised"][0].auto_model.optimize_for_inference()
-    return ways
+        variants[name] = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
+    variants["optimised"][0].auto_model.optimize_for_inference()
+    return variants
 
 
-def measure(ways: dict, texts: list[str], batch_size: int, repetitions: int):
-    """The median seconds that each way takes for all texts, and the largest difference to the first one's
+def measure(variants: dict, texts: list[str], batch_size: int, repetitions: int):
+    """The median seconds that each variant takes for all texts, and the largest difference to the first one's
     embeddings."""
-    seconds, differences = {name: [] for name in ways}, dict.fromkeys(ways, 0.0)
+    seconds, differences = {name: [] for name in variants}, dict.fromkeys(variants, 0.0)
     for repetition in range(repetitions + 1):
         embeddings = {}
-        for name in sorted(ways, reverse=bool(repetition % 2)):
+        for name in sorted(variants, reverse=bool(repetition % 2)):
             started = time.perf_counter()
-            embeddings[name] = ways[name].encode(texts, batch_size=batch_size, convert_to_tensor=True)
+            embeddings[name] = variants[name].encode(texts, batch_size=batch_size, convert_to_tensor=True)
             seconds[name] += [time.perf_counter() - started] if repetition else []  # the first repetition warms up
-        reference = embeddings[next(iter(ways))]
+        reference = embeddings[next(iter(variants))]
         for name, found in embeddings.items():
             difference = (found - reference).abs().max().item()
             differences[name] = max(differences[name], difference) if difference == difference else float("inf")
@@ -79,10 +80,10 @@ def main(argv: list[str] | None = None) -> int:
             texts = [row["text"] for row in csv.DictReader(file)][: args.texts]
         with tempfile.TemporaryDirectory() as folder:
             with about(args.model):
-                ways = open_ways(args.model, Path(folder, "converted"))
-            seconds, differences = measure(ways, texts, args.batch_size, args.repetitions)
+                variants = open_variants(args.model, Path(folder, "converted"))
+            seconds, differences = measure(variants, texts, args.batch_size, args.repetitions)
         print(f"{len(texts)} texts, in batches of {args.batch_size}, {torch.get_num_threads()} threads")
-        first = next(iter(ways))
+        first = next(iter(variants))
         for name, took in seconds.items():
             print(f"{name:10} {len(texts) / took:8.1f} texts/s  ×{seconds[first] / took:.2f}  {differences[name]:.1e}")
         return int(max(differences.values()) > TOLERANCE)

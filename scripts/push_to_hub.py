@@ -1,17 +1,17 @@
 #!/usr/bin/env python
 """Uploads a saved model's folder to the Hub: weights, tokenizer, code, model card, evaluation results.
 
-    push_to_hub.py my-model user/my-model --dry_run    lists the files that would be uploaded; contacts nobody
+    push_to_hub.py my-model user/my-model --dry_run    lists the files that would be uploaded; no network
     push_to_hub.py my-model user/my-model --private
     push_to_hub.py my-model user/my-model --revision v2 --parity parity.json
     push_to_hub.py my-model somebody/a-model --pull_request
 
-Everything is uploaded in one commit, so the repository has all of it, or what it had before. A push that breaks off can
-be repeated; large files that had arrived are not sent again. Weights in the repository that the folder's replace are
-removed.
+Everything is uploaded in one commit: either all files are uploaded or none. An interrupted push can be repeated; large
+files that were uploaded are not sent again. Old weights in the repository are removed, even under other names.
 
-The uploaded card is FOLDER's README.md, with the repository's name in the code that opens the model, completed by the
-metadata, the code that opens the model, the results in metrics.json, and the table of --parity. FOLDER is not changed.
+The uploaded model card is FOLDER's README.md, with the repository's name in the code that opens the model. Missing
+parts are added: metadata, code that opens the model, the results in metrics.json, and the table of --parity. FOLDER is
+not changed.
 
 Checkpoints and logs of the training, the optimizer's state, hidden files and files with secrets are not uploaded.
 
@@ -62,7 +62,7 @@ def push(args) -> None:
         listing = survey(args.folder, args.repo, args.parity)
         print(describe(listing))
         if args.dry_run:
-            print("dry run: nothing was sent")
+            print("dry run: nothing was uploaded")
             return
         commit, is_new = push(
             listing, args.repo, private=args.private, revision=args.revision, pull_request=args.pull_request,
@@ -70,7 +70,7 @@ def push(args) -> None:
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise CommandError(explain(error, args.repo)) from error
-    print(f"pushed to {commit.pr_url or commit}" if is_new else f"{args.repo} has all of it already")
+    print(f"pushed to {commit.pr_url or commit}" if is_new else f"{args.repo} has all files already")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`scripts/benchmark.py`: its batches, floors and verdict; that every variant runs. No time is ever asserted."""
+"""`scripts/benchmark.py`: its batches, lower bounds and verdict; that every variant runs. No time is ever asserted."""
 
 import json
 import sys
@@ -49,8 +49,8 @@ def small(monkeypatch):
     """The smallest of everything, on a machine that need not be measured."""
     monkeypatch.setattr(measure, "describe", lambda config, threads: MACHINE)
     monkeypatch.setattr(measure, "measure_again", lambda machine, config: None)
-    monkeypatch.setattr(measure, "LINE_SIZES", [1, 4])
-    monkeypatch.setattr(measure, "LINE_FILLS", [0.5, 1.0])
+    monkeypatch.setattr(measure, "LINEARITY_SIZES", [1, 4])
+    monkeypatch.setattr(measure, "LINEARITY_FILL_RATES", [0.5, 1.0])
     monkeypatch.setattr(benchmark, "FULL", {**benchmark.FULL, "cases": [(2, "greedy"), (1, "beam 4")], "tokens": 3})
 
 
@@ -70,7 +70,7 @@ def report(tmp_path, *arguments) -> tuple[int, dict]:
 def test_the_mix_is_a_third_full():
     (*batches,) = benchmark_workloads.make_batches("mix", config(), None, 60, seed=0)
     assert {len(batch.lengths) for batch in batches} == {32}
-    assert sum(batch.fill for batch in batches) / 60 == pytest.approx(0.30, abs=0.03)
+    assert sum(batch.fill_rate for batch in batches) / 60 == pytest.approx(0.30, abs=0.03)
     assert max(max(batch.lengths) for batch in batches) > 256
     short = config(max_position_embeddings=40)
     (batch,) = benchmark_workloads.make_batches("mix", short, None, 1, seed=0)
@@ -81,7 +81,7 @@ def test_the_mix_is_a_third_full():
 def test_batches_without_padding(name, shape):
     one, two = (benchmark_workloads.make_batches(name, config(), None, 2, seed=0) for _ in range(2))
     assert {batch.input_ids.shape for batch in one} == {shape}
-    assert {batch.fill for batch in one} == {1.0}
+    assert {batch.fill_rate for batch in one} == {1.0}
     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(one, two, strict=True))
     assert not torch.equal(one[0].input_ids, one[1].input_ids)
 
@@ -93,7 +93,7 @@ def test_the_reviews_are_text(minilm):
         assert set(batch.input_ids[:, 0].tolist()) == {101}
         assert batch.input_ids[batch.attention_mask == 0].sum() == 0
         assert set(batch.labels.tolist()) == {0, 1}
-        assert batch.tokens == sum(batch.lengths) == round(batch.fill * batch.input_ids.numel())
+        assert batch.tokens == sum(batch.lengths) == round(batch.fill_rate * batch.input_ids.numel())
 
 
 def test_what_the_reviews_need_is_said(monkeypatch, minilm):
@@ -105,22 +105,22 @@ def test_what_the_reviews_need_is_said(monkeypatch, minilm):
 
 
 def test_the_line_has_batches_that_grow_in_one_way_each():
-    batches = benchmark_workloads.line_batches(config(), [1, 2, 8], [0.25, 1.0], seed=0)
+    batches = benchmark_workloads.linearity_batches(config(), [1, 2, 8], [0.25, 1.0], seed=0)
     assert [(series, len(batch.lengths)) for series, batch in batches] == [
-        ("sequences", 1), ("sequences", 2), ("sequences", 8), ("fill", 32), ("fill", 32)]  # fmt: skip
-    assert [batch.fill for _, batch in batches[3:]] == [0.25, 1.0]
+        ("sequences", 1), ("sequences", 2), ("sequences", 8), ("fill_rate", 32), ("fill_rate", 32)]  # fmt: skip
+    assert [batch.fill_rate for _, batch in batches[3:]] == [0.25, 1.0]
 
 
-# --------------------------------------------------------------------------------------------------------------- floors
+# --------------------------------------------------------------------------------------------------------- lower bounds
 
 
-def test_the_floors_products_by_hand():
+def test_the_lower_bounds_products_by_hand():
     # Per layer: 3 + 5 tokens through 4 · 32² + 2 · 32 · 48 weights, and (3² + 5²) pairs, 32 wide, in two products.
     by_hand = 2 * ((3 + 5) * 2 * (4 * 32**2 + 2 * 32 * 48) + (3**2 + 5**2) * 2 * 2 * 32)
     assert lower_bound.encoder_flops(config(), [3, 5]) == by_hand
 
 
-def test_the_floors_products_as_torch_counts_them():
+def test_the_lower_bounds_products_as_torch_counts_them():
     model = BertModel(config(attn_implementation="eager"), add_pooling_layer=False).eval()  # sdpa is not counted
     total = 0
     for length in (3, 7):
@@ -130,7 +130,7 @@ def test_the_floors_products_as_torch_counts_them():
     assert lower_bound.encoder_flops(config(), [3, 7]) == total
 
 
-def test_the_floor_is_at_the_dtypes_own_rate():
+def test_the_lower_bound_is_at_the_dtypes_own_rate():
     flops = lower_bound.encoder_flops(config(), [8])
     assert lower_bound.encoder_seconds(config(), [8], MACHINE, "float32") == pytest.approx(flops / 100e9)
     assert lower_bound.encoder_seconds(config(), [8], MACHINE, "bfloat16") == pytest.approx(flops / 200e9)
@@ -213,14 +213,14 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
     for row in found["rows"]:
         assert row["error"] is None
         assert row["max_abs"] <= 1e-5
-        assert row["vs_bert_times_fill"] == pytest.approx(row["vs_bert"] * row["fill"])
-        assert row["tokens_per_second"] == pytest.approx(row["real_tokens"] / row["batches"] / row["seconds_per_batch"])
-        assert row["of_floor"] > 0
-    assert [row["series"] for row in found["linearity"]] == ["sequences"] * 2 + ["fill"] * 2
+        assert row["vs_bert_times_fill_rate"] == pytest.approx(row["vs_bert"] * row["fill_rate"])
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["batches"] / row["seconds_per_batch"])
+        assert row["lower_bound_share"] > 0
+    assert [row["series"] for row in found["linearity"]] == ["sequences"] * 2 + ["fill_rate"] * 2
     assert found["training"]["gradient_difference"] < 1e-4
     assert found["training"]["loss_difference"] < 1e-5
     assert [(row["batch"], row["decoding"]) for row in found["decoding"]] == [(2, "greedy"), (1, "beam 4")]
-    assert all(row["same_tokens"] and row["products_floor"] > 0 for row in found["decoding"])
+    assert all(row["same_tokens"] and row["gemm_lower_bound"] > 0 for row in found["decoding"])
     assert found["decoding"][0]["seconds"].keys() == {"bert", "ours", "ours-optimised"}
     assert image.imread(tmp_path / "speed.png")[..., :3].std() > 0.05
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "speed.png"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Bert
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 import pretrain_mlm
-from toolkit.training.masked_lm import Masking, Pretraining, generator_of, pack, sentence_pairs, split_sentences
+from toolkit.training.masked_lm import Masking, Pretraining, concatenate, generator_of, sentence_pairs, split_sentences
 from toolkit.training.settings import PretrainingSettings
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("quiet_only_here")]
@@ -197,10 +197,10 @@ def test_no_two_batches_have_the_same_masks(folder, streaming):
 
 
 def test_documents_are_laid_end_to_end():
-    pieces = pack([[10, 11, 12], [13], [14, 15, 16, 17, 18]], ["a", "b", "c"], 4, SEP)
+    pieces = concatenate([[10, 11, 12], [13], [14, 15, 16, 17, 18]], ["a", "b", "c"], 4, SEP)
     # 10 11 12 S | 13 S 14 15 | 16 17 18 S
     assert list(pieces) == [([10, 11, 12], "a"), ([13, SEP, 14, 15], "b"), ([16, 17, 18], "c")]
-    pieces = pack([[10, 11], [12, 13, 14]], ["a", "b"], 2, SEP)
+    pieces = concatenate([[10, 11], [12, 13, 14]], ["a", "b"], 2, SEP)
     # 10 11 | S 12 | 13 14 | S
     assert list(pieces) == [([10, 11], "a"), ([12], "b"), ([13, 14], "b")]
 

@@ -325,7 +325,7 @@ def test_a_push_that_breaks_off_leaves_all_as_it_was(hub, folder, push, where):
     saved(folder, seed=1)
     (folder / "attention.py").write_text("# changed\n")
     hub.breaks = lambda method, path: where in path
-    assert_one_line(push(), "cannot be reached, or broke off", "run it again")
+    assert_one_line(push(), "cannot be reached, or closed the connection", "run it again")
     assert hub.files("ada/m") == before
     assert len(hub.repositories["ada/m"].commits) == commits
 
@@ -352,7 +352,7 @@ def test_an_answer_that_is_lost_does_no_harm(hub, push):
         patch.setattr(publish.HfApi, "create_commit", lose)
         assert_one_line(push(), "run it again")
     commits = len(hub.repositories["ada/m"].commits)
-    assert push()[1].endswith("ada/m has all of it already\n")
+    assert push()[1].endswith("ada/m has all files already\n")
     assert len(hub.repositories["ada/m"].commits) == commits
 
 
@@ -377,8 +377,8 @@ def test_a_push_that_came_between_is_not_overwritten(hub, folder, push):
     [
         (WRONG, "ada/m", ["does not accept the token (401)", "/settings/tokens", "HF_TOKEN"]),
         (WRONG, "ada/there", ["does not accept the token (401)"]),
-        (READER, "ada/m", ["may not write to ada/m (403)", "--pull_request"]),
-        (READER, "ada/there", ["may not write to ada/there (403)"]),
+        (READER, "ada/m", ["no write access to ada/m (403)", "--pull_request"]),
+        (READER, "ada/there", ["no write access to ada/there (403)"]),
         (None, "ada/m", ["There is no token", "hf auth login", "HF_TOKEN"]),
     ],
 )
@@ -467,7 +467,7 @@ def test_nothing_new_is_no_commit(hub, push):
     assert out.splitlines()[-1].startswith(f"pushed to {hub.endpoint}/ada/m/commit/")
     commits = len(hub.repositories["ada/m"].commits)
     code, out, _ = push()
-    assert (code, out.splitlines()[-1]) == (0, "ada/m has all of it already")
+    assert (code, out.splitlines()[-1]) == (0, "ada/m has all files already")
     assert len(hub.repositories["ada/m"].commits) == commits
 
 

@@ -407,7 +407,7 @@ def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
     assert {"model.safetensors", "README.md", "metrics.json", "modeling_scratchbert.py"} <= files
     assert "pushed to https://huggingface.co/me/reviews" in capsys.readouterr().out
     assert finetune_classification.main(arguments("pushed", **flags, resume=True)) == 2
-    assert "was not pushed: the line is dead; push_to_hub.py pushes it" in capsys.readouterr().err
+    assert "was not pushed: the line is dead. push_to_hub.py pushes it" in capsys.readouterr().err
     assert (tmp_path / "pushed" / "model.safetensors").exists()
 
 
@@ -439,8 +439,9 @@ def test_a_full_disk_is_found_before_the_training(arguments, capsys, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 2**20))
     monkeypatch.setattr(training.Training, "train", lambda self: pytest.fail("training began"))
     assert finetune_classification.main(arguments(keep_checkpoints=50)) == 2
-    assert "0.0 GiB are free there; expected 0.0 GiB, which the run may need. A smaller --keep_checkpoints than 50" in (
-        capsys.readouterr().err
+    assert (
+        "a disk with 0.0 GiB free; expected 0.0 GiB, which the run may need. A smaller --keep_checkpoints than 50"
+        in (capsys.readouterr().err)
     )
 
 

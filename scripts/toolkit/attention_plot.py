@@ -314,8 +314,7 @@ def save(figure, path: Path) -> None:
     if kind == "png" and width * height > MAX_PIXELS:
         raise ValueError(
             f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose --layers and "
-            "--heads, "
-            "shorten the text, or write an SVG."
+            "--heads, shorten the text, or write an SVG."
         )
     # The same picture gives the same bytes.
     options = {"metadata": {"Date": None}} if kind == "svg" else {}

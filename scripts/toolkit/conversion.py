@@ -168,8 +168,7 @@ def hub_names(source: str, revision: str | None) -> list[str]:
     except DryRunError as error:
         raise FileNotFoundError(
             f"There is no folder {source}, and the Hub cannot be reached ({error.__cause__ or error}). Without a "
-            "network, "
-            "give the folder of the snapshot in the cache."
+            "network, give the folder of the snapshot in the cache."
         ) from error
 
 
@@ -183,9 +182,8 @@ def check_fields(fields: dict, source: str, to: str) -> str:
         raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
     if not is_own and fields.get("auto_map"):
         raise ValueError(
-            f"{source} has its own code (auto_map in its config.json), so it may not compute what BERT does. If it "
-            "does, "
-            "remove auto_map and convert again."
+            f"{source} has its own code (auto_map in its config.json), so it may not compute what BERT does; expected "
+            "none. If the model is a BERT, remove auto_map and convert again."
         )
     if fields.get("quantization_config"):
         raise ValueError(
@@ -267,8 +265,7 @@ def load_whole(checkpoint: Source, name: str, dtype: torch.dtype, with_pooler: b
         wrong.append(f"{source_name(tensor)} is {tuple(in_file)} and not {tuple(in_model)}")
     if wrong:
         raise ValueError(
-            f"{checkpoint.name} is not a complete {class_name(name, checkpoint.kind)}, which its config.json "
-            "describes: "
+            f"{checkpoint.name} is not a complete {class_name(name, checkpoint.kind)}, as its config.json has it: "
             f"{'; '.join(wrong)}. Correct the class or the sizes there; nothing is filled in at random."
         )
     return model

@@ -320,8 +320,8 @@ def compare(piece: Piece, format_name: str, path: Path) -> Comparison:
     run = None
     for seed, (rows, length, side) in enumerate(CHECKED, start=1):
         inputs = make_batch(piece, rows, length, side, seed)
-        real = inputs["attention_mask"].bool()
-        found.shapes.append("×".join(map(str, real.shape)) + (" left" if side == "left" else ""))
+        tokens = inputs["attention_mask"].bool()  # not padding
+        found.shapes.append("×".join(map(str, tokens.shape)) + (" left" if side == "left" else ""))
         expected, returned = piece.module.model(**inputs), {}
         try:
             run = run or FORMATS[format_name].open(piece, path)
@@ -329,15 +329,17 @@ def compare(piece: Piece, format_name: str, path: Path) -> Comparison:
         except Exception as error:  # a runtime can raise any exception
             found.error = found.error or f"{found.shapes[-1]}: {message(error)}"
         for name, row in found.differences.items():
-            row.append(difference(returned.get(name), expected[name], real if piece.outputs[name] else real[..., 0]))
+            row.append(
+                difference(returned.get(name), expected[name], tokens if piece.outputs[name] else tokens[..., 0])
+            )
     return found
 
 
-def difference(output: torch.Tensor | None, expected: torch.Tensor, real: torch.Tensor) -> float:
-    """The largest difference at a non-padding token."""
+def difference(output: torch.Tensor | None, expected: torch.Tensor, tokens: torch.Tensor) -> float:
+    """The largest difference where the mask `tokens` is True; infinite if there is no output of the expected shape."""
     if output is None or output.shape != expected.shape:
         return math.inf
-    return (output - expected)[real].abs().max().item()
+    return (output - expected)[tokens].abs().max().item()
 
 
 def table(found: Comparison) -> str:

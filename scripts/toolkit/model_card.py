@@ -1,6 +1,6 @@
-"""Model cards: of a trained model, of a converted checkpoint, and of a folder that goes to the Hub.
+"""Model cards: of a trained model, of a converted checkpoint, and of a folder that is uploaded to the Hub.
 
-No secret and no absolute path gets into a card: settings that look like a secret are left out, and of a path that
+A card contains no secrets and no absolute paths: settings that look like a secret are omitted, and of a path that
 begins at the root of a disk or in a home folder only the last part is shown.
 """
 
@@ -138,7 +138,7 @@ def cell(value) -> str:
 
 
 def public(settings: Mapping) -> dict:
-    """The settings that were given and may be shown; those inside others get a name with a dot."""
+    """The settings that were given and are not secret; the name of a nested one has a dot."""
     found = {}
     for name, value in settings.items():
         words = re.findall("[A-Z]?[a-z]+|[A-Z]+", str(name))
@@ -152,7 +152,7 @@ def public(settings: Mapping) -> dict:
 
 
 def shown(value):
-    """`value`; of an absolute path or one in a home folder the last part, and lists with commas."""
+    """`value`; of an absolute path, or one in a home folder, the last part; a list as its values with commas."""
     if isinstance(value, (list, tuple)):
         return ", ".join(str(shown(entry)) for entry in value)
     if isinstance(value, Mapping):
@@ -193,7 +193,7 @@ def write_training_card(
         dataset_on_hub: which of the two.
         metrics: of the final evaluation, by split. Values that are not finite are in the table, as undefined, and not
             in the metadata.
-        settings: the flags of the run. Those that are None are left out.
+        settings: the flags of the run. Those that are None are omitted.
         name: of the model; None: of the folder.
         language: an ISO 639 code.
         licence: the Hub's name of the licence, such as "apache-2.0".
@@ -296,7 +296,7 @@ def conversion_card(
         text: the source's card, or "".
         to: "scratchbert" or "bert".
         title: the model's name.
-        model_class: our class that the weights went through.
+        model_class: our class that the weights were loaded into.
         origin: the source's name.
         base_model: the source's hub id, if it has one.
         for_sentence_transformers: whether sentence-transformers opens the result.
@@ -360,11 +360,11 @@ model = SentenceTransformer("{title}"{trust})
     return text
 
 
-# ------------------------------------------------------------------------------------- of a folder that goes to the Hub
+# -------------------------------------------------------------------------------------------- of an uploaded folder
 
 
 def published_card(folder: Path, repo: str, architecture: str, parity: Path | None) -> str:
-    """The README.md of `folder` as it goes to the Hub: with the repository's name in the code that opens the model, and
+    """The README.md of `folder` as it is uploaded: with the repository's name in the code that opens the model, and
     completed by metadata, results, code and the table of `parity`, a file that check_parity.py wrote with --json.
 
     Raises:
@@ -375,13 +375,15 @@ def published_card(folder: Path, repo: str, architecture: str, parity: Path | No
         text = path.read_text(encoding="utf-8") if path.exists() else f"\n# {repo.split('/')[1]}\n"
         data = ModelCard(text).data.to_dict()
     except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} has metadata that cannot be read, and that the Hub would refuse: {error}") from error
-    wanted = {
+        raise ValueError(
+            f"{path} has metadata that cannot be read, and that the Hub would not accept: {error}"
+        ) from error
+    expected = {
         "library_name": "transformers",
         "pipeline_tag": TASKS.get(short_name(architecture), "feature-extraction"),
         "tags": ["scratchbert"] if is_own(architecture) else None,
     }
-    text = with_metadata(text, {name: value for name, value in wanted.items() if value and not data.get(name)})
+    text = with_metadata(text, {name: value for name, value in expected.items() if value and not data.get(name)})
     text = with_repository(text, folder.resolve().name, repo)
     if "## Results" not in text and (metrics := saved_metrics(folder)):
         text += f"\n{results_section(metrics)}"
@@ -415,12 +417,12 @@ def saved_metrics(folder: Path) -> dict[str, dict]:
     path = folder / "metrics.json"
     report = read_json(path) if path.exists() else {}
     if not isinstance(report, dict):
-        raise ValueError(f"{path} does not hold a JSON object of metrics by split")
+        raise ValueError(f"{path} is not a JSON object of metrics by split")
     return {split: report[split] for split in SPLITS if isinstance(report.get(split), dict)}
 
 
 def parity_section(path: Path) -> str:
-    """The table that check_parity.py wrote with --json. Absolute paths show their last part alone."""
+    """The table that check_parity.py wrote with --json. Of absolute paths only the last part is shown."""
     report = read_json(path)
     try:
         rows = [row for row in report["rows"] if row["kind"] != "gradient"]

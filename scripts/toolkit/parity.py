@@ -166,16 +166,15 @@ def save_as_two_berts(model, folder: Path) -> None:
     """
     if not hasattr(model, "lm_head"):
         raise ValueError(
-            f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one. Compare it with "
-            "another "
-            "ScratchBert."
+            f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; expected another "
+            "ScratchBert to compare it with."
         )
     decoder = ScratchBertForCausalLM(model.config.decoder_config())
     decoder.model, decoder.lm_head = model.get_decoder(), model.lm_head
-    halves = (folder / "encoder", folder / "decoder")
-    model.get_encoder().save_as_bert(halves[0])
-    decoder.save_as_bert(halves[1])
-    EncoderDecoderModel.from_encoder_decoder_pretrained(*halves).save_pretrained(folder)
+    folders = (folder / "encoder", folder / "decoder")
+    model.get_encoder().save_as_bert(folders[0])
+    decoder.save_as_bert(folders[1])
+    EncoderDecoderModel.from_encoder_decoder_pretrained(*folders).save_pretrained(folder)
 
 
 # --------------------------------------------------------------------------------------------------------- observations
@@ -186,7 +185,7 @@ class Observed:
     """One output of a model: the values at non-padding tokens, and the shape that it was returned in."""
 
     kind: str
-    half: str  # "encoder" or "decoder"; "" if there is only one, and for what comes after both
+    stack: str  # "encoder" or "decoder"; "" if there is only one, and for the outputs after both
     layer: int | None
     shape: list[int]
     values: torch.Tensor
@@ -194,13 +193,13 @@ class Observed:
 
 def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str, Observed], dict[str, torch.Tensor]]:
     """All outputs of a model by name, and the gradients of all its parameters by ScratchBert's name."""
-    real = non_padding_tokens(batch)
+    tokens_of = non_padding_tokens(batch)
     batch = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     if type(model).__name__.endswith("ForMultipleChoice"):
         choices = ("input_ids", "attention_mask", "token_type_ids")
         batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in choices}
-    maps = attention_maps(model, batch, real)
-    values = outputs(model, batch, real)
+    maps = attention_maps(model, batch, tokens_of)
+    values = outputs(model, batch, tokens_of)
 
     # Gradients are of a scalar that weights every number of every output differently.
     generator = torch.Generator().manual_seed(seed)
@@ -232,25 +231,25 @@ def non_padding_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {"encoder": source, "decoder": batch["decoder_attention_mask"].bool() & source.any(dim=1, keepdim=True)}
 
 
-def attention_maps(model, batch, real: dict[str, torch.Tensor]) -> dict[str, Observed]:
+def attention_maps(model, batch, tokens_of: dict[str, torch.Tensor]) -> dict[str, Observed]:
     """The attention weights of every layer between non-padding tokens, which only the eager kernel returns."""
     with eager(model), torch.no_grad():
         returned = model(**batch, output_attentions=True)
     seen = {}
-    for half, tokens in real.items():
-        seen |= maps_of("attention", half, returned[f"{half}_attentions".removeprefix("_")], tokens, tokens)
-    half, tokens = list(real.items())[-1]
-    looked_at = real.get("encoder", batch.get("encoder_attention_mask"))
-    if looked_at is not None and "cross_attentions" in returned:
-        seen |= maps_of("cross-attention", half, returned.cross_attentions, tokens, looked_at.bool())
+    for stack, tokens in tokens_of.items():
+        seen |= maps_of("attention", stack, returned[f"{stack}_attentions".removeprefix("_")], tokens, tokens)
+    stack, tokens = list(tokens_of.items())[-1]
+    keys = tokens_of.get("encoder", batch.get("encoder_attention_mask"))
+    if keys is not None and "cross_attentions" in returned:
+        seen |= maps_of("cross-attention", stack, returned.cross_attentions, tokens, keys.bool())
     return seen
 
 
-def maps_of(kind: str, half: str, maps, queries: torch.Tensor, keys: torch.Tensor) -> dict[str, Observed]:
+def maps_of(kind: str, stack: str, maps, queries: torch.Tensor, keys: torch.Tensor) -> dict[str, Observed]:
     pairs = queries[:, :, None] & keys[:, None, :]
     return {
-        f"{half} layer {i}: {kind}".lstrip(): Observed(
-            kind, half, i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs]
+        f"{stack} layer {i}: {kind}".lstrip(): Observed(
+            kind, stack, i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs]
         )
         for i, weights in enumerate(maps)
     }
@@ -266,7 +265,7 @@ def eager(model) -> Iterator[None]:
         model.set_attn_implementation(default)
 
 
-def outputs(model, batch, real: dict[str, torch.Tensor]) -> dict[str, Observed]:
+def outputs(model, batch, tokens_of: dict[str, torch.Tensor]) -> dict[str, Observed]:
     """Everything else that a model returns, computed with its default attention kernel."""
     pooled, hook = [], None
     if getattr(model.base_model, "pooler", None) is not None:
@@ -276,14 +275,16 @@ def outputs(model, batch, real: dict[str, torch.Tensor]) -> dict[str, Observed]:
         hook.remove()
 
     seen = {}
-    for half, tokens in real.items():
-        embeddings, *layers = returned[f"{half}_hidden_states".removeprefix("_")]
+    for stack, tokens in tokens_of.items():
+        embeddings, *layers = returned[f"{stack}_hidden_states".removeprefix("_")]
         named = {"embeddings": (None, embeddings)}
         named |= {f"layer {i}: hidden state": (i, states) for i, states in enumerate(layers)}
         for name, (layer, states) in named.items():
-            seen[f"{half} {name}".lstrip()] = Observed("hidden state", half, layer, list(states.shape), states[tokens])
+            seen[f"{stack} {name}".lstrip()] = Observed(
+                "hidden state", stack, layer, list(states.shape), states[tokens]
+            )
     # Outputs for a whole sequence come from its first token, which must not be padding.
-    tokens = list(real.values())[-1]
+    tokens = list(tokens_of.values())[-1]
     whole = tokens[:, 0]
     for output in pooled:
         seen["pooler"] = Observed("pooler", "", None, list(output.shape), output[whole])
@@ -353,7 +354,7 @@ def summed(gradients: dict[str, torch.Tensor], ties: dict[str, str]) -> dict[str
 
 def in_order(seen: dict[str, Observed]) -> list[str]:
     """The outputs' names in the order in which data flows."""
-    halves = ("encoder", "decoder", "")
+    stacks = ("encoder", "decoder", "")
     kinds = ("attention", "cross-attention", "hidden state", "pooler", "logits")
 
     def place(name):
@@ -361,7 +362,7 @@ def in_order(seen: dict[str, Observed]) -> list[str]:
         layer = one.layer
         if layer is None:
             layer = -1 if one.kind == "hidden state" else math.inf
-        return (halves.index(one.half), layer, kinds.index(one.kind))
+        return (stacks.index(one.stack), layer, kinds.index(one.kind))
 
     return sorted(seen, key=place)
 

@@ -1,4 +1,4 @@
-"""Uploading a saved model's folder to the Hub: which files go there, in one commit, and what the Hub's errors mean."""
+"""Uploading the folder of a saved model to the Hub, in one commit: the choice of files, and explanations of errors."""
 
 import mmap
 import re
@@ -64,7 +64,7 @@ def push(
     Args:
         listing: what `survey` returned for that repository.
         repo: "user/name".
-        private: None: as the Hub's settings say, or as it is.
+        private: of a new repository; None: the default of the account. It must match an existing repository's.
         revision: the branch, which is created if need be; None: "main".
         pull_request: propose the commit instead.
         message: of the commit.
@@ -85,33 +85,33 @@ def push(
     api = HfApi()
     if not pull_request:
         api.create_repo(repo, private=private, exist_ok=True)
-    there = api.model_info(repo)
-    if private is not None and there.private != private:
-        is_now = "private" if there.private else "public"
+    remote = api.model_info(repo)
+    if private is not None and remote.private != private:
+        is_now = "private" if remote.private else "public"
         raise ValueError(
-            f"{repo} is {is_now} already; leave the flag out, or change that on {constants.ENDPOINT}/{repo}/settings"
+            f"{repo} is {is_now} already; omit the flag, or change that on {constants.ENDPOINT}/{repo}/settings"
         )
     if revision is not None:
         if not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        there = api.model_info(repo, revision=revision)
+        remote = api.model_info(repo, revision=revision)
     # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two.
     commit = api.create_commit(
         repo,
-        operations(listing, [file.rfilename for file in there.siblings or []]),
+        operations(listing, [file.rfilename for file in remote.siblings or []]),
         commit_message=message,
         revision=revision,
         create_pr=pull_request,
-        # Removes exactly the files seen there: the commit fails if somebody else has pushed in between.
-        parent_commit=there.sha,
+        # Only the files seen above are removed: the commit fails if somebody else has pushed in between.
+        parent_commit=remote.sha,
     )
-    return commit, commit.oid != there.sha
+    return commit, commit.oid != remote.sha
 
 
-def operations(listing: Listing, there: list[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """Of the commit that adds the files to a repository that holds `there`. Old weights under another name, sharded or
-    in one file, would be opened in place of the new ones."""
-    stale = [name for name in there if WEIGHTS.fullmatch(name) and name not in listing.files]
+def operations(listing: Listing, existing: list[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """The operations of a commit that adds the files to a repository with the files `existing`, and deletes old weights
+    under other names (sharded or in one file), which could be opened instead of the new ones."""
+    stale = [name for name in existing if WEIGHTS.fullmatch(name) and name not in listing.files]
     add = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in listing.files.items()]
     return add + [CommitOperationDelete(path_in_repo=name) for name in stale]
 
@@ -120,11 +120,11 @@ def operations(listing: Listing, there: list[str]) -> list[CommitOperationAdd | 
 
 
 def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
-    """Sorts the files of `folder`, and makes the card. Contacts nobody, and writes nothing.
+    """Lists the files of `folder` to upload, with the completed model card. Requires no network, and writes nothing.
 
     Args:
-        folder: as `save_pretrained` or a training command leaves it.
-        repo: where it will go, "user/name".
+        folder: as `save_pretrained` or a training command writes it.
+        repo: the repository to upload to, "user/name".
         parity: a file that check_parity.py wrote with --json.
 
     Raises:
@@ -153,7 +153,7 @@ def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
         if (line := line_of_secret(content, token)) is None:
             continue
         if name in ("README.md", "config.json") or name.endswith(".py"):
-            raise ValueError(f"{folder / name}, line {line}: {SECRET}, and the model cannot go without this file")
+            raise ValueError(f"{folder / name}, line {line}: {SECRET}, and the model requires this file; remove it")
         listing.left[name] = f"{SECRET}, in line {line}"
         del listing.files[name]
     check_opens(folder, listing)
@@ -161,7 +161,7 @@ def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
 
 
 def public_recipe(path: Path) -> str:
-    """A training run's recipe without absolute paths: their last part is left.
+    """A training run's recipe without absolute paths: only their last part is kept.
 
     Raises:
         ValueError: it is not YAML.
@@ -174,7 +174,7 @@ def public_recipe(path: Path) -> str:
 
 
 def why_left(name: str, path: Path) -> str | None:
-    """Why the file `name` is not uploaded, or None if it is."""
+    """Why the file `name` is not uploaded; None if it is."""
     if path.is_dir():
         return "a link to a folder" if path.is_symlink() else None
     if not path.exists():
@@ -195,13 +195,13 @@ def fields_of(folder: Path) -> dict:
     """The fields of its config.json."""
     fields = read_json(folder / "config.json")
     if not isinstance(fields, dict):
-        raise ValueError(f"{folder / 'config.json'} does not hold a JSON object")
+        raise ValueError(f"{folder / 'config.json'} is not a JSON object")
     return fields
 
 
 def line_of_secret(content: Path | bytes, token: str | None) -> int | None:
     """The line of the first secret, or of the user's own token; None if there is none. In files of weights only the
-    token is searched for: random bytes match any pattern in time."""
+    token is searched for, because random bytes can match any pattern."""
     if isinstance(content, bytes):
         return find_secret(content, token, SECRET_TEXT)
     if content.stat().st_size == 0:
@@ -233,8 +233,8 @@ def describe(listing: Listing) -> str:
 
 
 def explain(error: BaseException, repo: str) -> str:
-    """What went wrong in a push to `repo`, and what to do about it. The user's token is not in it."""
-    message = next((told for cause in causes(error) if (told := explanation(cause, repo))), str(error))
+    """What went wrong in a push to `repo`, and what to do. The user's token is masked."""
+    message = next((text for cause in causes(error) if (text := explanation(cause, repo))), str(error))
     token = get_token()
     return message.replace(token, "…") if token else message
 
@@ -246,8 +246,9 @@ def explanation(cause: BaseException, repo: str) -> str | None:
         return refusal(cause, repo)
     if isinstance(cause, HTTPError):
         return (
-            f"the Hub at {constants.ENDPOINT} cannot be reached, or broke off ({cause or type(cause).__name__}): "
-            "check the network, the proxy and HF_ENDPOINT and run it again; all of it arrives, or nothing"
+            f"the Hub at {constants.ENDPOINT} cannot be reached, or closed the connection "
+            f"({cause or type(cause).__name__}); check the network, the proxy and HF_ENDPOINT, and run it again. "
+            "Either all files are uploaded or none"
         )
     return None
 
@@ -262,18 +263,18 @@ def refusal(error: HfHubHTTPError, repo: str) -> str:
     status = error.response.status_code
     if status == 401:
         return (
-            f"the Hub does not accept the token (401): create one with write access on {constants.ENDPOINT}"
+            f"the Hub does not accept the token (401); create one with write access on {constants.ENDPOINT}"
             "/settings/tokens and give it by `hf auth login` or HF_TOKEN"
         )
     if status == 403:
         return (
-            f"the token may not write to {repo} (403): use one that may, a repository of your own, or --pull_request, "
-            "which asks its owner"
+            f"the token has no write access to {repo} (403); use one that has, a repository of your own, or "
+            "--pull_request"
         )
     if status == 404:
-        return f"there is no {repo}, or no such revision in it, or it is private and not yours (404)"
+        return f"{repo} or its revision does not exist, or is private and not yours (404)"
     if status in (409, 412):
-        return f"somebody else has pushed to {repo} in the meantime ({status}): look at it, and run this again"
+        return f"somebody else has pushed to {repo} in the meantime ({status}); look at it, and run this again"
     if status >= 500:
-        return f"the Hub is out of order ({status}): run this again later; all of it arrives, or nothing"
+        return f"the Hub has an error ({status}); run this again later. Either all files are uploaded or none"
     return str(error)

@@ -14,17 +14,17 @@ from toolkit.benchmark import ENCODER_WORKLOADS
 from toolkit.benchmark.lower_bound import encoder_seconds
 from toolkit.benchmark.steps import decode, train
 from toolkit.benchmark.variants import VARIANTS, Run, first_line, open_variants, peak_memory
-from toolkit.benchmark.workloads import Batch, line_batches, make_batches
+from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
 from toolkit.machine import describe, measure_again
 from toolkit.parity import largest
 
-LINE_SIZES = [2**i for i in range(9)]
-LINE_FILLS = [i / 10 for i in range(1, 11)]
+LINEARITY_SIZES = [2**i for i in range(9)]
+LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
 
 # Seconds before each measurement: threads of the runtime that was timed last spin for a while before they sleep.
 PAUSE = 0.01
 
-HEAD = "variant            seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
+HEADER = "variant            seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
 
 
 # --------------------------------------------------------------------------------------------------------------- timing
@@ -68,11 +68,11 @@ def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, m
     deviations, reasons = warm_up(runs, batches)
     seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
     lengths = [length for batch in batches for length in batch.lengths]
-    fill = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
-    common = {"workload": workload, "batches": len(batches), "sequences": len(lengths), "real_tokens": sum(lengths)}
+    fill_rate = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
+    common = {"workload": workload, "batches": len(batches), "sequences": len(lengths), "tokens": sum(lengths)}
     rows = []
     for name in runs:
-        row = {**common, "fill": fill, "variant": name, "error": reasons.get(name)}
+        row = {**common, "fill_rate": fill_rate, "variant": name, "error": reasons.get(name)}
         if name not in reasons:
             total, faster = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
             row |= {
@@ -80,9 +80,9 @@ def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, m
                 "sequences_per_second": len(lengths) / total,
                 "tokens_per_second": sum(lengths) / total,
                 "vs_bert": faster,
-                "vs_bert_times_fill": faster * fill,
-                "floor_gflops": machine["gflops"][VARIANTS[name].dtype],
-                "of_floor": encoder_seconds(config, lengths, machine, VARIANTS[name].dtype) / total,
+                "vs_bert_times_fill_rate": faster * fill_rate,
+                "gemm_gflops": machine["gflops"][VARIANTS[name].dtype],
+                "lower_bound_share": encoder_seconds(config, lengths, machine, VARIANTS[name].dtype) / total,
                 "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
                 "peak_mib": None,
             }
@@ -90,9 +90,9 @@ def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, m
     return rows
 
 
-def line_of(run: Run, config, machine: dict, repetitions: int, seed: int) -> list[dict]:
+def linearity_rows(run: Run, config, machine: dict, repetitions: int, seed: int) -> list[dict]:
     """Time against non-padding tokens: a row for each batch."""
-    batches = line_batches(config, LINE_SIZES, LINE_FILLS, seed)
+    batches = linearity_batches(config, LINEARITY_SIZES, LINEARITY_FILL_RATES, seed)
     for _, batch in batches:
         run(batch.inputs)
     seconds = interleave({"run": run}, [batch for _, batch in batches], repetitions)["run"]
@@ -100,10 +100,10 @@ def line_of(run: Run, config, machine: dict, repetitions: int, seed: int) -> lis
         {
             "series": series,
             "sequences": len(batch.lengths),
-            "fill": batch.fill,
-            "real_tokens": batch.tokens,
+            "fill_rate": batch.fill_rate,
+            "tokens": batch.tokens,
             "seconds": took,
-            "floor": encoder_seconds(config, batch.lengths, machine, "float32"),
+            "lower_bound": encoder_seconds(config, batch.lengths, machine, "float32"),
         }
         for (series, batch), took in zip(batches, seconds, strict=True)
     ]
@@ -121,7 +121,7 @@ def failed(row: dict) -> bool:
 
 
 def failures(report: dict) -> list[str]:
-    """The reasons for exit code 1."""
+    """The reasons for exit code 1, in words."""
     found = [f"{name}: {reason}" for name, reason in report["unavailable"].items() if name.startswith("ours")]
     found += [
         f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
@@ -144,26 +144,26 @@ def line(row: dict) -> str:
     memory = "" if row["peak_mib"] is None else f"  peak {row['peak_mib']:.0f} MiB"
     return (
         f"{row['variant']:15} {row['sequences_per_second']:8.1f} {row['tokens_per_second']:9.0f} "
-        f"{1000 * row['seconds_per_batch']:9.1f} {row['vs_bert']:8.2f} {row['vs_bert_times_fill']:7.2f} "
-        f"{row['of_floor']:9.0%} {difference:>8}{memory}{wrong}"
+        f"{1000 * row['seconds_per_batch']:9.1f} {row['vs_bert']:8.2f} {row['vs_bert_times_fill_rate']:7.2f} "
+        f"{row['lower_bound_share']:9.0%} {difference:>8}{memory}{wrong}"
     )
 
 
 def linearity_line(row: dict) -> str:
     return (
-        f"{row['series']:9} {row['sequences']:4} sequences, fill rate {row['fill']:4.0%}, "
-        f"{row['real_tokens']:6} tokens {1000 * row['seconds']:8.1f} ms, lower bound {1000 * row['floor']:8.1f} ms"
+        f"{row['series']:9} {row['sequences']:4} sequences, fill rate {row['fill_rate']:4.0%}, "
+        f"{row['tokens']:6} tokens {1000 * row['seconds']:8.1f} ms, lower bound {1000 * row['lower_bound']:8.1f} ms"
     )
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     print("\n".join(lines), flush=True)
 
 
-def say_machine(machine: dict) -> None:
+def print_machine(machine: dict) -> None:
     libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
-    say(
+    print_lines(
         f"{machine['processor']} ({', '.join(machine['flags'])}), {machine['cores']} cores, "
         f"{machine['threads']} threads",
         f"matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
@@ -171,23 +171,23 @@ def say_machine(machine: dict) -> None:
     )
 
 
-def say_training(row: dict) -> None:
+def print_training(row: dict) -> None:
     took = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in row["seconds"].items())
-    say(
+    print_lines(
         "\ntraining: a step (forward, backward, AdamW) on 32 reviews",
         f"{took}: speed-up {row['vs_bert']:.2f}; losses differ by at most {row['loss_difference']:.1e}, "
         f"the gradients of the first step by {row['gradient_difference']:.1e} of their norm",
     )
 
 
-def say_decoding(row: dict) -> None:
+def print_decoding(row: dict) -> None:
     took = "  ".join(
         f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})" for name, value in row["seconds"].items()
     )
-    say(
-        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds: memory {1000 * row['reading_floor']:.1f} "
-        "ms, "
-        f"GEMM {1000 * row['products_floor']:.1f} ms{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
+    print_lines(
+        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds: "
+        f"memory {1000 * row['memory_lower_bound']:.1f} ms, GEMM {1000 * row['gemm_lower_bound']:.1f} ms"
+        f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
     )
 
 
@@ -209,32 +209,34 @@ def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) 
         batches = make_batches(workload, config, args.model, args.batches, args.seed)
         measure_again(report["machine"], config)
         rows = rows_of(workload, runs, batches, config, report["machine"], args.repetitions)
-        shape = f"{len(batches)} × {len(batches[0].lengths)} sequences, fill rate {rows[0]['fill']:.0%}"
-        say(f"\n{workload}: {shape}", HEAD)
+        shape = f"{len(batches)} × {len(batches[0].lengths)} sequences, fill rate {rows[0]['fill_rate']:.0%}"
+        print_lines(f"\n{workload}: {shape}", HEADER)
         for row in rows:
             if args.memory and row["error"] is None:
                 largest_batch = max(batches, key=lambda batch: batch.input_ids.numel())
                 row["peak_mib"] = peak_memory(row["variant"], folder, args.threads, largest_batch)
-            say(line(row))
+            print_lines(line(row))
         report["rows"] += rows
 
 
 def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
     if "linearity" in args.workloads and "ours-optimised" in runs:
-        report["linearity"] = line_of(runs["ours-optimised"], config, report["machine"], args.repetitions, args.seed)
-        say("\nlinearity: ours-optimised", *map(linearity_line, report["linearity"]))
+        report["linearity"] = linearity_rows(
+            runs["ours-optimised"], config, report["machine"], args.repetitions, args.seed
+        )
+        print_lines("\nlinearity: ours-optimised", *map(linearity_line, report["linearity"]))
     runs.clear()  # the steps below open their own models
     if "training" in args.workloads:
         batches = make_batches("training", config, args.model, args.batches, args.seed)
         report["training"] = train(folder, batches, args.repetitions)
-        say_training(report["training"])
+        print_training(report["training"])
     if "decoding" in args.workloads:
-        say(f"\ndecoding: a step of {args.tokens}, from sources of 64 tokens")
+        print_lines(f"\ndecoding: a step of {args.tokens}, from sources of 64 tokens")
         measure_again(report["machine"], config)
         bandwidth = report["machine"]["bandwidth_gb"] * 1e9
         for row in decode(folder, args.cases, args.tokens, args.repetitions, bandwidth, args.seed):
             report["decoding"].append(row)
-            say_decoding(row)
+            print_decoding(row)
 
 
 def benchmark(args) -> dict:
@@ -251,12 +253,12 @@ def benchmark(args) -> dict:
         folder = Path(name)
         config = save_model(args.model, folder, args.seed)
         machine = describe(config, args.threads)
-        say_machine(machine)
+        print_machine(machine)
         runs, unavailable = open_variants(list(dict.fromkeys(["bert", *args.variants])), folder, args.threads)
         if "bert" in unavailable:
             raise RuntimeError(f"BertModel, the reference, cannot be opened: {unavailable['bert']}")
         for name, reason in unavailable.items():
-            say(f"skipped {name}: {reason}")
+            print_lines(f"skipped {name}: {reason}")
         report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
                   "repetitions": args.repetitions, "seed": args.seed, "unavailable": unavailable,
                   "rows": [], "linearity": [], "training": None, "decoding": []}  # fmt: skip

@@ -56,13 +56,13 @@ def lines(axis, report: dict) -> None:
     rows = report["linearity"]
     looks = {
         "sequences": ("tab:blue", "o", "1 to 256 sequences of mixed lengths"),
-        "fill": ("tab:orange", "s", "32 × 128 tokens, fill rate 10 to 100 %"),
+        "fill_rate": ("tab:orange", "s", "32 × 128 tokens, fill rate 10 to 100 %"),
     }
     for series, (colour, marker, label) in looks.items():
-        own = sorted((row for row in rows if row["series"] == series), key=lambda row: row["real_tokens"])
-        axis.plot([row["real_tokens"] for row in own], [row["seconds"] for row in own],
+        own = sorted((row for row in rows if row["series"] == series), key=lambda row: row["tokens"])
+        axis.plot([row["tokens"] for row in own], [row["seconds"] for row in own],
                   color=colour, marker=marker, label=label)  # fmt: skip
-        axis.plot([row["real_tokens"] for row in own], [row["floor"] for row in own],
+        axis.plot([row["tokens"] for row in own], [row["lower_bound"] for row in own],
                   color=colour, linestyle=":", label="GEMM lower bound")  # fmt: skip
     axis.set_xscale("log")
     axis.set_yscale("log")

@@ -13,7 +13,7 @@ from toolkit.benchmark.lower_bound import decoding_step_bytes, decoding_step_sec
 from toolkit.benchmark.workloads import Batch, pad, random_rows
 from toolkit.checkpoint import to_scratchbert
 
-WAYS = {"greedy": 1, "beam 4": 4}
+BEAMS = {"greedy": 1, "beam 4": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -132,7 +132,7 @@ def decode(folder: Path, cases: list[tuple[int, str]], tokens: int, repetitions:
         for repetition in range(repetitions + 1):
             ids = {}
             for name in sorted(models, reverse=bool(repetition % 2)):
-                took, ids[name] = steps(models[name], batch, tokens, WAYS[way])
+                took, ids[name] = steps(models[name], batch, tokens, BEAMS[way])
                 seconds[name] += took if repetition else []  # the first one warms up
             same = same and all(torch.equal(ids[name], ids["bert"]) for name in ids)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -141,7 +141,7 @@ def decode(folder: Path, cases: list[tuple[int, str]], tokens: int, repetitions:
             "decoding": way,
             "seconds": medians,
             "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
-            "reading_floor": reading,
-            "products_floor": decoding_step_seconds(config, batch_size * WAYS[way]),
+            "memory_lower_bound": reading,
+            "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]),
             "same_tokens": same,
         }

@@ -38,7 +38,7 @@ class Batch:
         return int(self.attention_mask.sum())
 
     @property
-    def fill(self) -> float:
+    def fill_rate(self) -> float:
         """The fill rate: the share of non-padding tokens."""
         return self.tokens / self.input_ids.numel()
 
@@ -118,12 +118,12 @@ def make_batches(name: str, config, model: str | None, count: int, seed: int) ->
     return [pad(random_rows(config, lengths(), generator)) for _ in range(count)]
 
 
-def line_batches(config, sizes: list[int], fills: list[float], seed: int) -> list[tuple[str, Batch]]:
+def linearity_batches(config, sizes: list[int], fill_rates: list[float], seed: int) -> list[tuple[str, Batch]]:
     """Batches that grow in the number of sequences, and batches of 32 × 128 that grow in non-padding tokens only."""
     generator = torch.Generator().manual_seed(seed)
     lengths = mix_lengths(config, max(sizes, default=0), generator)
     batches = [("sequences", pad(random_rows(config, lengths[:size], generator))) for size in sizes]
-    for fill in fills:
-        rows = random_rows(config, [round(128 * fill)] * 32, generator)
-        batches.append(("fill", pad(rows, width=128)))
+    for fill_rate in fill_rates:
+        rows = random_rows(config, [round(128 * fill_rate)] * 32, generator)
+        batches.append(("fill_rate", pad(rows, width=128)))
     return batches

@@ -162,8 +162,8 @@ class FineTuning(Task):
         model.eval()
         found = []
         for i, (_, batch) in enumerate(self.loader(examples, filled)):
-            said = forward(model, to_device(batch, accelerator.device))
-            found += zip(own[i], said, strict=True) if i < len(own) else []
+            values = forward(model, to_device(batch, accelerator.device))
+            found += zip(own[i], values, strict=True) if i < len(own) else []
         model.train(was_training)
         in_order = dict(gather_object(found))
         return [in_order[row] for row in range(len(examples))]
@@ -208,7 +208,7 @@ class Training:
         self.task, self.settings, self.accelerator, self.output = task, task.settings, task.accelerator, output
         self.checkpoints = Checkpoints(output / "checkpoints", self.accelerator, self.settings.keep_checkpoints)
         if self.settings.lora_rank and self.accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError("--lora_rank is given with FSDP; expected no sharding, which adapters do not need")
+            raise ValueError("--lora_rank is given with FSDP; expected no sharding, because adapters do not need it")
         self.model_class = type(task.model).__name__  # FSDP replaces the class
         freeze(task.model, self.settings.freeze)
         model = add_lora(task.model, self.settings)
@@ -291,8 +291,7 @@ class Training:
         return (
             f"the {what} is {value} at step {self.progress.step + 1}, batch {self.progress.batch + 1} of epoch "
             f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. The last checkpoint has the weights from "
-            "before; a "
-            f"lower --learning_rate or --mixed_precision no may help."
+            "before; a lower --learning_rate or --mixed_precision no may help."
         )
 
     # -- the run
@@ -371,9 +370,9 @@ class Training:
             progress.finished |= progress.without_better >= (self.settings.early_stopping or math.inf)
         progress.history.append({"step": progress.step, "epoch": self.epochs_done(), "validation": metrics})
         self.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
-        told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         if self.accelerator.is_main_process:
-            bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {told}{'  (best)' if better else ''}")
+            bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {values}{'  (best)' if better else ''}")
 
     def epochs_done(self) -> float:
         batches = self.task.batches_per_epoch()
@@ -497,7 +496,7 @@ class Training:
         except (OSError, ValueError, RuntimeError, HTTPError) as error:
             why = publish.explain(error, repo)
             raise OSError(
-                f"the model is in {self.output} and was not pushed: {why}; push_to_hub.py pushes it"
+                f"the model is saved in {self.output} and was not pushed: {why}. push_to_hub.py pushes it"
             ) from None
         print(f"pushed to {commit}")
 
@@ -518,8 +517,8 @@ def prepare_output(settings: Settings) -> Path:
         raise ValueError(f"--output {output} is a file; expected a folder")
     if settings.resume and recipe.exists():
         if other := changed_flags(settings, recipe.read_text(encoding="utf-8")):
-            told = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
-            raise ValueError(f"--resume: the run in {output} has other flags; expected the same: {told}")
+            changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
+            raise ValueError(f"--resume: the run in {output} has other flags; expected the same: {changes}")
     elif output.is_dir() and any(output.iterdir()):
         if not settings.resume:
             raise ValueError(
@@ -537,9 +536,8 @@ def check_space(output: Path, parameters: int, keep: int) -> None:
     needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
     if (free := shutil.disk_usage(output).free) < needed:
         raise OSError(
-            f"--output {output}: {free / 2**30:.1f} GiB are free there; expected {needed / 2**30:.1f} GiB, which the "
-            "run may "
-            f"need. A smaller --keep_checkpoints than {keep} needs less"
+            f"--output {output} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} GiB, "
+            f"which the run may need. A smaller --keep_checkpoints than {keep} needs less"
         )
 
 
@@ -587,7 +585,7 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
         parser.prog += f" (process {rank})"
     main_process = int(os.environ.get("RANK", 0)) == 0
     check_sources(settings)
-    # It reports at each checkpoint that tied weights are written once.
+    # It warns at each checkpoint that tied weights are written once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # The progress bar of the training is enough.
     transformers.logging.disable_progress_bar()
@@ -618,8 +616,8 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
 
 @contextmanager
 def stopped_by_signals(training: Training) -> Iterator[None]:
-    """Has the run save and stop after SIGTERM, which clusters send, or SIGINT (Ctrl-C). A second one stops it at
-    once."""
+    """Makes the run save a checkpoint and stop after SIGTERM, which clusters send, or SIGINT (Ctrl-C). A second signal
+    stops it at once."""
 
     def request_stop(number, _):
         training.stop_signal = number

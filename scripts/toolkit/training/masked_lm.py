@@ -104,7 +104,9 @@ def generator_of(*numbers: int) -> torch.Generator:
 # --------------------------------------------------------------------------------------- from documents to sequences
 
 
-def pack(documents: list[list[int]], places: list[str], room: int, separator: int) -> Iterator[tuple[list[int], str]]:
+def concatenate(
+    documents: list[list[int]], places: list[str], room: int, separator: int
+) -> Iterator[tuple[list[int], str]]:
     """Concatenates documents, with `separator` between them, and cuts them into pieces of `room` tokens; the last one,
     and those that a separator would begin or end, are shorter. Each has the place of the document that it begins in."""
     ends = np.cumsum([len(ids) + 1 for ids in documents])
@@ -252,7 +254,7 @@ class Pretraining(FineTuning):
         room = self.settings.max_length - 2
         ids, places = self.tokenize(documents["text"]), documents["place"]
         if not self.settings.line_by_line:
-            return pack(ids, places, room, self.tokenizer.sep_token_id)
+            return concatenate(ids, places, room, self.tokenizer.sep_token_id)
         return ((each[:room], place) for each, place in zip(ids, places, strict=True) if each)
 
     def pairs(self, documents: dict[str, list], number: int) -> Iterator[tuple[list[int], list[int], int, str]]:
@@ -329,8 +331,8 @@ class Pretraining(FineTuning):
         words = cross_entropy((scores if ours else scores[labelled]).float(), labels[labelled], reduction="none")
         if follows is None:
             return [words]
-        told = outputs.seq_relationship_logits.float()
-        return [words, cross_entropy(told, follows, reduction="none"), told.argmax(-1) == follows]
+        pairs = outputs.seq_relationship_logits.float()
+        return [words, cross_entropy(pairs, follows, reduction="none"), pairs.argmax(-1) == follows]
 
     def evaluate(self, model, split):
         """`loss`, as in training; `perplexity` of the masked words; loss and accuracy of pairs."""
@@ -346,9 +348,9 @@ class Pretraining(FineTuning):
         rows = self.predict(model, split, forward)
         total, words, *pairs = map(math.fsum, zip(*rows, strict=True))
         names = ("next_sentence_loss", "next_sentence_accuracy")
-        told = {name: each / len(rows) for name, each in zip(names, pairs, strict=False)}
-        loss = total / words + told.get("next_sentence_loss", 0.0)
-        return {"loss": loss, "perplexity": perplexity(total, words), **told}
+        of_pairs = {name: each / len(rows) for name, each in zip(names, pairs, strict=False)}
+        loss = total / words + of_pairs.get("next_sentence_loss", 0.0)
+        return {"loss": loss, "perplexity": perplexity(total, words), **of_pairs}
 
 
 def config_file_fields(path: str) -> dict:

@@ -40,7 +40,7 @@ def flag(default: Any, group: str, help: str, *aliases: str):
 
 @dataclass
 class Settings:
-    """What defines a training run. Each command adds flags of its own, and names the `Task` that they are for."""
+    """The flags of a training run. Each command adds its own flags, and names the `Task` that they are for."""
 
     task: ClassVar[str]  # "module:class", imported only when the flags are parsed
 
@@ -110,8 +110,8 @@ class Settings:
         for name in ("output",) if getattr(self, "config_file", None) else ("model", "output"):
             if getattr(self, name) is None:
                 alternative = " or --config_file" if name == "model" and hasattr(self, "config_file") else ""
-                told = type(self).__dataclass_fields__[name].metadata["help"]
-                raise ValueError(f"--{name}{alternative} is missing: {told}")
+                meaning = type(self).__dataclass_fields__[name].metadata["help"]
+                raise ValueError(f"--{name}{alternative} is missing; expected {meaning}")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"--push_to_hub is {self.push_to_hub}; expected user/name")
         for name in ("model", "tokenizer"):
@@ -221,8 +221,8 @@ class TokenClassificationSettings(LabelSettings):
         if self.labels and self.scheme == "iob2":
             wrong = [f"{tag!r} is one of them" for tag in self.labels if not is_iob_tag(tag)]
             if wrong or "O" not in self.labels:
-                told = (wrong or ["O is missing"])[0]
-                raise ValueError(f"--labels is invalid: {told}; expected O, B-TYPE and I-TYPE with --scheme iob2")
+                problem = (wrong or ["O is missing"])[0]
+                raise ValueError(f"--labels is invalid: {problem}; expected O, B-TYPE and I-TYPE with --scheme iob2")
 
 
 def is_iob_tag(tag: str) -> bool:

@@ -243,9 +243,9 @@ class TokenClassification(FineTuning):
         unseen = OUTSIDE if self.settings.scheme == "iob2" else self.tag_counts.most_common(1)[0][0]
         tags = [[unseen] * len(row) for row in self.rows[split]["words"]]
         examples = self.splits[split].select_columns(["row", "words", "positions"])
-        for example, said in zip(examples, self.predict(model, split, forward), strict=True):
+        for example, labels in zip(examples, self.predict(model, split, forward), strict=True):
             for word, position in zip(example["words"], example["positions"], strict=True):
-                tags[example["row"]][word] = self.labels[said[position]]
+                tags[example["row"]][word] = self.labels[labels[position]]
         return tags
 
     def evaluate(self, model, split):
