@@ -1,6 +1,6 @@
 """The console script `scratchbert`: lists the commands, and runs the file of one.
 
-`scratchbert NAME …` runs the very file that `python scripts/NAME.py …` runs. In an installation this folder is
+`scratchbert NAME …` runs the same file as `python scripts/NAME.py …`. In an installation this folder is
 `scratchbert_commands/scripts`, beside `scratchbert_commands/configuration`.
 """
 

@@ -54,12 +54,14 @@ def make_parser() -> Parser:
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--quick", action="store_true", help="fewer workloads, variants, repetitions and batches")
     number = {"type": integer_from(1), "metavar": "N"}
-    evaluation.add_argument("--repetitions", **number, help="of each measurement; default: 5, with --quick 2")
-    evaluation.add_argument("--batches", **number, help="of each workload; default: 4, with --quick 1")
-    evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="of every runtime")
+    evaluation.add_argument(
+        "--repetitions", **number, help="repetitions of each measurement; default: 5, with --quick 2"
+    )
+    evaluation.add_argument("--batches", **number, help="batches of each workload; default: 4, with --quick 1")
+    evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
     evaluation.add_argument("--memory", action="store_true", help="also measure the peak memory of each variant, in a "
                             "new process")  # fmt: skip
-    evaluation.add_argument("--seed", type=int, default=0, help="of weights, ids and lengths")
+    evaluation.add_argument("--seed", type=int, default=0, help="the seed of weights, ids and lengths")
     output = parser.group("output")
     output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all numbers")
     output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help="draw tokens per second, and "

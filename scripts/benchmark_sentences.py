@@ -58,7 +58,7 @@ def make_parser() -> Parser:
     parser.group("data").add_argument("--texts", **number, default=512, help="number of texts")
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--batch_size", **number, default=32, help="texts per batch")
-    evaluation.add_argument("--repetitions", **number, default=5, help="of each measurement")
+    evaluation.add_argument("--repetitions", **number, default=5, help="repetitions of each measurement")
     return parser
 
 

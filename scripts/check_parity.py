@@ -24,8 +24,8 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__)
     parser.add_argument("model", metavar="MODEL", help="a BERT or ScratchBert checkpoint: a folder or a hub id")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="the checkpoint to compare with; default: as above")
-    parser.group("evaluation").add_argument("--seed", type=int, default=0, help="of random ids and of the scalar whose "
-                                            "gradients are compared")  # fmt: skip
+    parser.group("evaluation").add_argument("--seed", type=int, default=0, help="the seed of the random ids, and of "
+                                            "the scalar whose gradients are compared")  # fmt: skip
     output = parser.group("output")
     output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all rows, the verdict and "
                         "the versions")  # fmt: skip

@@ -6,7 +6,7 @@
 The words are those spelt with letters and apostrophes; the phonemes are the dictionary's 39, without stress marks, as
 is usual for this task. A word has a line for each of its pronunciations.
 
-OUTPUT gets train.jsonl, validation.jsonl, with 1 % of the words, and test.jsonl, with 5 %. No word is in two of them.
+OUTPUT contains train.jsonl, validation.jsonl with 1 % of the words, and test.jsonl with 5 %. No word is in two of them.
 The folder appears when it is complete. finetune_seq2seq.py trains on it.
 
 Exit code: 0 written, 2 bad usage.
@@ -67,7 +67,7 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__)
     data = parser.group("data")
     data.add_argument("--words", type=int, help="the number of words to take; default: all")
-    data.add_argument("--seed", type=int, default=0, help="of the split")
+    data.add_argument("--seed", type=int, default=0, help="the seed of the split")
     parser.add_output("OUTPUT", help="the folder to write; new or empty")
     return parser
 

@@ -23,7 +23,7 @@ from toolkit.cli import Parser
 def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s SOURCE OUTPUT [--FLAG VALUE …]")
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint: a folder or a hub id")
-    parser.group("model").add_argument("--revision", help="of a hub id: the branch, tag or commit to convert")
+    parser.group("model").add_argument("--revision", help="the branch, tag or commit of a hub id")
     parser.add_output("OUTPUT", help="the folder to write")
     output = parser.group("output")
     output.add_argument("--to", choices=("bert", "scratchbert"), default="scratchbert", help="the format to write")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tunes a BERT to answer questions from a text, by the span that is the answer or by none.
+"""Fine-tunes a BERT for question answering: the answer is a span of a text, or there is none.
 
     finetune_question_answering.py --model google-bert/bert-base-uncased --train_file train-v2.0.json
                                    --validation_file dev-v2.0.json --output my-reader

@@ -23,7 +23,7 @@ long for the positions is cut, with a remark: at its end or, if it is to be cont
 In Python, `toolkit.generation.generate_text` does the same.
 
 Exit code: 0 a text was generated for each text; 2 bad usage, or a checkpoint that cannot be opened or does not support
-what is asked; 130 interrupted; 141 the reader of the output has closed it.
+the flags; 130 interrupted; 141 the reader of the output has closed it.
 """
 
 import argparse
@@ -82,8 +82,8 @@ def make_parser() -> Parser:
     used = parser.group("most used")
     used.add_argument("--file", metavar="FILE", help="a file with a text on each line")
     add_decoding_flags(used, MOST_USED)
-    used.add_argument("--seed", type=integer_from(0), metavar="N", help="of --do_sample: the same seed, texts and "
-                      "batch size give the same outputs")  # fmt: skip
+    used.add_argument("--seed", type=integer_from(0), metavar="N", help="the seed of --do_sample: the same seed, "
+                      "texts and batch size give the same outputs")  # fmt: skip
     used.add_argument("--batch_size", type=integer_from(1), default=8, metavar="N", help="texts per batch; with 1, "
                       "each line is answered before the next is read")  # fmt: skip
     used.add_argument("--device", help="such as cpu or cuda:1; default: an accelerator if there is one")
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
                       "beam search, scores")  # fmt: skip
     model = parser.group("model")
     model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-                       help="of the computation; auto: that of the stored weights")  # fmt: skip
+                       help="the dtype of the computation; auto: that of the stored weights")  # fmt: skip
     model.add_argument("--assistant", metavar="MODEL", help="a smaller generator that proposes tokens: faster, with "
                        "the same output; one text at a time")  # fmt: skip
     decoding = parser.group("decoding")

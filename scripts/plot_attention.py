@@ -17,8 +17,8 @@ shows how the next one was chosen.
 The size of the picture grows with heads and tokens, so that every label is readable; too large a picture is an error.
 The labels of an SVG are text, which can be searched, in the fonts of the viewer.
 
-Exit code: 0 the picture is written; 2 bad usage, or a checkpoint that cannot be opened or does not support what is
-asked: then no file is written or changed.
+Exit code: 0 the picture is written; 2 bad usage, or a checkpoint that cannot be opened or does not support the flags;
+no file is then written or changed.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Answers questions from a text, by the span of it that answers each.
+"""Answers questions from a text: prints the span of the text that answers each question.
 
     question_answering.py my-reader --question "Who founded the town?" --context_file town.txt
     question_answering.py my-reader --question "When?" --question "By whom?" --context "It was built in 1843." --json

@@ -5,7 +5,7 @@
     train_demo.py MODEL --output FOLDER --seeds 0 --implementations scratchbert
 
 Each run is one of finetune_classification.py with the recipe movie_reviews.yaml, in a folder of its own,
-FOLDER/IMPLEMENTATION-SEED; a run that is there already is continued, or read if it has finished. The test set is
+FOLDER/IMPLEMENTATION-SEED; an existing run is continued, or read if it has finished. The test set is
 evaluated once, with the model that is best on the validation set. The accuracies and the times are printed.
 
 Exit code: 0 done, 1 a run failed or one of our models is less accurate than --at_least, 2 bad usage.
@@ -48,9 +48,11 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__)
     parser.add_argument("model", metavar="MODEL", help="a BERT: a folder or hub id")
     implementations = ("scratchbert", "bert")
-    parser.group("model").add_argument("--implementations", nargs="+", choices=implementations, help="which to train",
-                                       default=list(implementations))  # fmt: skip
-    parser.group("training").add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run for each")
+    parser.group("model").add_argument("--implementations", nargs="+", choices=implementations,
+                                       default=list(implementations), help="the implementations to train")  # fmt: skip
+    parser.group("training").add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="the seeds, with a run for each"
+    )
     parser.group("evaluation").add_argument("--at_least", type=float, default=0.0, metavar="ACCURACY", help="the "
                                             "accuracy on the test set that each of our models must reach")  # fmt: skip
     parser.add_output("FOLDER", help="the folder of the runs")

@@ -13,12 +13,11 @@ BertTokenizer. It appears when it is complete.
 
 With --pre_split whitespace the texts are symbols separated by spaces, such as phonemes, and are not changed to lower
 case or split at punctuation. A symbol that occurs at least --min_frequency times is one token; rarer ones are spelt by
-their
-characters: in the example above, HH AH L OW is four tokens, and hello is h ##e ##l ##l ##o. There is no vocab.txt then,
-because its readers would expect a BertTokenizer.
+their characters: in the example above, HH AH L OW is four tokens, and hello is h ##e ##l ##l ##o. There is then no
+vocab.txt, because its readers would expect a BertTokenizer.
 
-At the end it prints the tokens per word, and the share of [UNK] among them, on every --held_out-th row, which is not
-trained on. Words are separated by spaces.
+At the end it prints the tokens per word, and the share of [UNK] among them, for every --held_out-th row, which is not
+used for training. Words are separated by spaces.
 
 Exit code: 0 trained, 2 bad usage or texts that cannot be used, 130 interrupted.
 """

@@ -404,7 +404,7 @@ def test_what_a_generator_is_already_cannot_be_chosen(make_task, encoder_decoder
 
 def test_a_tokenizer_that_does_not_fit_is_refused(make_task, encoder_decoder, minilm):
     start = {"model": encoder_decoder[1], "config_file": None, "config_overrides": None}
-    with pytest.raises(ValueError, match="the tokenizer has 30522 tokens; expected at most vocab_size, 22"):
+    with pytest.raises(ValueError, match="the tokenizer has 30,522 tokens; expected at most vocab_size, 22"):
         make_task(**start, tokenizer=minilm)
 
 

@@ -202,7 +202,7 @@ def test_a_part_that_is_out_of_reach_is_not_said_to_be_missing(unreachable, tmp_
     capsys.readouterr()
     assert check_parity.main(["ada/never-seen"]) == 2
     assert "nor completely in the cache" in capsys.readouterr().err
-    with pytest.raises(OSError, match="Of its tokenizer: it is not in the cache"):
+    with pytest.raises(OSError, match="Its tokenizer cannot be opened: it is not completely in the cache"):
         has_tokenizer("ada/never-seen")
 
 

@@ -1,2 +1,2 @@
-"""What the commands share. A command imports this package, `modeling_scratchbert` and third-party libraries, and never
-another command."""
+"""The library of the commands. A command imports this package, `modeling_scratchbert` and third-party libraries, and
+never another command."""

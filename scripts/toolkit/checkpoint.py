@@ -1,7 +1,7 @@
-"""What a checkpoint is, by its configuration and its tensor names, and opening it by a class of ours or of
+"""Inspecting a checkpoint by its configuration and its tensor names, and opening it by our classes or those of
 transformers.
 
-Whatever a command asks the package about checkpoints, it asks here.
+Commands use the package's functions for checkpoints through this module, so that they do not depend on its files.
 """
 
 from collections.abc import Iterable
@@ -100,9 +100,9 @@ def why_unused(name: str, kind: str) -> str | None:
 
 @dataclass
 class Checkpoint:
-    """A folder or a hub id, and what can be known of it before a weight is read."""
+    """A checkpoint before its weights are read."""
 
-    source: str
+    source: str  # a folder or a hub id
     kind: str  # "bert", "scratchbert" or "encoder-decoder"
     fields: dict  # of its config.json
     config: ScratchBertConfig

@@ -187,7 +187,7 @@ def without_line_breaks(text: str) -> str:
 
 
 def use_utf8() -> None:
-    """Has standard output written in UTF-8, whatever the locale."""
+    """Sets the encoding of standard output to UTF-8, whatever the locale."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
 

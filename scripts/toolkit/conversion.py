@@ -42,7 +42,7 @@ from toolkit.checkpoint import (
     weights_among,
     why_unused,
 )
-from toolkit.files import atomic_folder, check_target, looks_like_a_path
+from toolkit.files import atomic_folder, check_target, looks_like_a_path, read_json_object
 from toolkit.model_card import conversion_card
 
 OUR_CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
@@ -67,7 +67,7 @@ NOT_KEPT = {"auto_map", "torch_dtype", "encoder", "decoder", *NOT_IN_BERT}
 
 @dataclass
 class Source:
-    """The checkpoint to convert, in a folder on this machine, before a weight is read."""
+    """The checkpoint to convert, in a local folder, before its weights are read."""
 
     name: str  # the folder or hub id as given
     on_hub: bool
@@ -149,12 +149,7 @@ def open_source(source: str, to: str, revision: str | None) -> Source:
         files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
         names = sorted(path.relative_to(folder).as_posix() for path in files)
         weights = weights_among(names, source)
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"The config.json of {source} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"The config.json of {source} is not a JSON object.")
+    fields = read_json_object(folder / "config.json")
     kind = check_fields(fields, source, to)
     return Source(source, on_hub, folder, names, weights, fields, kind)
 

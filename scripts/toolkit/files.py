@@ -79,11 +79,19 @@ def to_json(value: object):
 
 
 def read_json(path: Path):
-    """Raises ValueError, which names the file, if it is not JSON."""
+    """The content of a JSON file. Raises ValueError, with its path, if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict:
+    """The content of a JSON file. Raises ValueError, with its path, if it is not a JSON object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
 
 
 # ------------------------------------------------------------------------------------------------- checks beforehand

@@ -39,7 +39,7 @@ def check_source(source: str) -> None:
         raise OSError("There is no such folder.")
     try:
         HfApi().resolve_revision(source)
-    except (HfHubHTTPError, ValueError):  # the loader reports what the Hub says
+    except (HfHubHTTPError, ValueError):  # the loader reports the Hub's answer
         pass
     except (RevisionResolutionError, HTTPError) as error:  # the second comes from a proxy
         if not isinstance(error.__cause__, HfHubHTTPError):  # an error status may be temporary: the loader retries
@@ -49,14 +49,14 @@ def check_source(source: str) -> None:
 def out_of_reach(source: str, error: Exception) -> str:
     """Says that the Hub cannot be reached, and what to do."""
     return (
-        f"it is not in the cache, or not all of it, and the Hub cannot be reached ({error.__cause__ or error}). Give "
-        f"the path of a folder, or fetch it while there is a network (hf download {source}): it then opens from the "
-        "cache, at once with HF_HUB_OFFLINE=1."
+        f"it is not completely in the cache, and the Hub cannot be reached ({error.__cause__ or error}). Give the path "
+        f"of a folder, or run `hf download {source}` where there is a network: it then opens from the cache, at once "
+        "with HF_HUB_OFFLINE=1."
     )
 
 
 def has_tokenizer(source: str) -> bool:
-    """Whether the checkpoint has a tokenizer. For a BERT without one, AutoTokenizer makes up one of five words.
+    """Whether the checkpoint has a tokenizer. For a BERT without one, AutoTokenizer returns one of five words.
 
     Raises:
         OSError: none is in the cache, and the Hub cannot be reached.
@@ -68,7 +68,7 @@ def has_tokenizer(source: str) -> bool:
             cached_file(source, name)
         except OSError as error:
             if isinstance(error.__cause__, LocalEntryNotFoundError):
-                raise OSError(f"Of its tokenizer: {out_of_reach(source, error.__cause__)}") from error
+                raise OSError(f"Its tokenizer cannot be opened: {out_of_reach(source, error.__cause__)}") from error
     return False
 
 

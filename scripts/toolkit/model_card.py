@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from toolkit.checkpoint import AUTO_MAP, class_name, reference_class, short_name
-from toolkit.files import read_json, to_json, write_text
+from toolkit.files import read_json, read_json_object, to_json, write_text
 from toolkit.machine import hardware, version
 
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
@@ -415,9 +415,7 @@ def with_repository(text: str, folder_name: str, repo: str) -> str:
 def saved_metrics(folder: Path) -> dict[str, dict]:
     """The metrics of each split in metrics.json, if there is one."""
     path = folder / "metrics.json"
-    report = read_json(path) if path.exists() else {}
-    if not isinstance(report, dict):
-        raise ValueError(f"{path} is not a JSON object of metrics by split")
+    report = read_json_object(path) if path.exists() else {}
     return {split: report[split] for split in SPLITS if isinstance(report.get(split), dict)}
 
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFound
 from huggingface_hub.utils import validate_repo_id
 
 from toolkit.checkpoint import weights_among
-from toolkit.files import read_json
+from toolkit.files import read_json_object
 from toolkit.model_card import published_card, shown
 from toolkit.training.settings import with_paths
 
@@ -144,7 +144,7 @@ def survey(folder: Path, repo: str, parity: Path | None = None) -> Listing:
         elif path.is_file():
             listing.files[name] = path
     check_opens(folder, listing)
-    architecture = (fields_of(folder).get("architectures") or ["Model"])[0]
+    architecture = (read_json_object(folder / "config.json").get("architectures") or ["Model"])[0]
     listing.files["README.md"] = published_card(folder, repo, architecture, parity).encode()
     if "recipe.yaml" in listing.files:
         listing.files["recipe.yaml"] = public_recipe(folder / "recipe.yaml").encode()
@@ -185,18 +185,11 @@ def why_left(name: str, path: Path) -> str | None:
 def check_opens(folder: Path, listing: Listing) -> None:
     """Raises OSError or ValueError unless the files have the weights and the code that `from_pretrained` reads."""
     weights_among(list(listing.files), str(folder))
-    code = {reference.rpartition("--")[2] for reference in (fields_of(folder).get("auto_map") or {}).values()}
+    auto_map = read_json_object(folder / "config.json").get("auto_map") or {}
+    code = {reference.rpartition("--")[2] for reference in auto_map.values()}
     for module in sorted({reference.split(".")[0] for reference in code}):
         if f"{module}.py" not in listing.files:
             raise FileNotFoundError(f"{folder} has no {module}.py, which its config.json names in auto_map")
-
-
-def fields_of(folder: Path) -> dict:
-    """The fields of its config.json."""
-    fields = read_json(folder / "config.json")
-    if not isinstance(fields, dict):
-        raise ValueError(f"{folder / 'config.json'} is not a JSON object")
-    return fields
 
 
 def line_of_secret(content: Path | bytes, token: str | None) -> int | None:

@@ -268,12 +268,12 @@ def answer(
     model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *, max_length: int = 384, stride: int = 128,
     max_answer_length: int = 30, n_best: int = 1, threshold: float | None = 0.0, batch_size: int = 8,
 ) -> list[list[Answer]]:  # fmt: skip
-    """The answers that a model finds to each question in the context of the same number.
+    """The answers of a model to each question, in the context with the same index.
 
     Args:
-        model: a ScratchBertForQuestionAnswering or BertForQuestionAnswering; left in the mode it is in.
+        model: a ScratchBertForQuestionAnswering or BertForQuestionAnswering; its training mode is not changed.
         tokenizer: the model's, a fast one.
-        max_length, stride: see `windows`.
+        max_length, stride: see `context_windows`.
         max_answer_length: in tokens.
         threshold: an answer whose score is not above it comes after "no answer". None: there always is an answer, for
             models that were not trained on questions without one.
@@ -283,7 +283,7 @@ def answer(
         For each question up to `n_best` answers, the best first. "No answer" may be one of them: `NO_ANSWER`.
 
     Raises:
-        ValueError: as `windows` and `best_spans`; or `max_length` is more than the model has positions.
+        ValueError: as `context_windows` and `best_spans`; or `max_length` is more than the model has positions.
     """
     check_least(batch_size=batch_size)
     limit = model.config.max_position_embeddings

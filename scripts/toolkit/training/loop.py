@@ -68,7 +68,7 @@ class Stopped(CommandError):  # noqa: N818, it is not an error
 
 
 class Task(ABC):
-    """What is trained: a model, data, a loss and metrics.
+    """A training task: a model, data, a loss and metrics.
 
     Attributes:
         name: the Hub's name of the task, such as "text-classification".
@@ -541,6 +541,20 @@ def check_space(output: Path, parameters: int, keep: int) -> None:
         )
 
 
+def check_lengths(settings: Settings, names: Iterable[str], config) -> None:
+    """Raises ValueError if one of these flags exceeds the positions of the model."""
+    positions = config.max_position_embeddings
+    for name in names:
+        if (value := getattr(settings, name)) > positions:
+            raise ValueError(f"--{name} is {value}; expected at most {positions}, the positions of the model")
+
+
+def check_vocabulary(tokens: int, config) -> None:
+    """Raises ValueError if the tokenizer has more tokens than the model."""
+    if tokens > config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokens:,} tokens; expected at most vocab_size, {config.vocab_size:,}")
+
+
 def make_accelerator(settings: Settings) -> Accelerator:
     """The accelerator, as `accelerate launch` configures it.
 
@@ -599,11 +613,7 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     accelerator = make_accelerator(settings)
     set_seed(settings.seed)
     task = make_task(settings, accelerator)
-    positions = getattr(task.model.config, "max_position_embeddings", settings.max_length)
-    if settings.max_length > positions:
-        raise ValueError(
-            f"--max_length is {settings.max_length}; expected at most {positions}, the positions of the model"
-        )
+    check_lengths(settings, ["max_length"], task.model.config)
     if main_process:
         check_space(output, sum(weight.numel() for weight in task.model.parameters()), settings.keep_checkpoints)
     accelerator.wait_for_everyone()

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
-from toolkit import files
+from toolkit.files import read_json_object
 from toolkit.training.batches import PadOrFlatten
-from toolkit.training.loop import FineTuning, sources
+from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
@@ -130,7 +130,8 @@ def sentence_pairs(
     """Pairs of consecutive passages of whole sentences; in half of them the second is replaced by one of another
     document (Devlin et al. 2018, section 3.1, task 2, and Google's create_pretraining_data.py).
 
-    As there, a pair has enough sentences to fill `room`, and is then cut, but never where the passages meet.
+    As there, a pair has enough sentences to fill `room`, and is then cut at its ends: no text is missing between the
+    passages.
 
     Args:
         document: the tokens of its sentences.
@@ -203,15 +204,8 @@ class Pretraining(FineTuning):
             given = config_file_fields(settings.config_file)
             fitting = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
             model = model_class(CONFIGS[settings.implementation](**fitting | given | options))
-        words, positions = model.config.vocab_size, model.config.max_position_embeddings
-        if len(self.masking.is_special) > words:
-            raise ValueError(
-                f"the tokenizer has {len(self.masking.is_special):,} tokens; expected at most vocab_size, {words:,}"
-            )
-        if settings.max_length > positions:
-            raise ValueError(
-                f"--max_length is {settings.max_length}; expected at most {positions}, the positions of the model"
-            )
+        check_vocabulary(len(self.masking.is_special), model.config)
+        check_lengths(settings, ["max_length"], model.config)
         return model
 
     # -- data
@@ -359,7 +353,4 @@ def config_file_fields(path: str) -> dict:
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    fields = files.read_json(Path(path))
-    if not isinstance(fields, dict):
-        raise ValueError(f"--config_file {path} is not a JSON object")
-    return {name: value for name, value in fields.items() if name != "model_type"}
+    return {name: value for name, value in read_json_object(Path(path)).items() if name != "model_type"}

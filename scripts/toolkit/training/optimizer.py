@@ -1,4 +1,4 @@
-"""What is trained, and how fast: freezing, LoRA, AdamW's parameter groups, and the schedule of the learning rate."""
+"""The optimizer: frozen parameters, LoRA, AdamW's parameter groups, and the learning-rate schedule."""
 
 import re
 import warnings
@@ -49,12 +49,12 @@ def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
     """
     groups = parameter_groups(model, settings.learning_rate, settings.weight_decay, settings.layer_decay)
     if not groups:
-        raise ValueError(f"--freeze is {settings.freeze}: nothing is left to train")
+        raise ValueError(f"--freeze is {settings.freeze}, which freezes all parameters; expected at least one to train")
     return torch.optim.AdamW(groups, fused=True)  # one pass over the weights instead of a dozen
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings, steps: int):
-    """The schedule of the learning rate over `steps` updates."""
+    """The learning-rate schedule over `steps` updates."""
     return get_scheduler(
         settings.schedule,
         optimizer,

@@ -1,4 +1,4 @@
-"""Fine-tuning to answer questions from a text, by the span that is the answer or by none."""
+"""Fine-tuning for question answering: the answer is a span of a text, or there is none."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
-from toolkit.training.loop import FineTuning, sources
+from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources
 from toolkit.training.metrics import compute, load, perplexity
 from toolkit.training.rows import columns_of, find_column, load_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
@@ -35,7 +35,8 @@ class Seq2Seq(FineTuning):
         self.greater_is_better = self.metric not in LESS_IS_BETTER
         self.tokenizer = self.open_tokenizer()
         self.model = self.make_model()
-        self.check_sizes()
+        check_vocabulary(len(self.tokenizer), self.model.config)
+        check_lengths(settings, ["max_length", "max_target_length", "max_new_tokens"], self.model.config)
         self.set_generation()
         for split, source in found.items():
             self.splits[split] = self.encode(self.read(source))
@@ -143,20 +144,6 @@ class Seq2Seq(FineTuning):
             except json.JSONDecodeError:
                 fields[name] = value
         return fields
-
-    def check_sizes(self) -> None:
-        """Raises ValueError if the vocabulary or the positions of the model are too few."""
-        config = self.model.config
-        if len(self.tokenizer) > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens; expected at most vocab_size, {config.vocab_size}"
-            )
-        for name in ("max_length", "max_target_length", "max_new_tokens"):
-            if (value := getattr(self.settings, name)) > config.max_position_embeddings:
-                raise ValueError(
-                    f"--{name} is {value}; expected at most {config.max_position_embeddings}, the positions of the "
-                    "model"
-                )
 
     def set_generation(self) -> None:
         """Sets the model's generation settings, with which it is also saved."""

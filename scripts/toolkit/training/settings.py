@@ -54,9 +54,9 @@ class Settings:
     test_file: list[str] | None = flag(None, "data", "files for one evaluation of the finished model")
     dataset: str | None = flag(None, "data", "instead of files: the hub id or folder of a dataset")
     dataset_config: str | None = flag(None, "data", "the configuration of --dataset")
-    train_split: str = flag("train", "data", "of --dataset")
-    validation_split: str | None = flag("validation", "data", "of --dataset; none: no evaluation")
-    test_split: str | None = flag(None, "data", "of --dataset")
+    train_split: str = flag("train", "data", "the training split of --dataset")
+    validation_split: str | None = flag("validation", "data", "the validation split of --dataset; none: no evaluation")
+    test_split: str | None = flag(None, "data", "the test split of --dataset")
     on_bad_row: Literal["stop", "skip"] = flag(
         "stop", "data", "what to do with an invalid row; skipped ones are listed"
     )
@@ -68,10 +68,10 @@ class Settings:
     epochs: int = flag(3, "training", "passes over the training set")
     max_steps: int | None = flag(None, "training", "number of updates, instead of --epochs")
     learning_rate: float = flag(5e-5, "training", "the maximum learning rate")
-    schedule: str = flag("linear", "training", "of the learning rate: linear, cosine, constant_with_warmup, … "
+    schedule: str = flag("linear", "training", "the learning-rate schedule: linear, cosine, constant_with_warmup, … "
                          "(transformers' names)")  # fmt: skip
-    warmup_ratio: float = flag(0.1, "training", "share of the updates in which the learning rate rises")
-    weight_decay: float = flag(0.01, "training", "of AdamW; not for biases and layer norms")
+    warmup_ratio: float = flag(0.1, "training", "share of the updates during which the learning rate rises")
+    weight_decay: float = flag(0.01, "training", "AdamW's weight decay; not applied to biases and layer norms")
     layer_decay: float = flag(
         1.0, "training", "factor of the learning rate per layer away from the model head; 1: none"
     )
@@ -84,9 +84,9 @@ class Settings:
     lora_dropout: float = flag(0.0, "training", "dropout before the adapters")
     early_stopping: int | None = flag(None, "training", "stop after this many evaluations without a better one")
     mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
-        None, "training", "default: as accelerate is configured"
+        None, "training", "the precision of the computation; default: as accelerate is configured"
     )
-    seed: int = flag(0, "training", "of all random numbers")
+    seed: int = flag(0, "training", "the random seed")
 
     eval_batch_size: int = flag(64, "evaluation", "sequences per batch of an evaluation, on each process")
     eval_steps: int | None = flag(None, "evaluation", "updates between evaluations; default: after each epoch")
@@ -142,11 +142,11 @@ class Settings:
 
 @dataclass
 class LabelSettings(Settings):
-    """For classification of sequences or tokens."""
+    """The flags for labels of sequences or tokens."""
 
     labels: list[str] | None = flag(None, "data", "the labels; default: those of the training set")
-    class_weights: list[str] | None = flag(None, "training", "of each label, in the order of --labels; or balanced: "
-                                           "inversely to its frequency")  # fmt: skip
+    class_weights: list[str] | None = flag(None, "training", "the weight of each label, in the order of --labels; or "
+                                           "balanced: inversely to its frequency")  # fmt: skip
     label_smoothing: float = flag(0.0, "training", "share of each label's weight that is spread over all labels")
 
     def __post_init__(self):
@@ -165,15 +165,21 @@ def check_smoothing(value: float) -> None:
 
 @dataclass
 class ClassificationSettings(LabelSettings):
-    """Of `finetune_classification`."""
+    """The flags of `finetune_classification`."""
 
     task: ClassVar = "toolkit.training.classification:Classification"
 
     problem: Literal["single_label", "multi_label", "regression"] = flag("single_label", "data", "the kind of labels")
-    text_column: str | None = flag(None, "data", "default: text, sentence, sentence1, premise or question1")
-    text_pair_column: str | None = flag(None, "data", "default: sentence2, hypothesis or question2, if there is one")
-    label_column: str | None = flag(None, "data", "default: label, labels or score")
-    label_separator: str = flag("|", "data", "between the labels of a row, for --problem multi_label in CSV or TSV")
+    text_column: str | None = flag(
+        None, "data", "the column of the texts; default: text, sentence, sentence1, premise or question1"
+    )
+    text_pair_column: str | None = flag(
+        None, "data", "the column of the second texts; default: sentence2, hypothesis or question2, if there is one"
+    )
+    label_column: str | None = flag(None, "data", "the column of the labels; default: label, labels or score")
+    label_separator: str = flag(
+        "|", "data", "the separator between the labels of a row, for --problem multi_label in CSV or TSV"
+    )
     metric: str | None = flag(None, "evaluation", "the metric that selects the best model; default: accuracy, f1 or "
                               "pearson")  # fmt: skip
 
@@ -200,7 +206,7 @@ class ClassificationSettings(LabelSettings):
 
 @dataclass
 class TokenClassificationSettings(LabelSettings):
-    """Of `finetune_token_classification`."""
+    """The flags of `finetune_token_classification`."""
 
     task: ClassVar = "toolkit.training.token_classification:TokenClassification"
 
@@ -209,8 +215,8 @@ class TokenClassificationSettings(LabelSettings):
         None, "data", "tokens that two windows of a row share; default: a quarter of --max_length"
     )
     scheme: Literal["iob2", "plain"] = flag("iob2", "data", "the tags: entities as B-TYPE, I-TYPE and O; or any tags")
-    words_column: str | None = flag(None, "data", "default: tokens or words")
-    tags_column: str | None = flag(None, "data", "default: tags, ner_tags or labels")
+    words_column: str | None = flag(None, "data", "the column of the words; default: tokens or words")
+    tags_column: str | None = flag(None, "data", "the column of the tags; default: tags, ner_tags or labels")
     label_all_pieces: bool = flag(False, "training", "train on all pieces of a word (I-PER after B-PER)")
     metric: Literal["f1", "accuracy"] = flag("f1", "evaluation", "the metric that selects the best model")
 
@@ -232,7 +238,7 @@ def is_iob_tag(tag: str) -> bool:
 
 @dataclass
 class QuestionAnsweringSettings(Settings):
-    """Of `finetune_question_answering`."""
+    """The flags of `finetune_question_answering`."""
 
     task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
 
@@ -268,24 +274,28 @@ SEQ2SEQ_METRICS = {
 
 @dataclass
 class Seq2SeqSettings(Settings):
-    """Of `finetune_seq2seq`."""
+    """The flags of `finetune_seq2seq`."""
 
     task: ClassVar = "toolkit.training.seq2seq:Seq2Seq"
 
     config_file: str | None = flag(None, "model", "instead of --model: random weights of the size in a file such as "
                                    "configuration/tiny.json")  # fmt: skip
-    config_overrides: list[str] | None = flag(None, "model", "NAME=VALUE, fields of the configuration, such as "
+    config_overrides: list[str] | None = flag(None, "model", "fields of the configuration, as NAME=VALUE, such as "
                                               "norm_first=true")  # fmt: skip
-    tokenizer: str | None = flag(None, "model", "a folder, such as train_tokenizer.py writes, or hub id; default: the "
-                                 "model's")  # fmt: skip
+    tokenizer: str | None = flag(None, "model", "the tokenizer: a folder, such as train_tokenizer.py writes, or hub "
+                                 "id; default: that of --model")  # fmt: skip
     num_decoder_layers: int | None = flag(None, "model", "blocks of the decoder; default: as many as the encoder has")
     tie_encoder_decoder: bool = flag(False, "model", "encoder and decoder share their weights, except cross-attention")
-    source_column: str | None = flag(None, "data", "default: source, text, article, document or en")
-    target_column: str | None = flag(None, "data", "default: target, summary, highlights, translation or de")
+    source_column: str | None = flag(
+        None, "data", "the column of the sources; default: source, text, article, document or en"
+    )
+    target_column: str | None = flag(
+        None, "data", "the column of the targets; default: target, summary, highlights, translation or de"
+    )
     max_target_length: int = flag(128, "data", "maximum tokens per target, including [SEP]; longer ones are cut")
     label_smoothing: float = flag(0.0, "training", "share of each label's weight that is spread over the vocabulary")
-    num_beams: int = flag(1, "evaluation", "beams in evaluations and in the finished model; 1: greedy")
-    length_penalty: float = flag(1.0, "evaluation", "of beam search: the larger, the longer the outputs")
+    num_beams: int = flag(1, "evaluation", "beams in evaluations and in the finished model; 1: greedy decoding")
+    length_penalty: float = flag(1.0, "evaluation", "beam search: a larger value gives longer outputs")
     max_new_tokens: int | None = flag(None, "evaluation", "maximum tokens per output; default: --max_target_length")
     metrics: list[str] | None = flag(None, "evaluation", f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with "
                                      "loss alone nothing is generated")  # fmt: skip
@@ -323,13 +333,15 @@ class Seq2SeqSettings(Settings):
 
 @dataclass
 class PretrainingSettings(Settings):
-    """Of `pretrain_mlm`."""
+    """The flags of `pretrain_mlm`."""
 
     task: ClassVar = "toolkit.training.masked_lm:Pretraining"
 
     config_file: str | None = flag(None, "model", "instead of --model: a configuration (.json), for random weights")
-    tokenizer: str | None = flag(None, "model", "a folder or hub id; default: that of --model")
-    text_column: str | None = flag(None, "data", "default: text, sentence, content or document")
+    tokenizer: str | None = flag(None, "model", "the tokenizer: a folder or hub id; default: that of --model")
+    text_column: str | None = flag(
+        None, "data", "the column of the texts; default: text, sentence, content or document"
+    )
     line_by_line: bool = flag(False, "data", "each text is a sequence of its own, instead of concatenated with others")
     next_sentence: bool = flag(False, "training", "also predict whether the second of two passages follows the first")
     whole_word_masking: bool = flag(False, "training", "mask all tokens of a word, or none")

@@ -31,9 +31,9 @@ class Corpus:
     """The texts of files, read from the files each time.
 
     Args:
-        columns: with the texts, each a text of its own. None: the column "text".
+        columns: the columns of the texts, each a text of its own; None: "text".
         on_bad_row: "stop" or "skip". Skipped rows are listed at the first reading.
-        held_out: every how many rows one is kept from training. 0: none.
+        held_out: keep every N-th row out of the training; 0: none.
         warn: is called with the list of skipped rows.
 
     Raises:
@@ -48,9 +48,9 @@ class Corpus:
         held_out: int,
         warn: Callable[[str], None],
     ):
-        there = columns_of(source)
+        columns_in_files = columns_of(source)
         self.source, self.on_bad_row, self.held_out = source, on_bad_row, held_out
-        self.columns = [find_column(there, column, ["text"], "the texts") for column in columns or [None]]
+        self.columns = [find_column(columns_in_files, column, ["text"], "the texts") for column in columns or [None]]
         self.warn = warn
 
     def texts(self) -> Iterator[tuple[bool, str]]:
