@@ -28,7 +28,7 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
     "use_cache": False,
     # What is compiled or exported computes the padding, as BERT does, and is compared with such a pass. (That the
-    # others agree with it is for test_packing to say.)
+    # others agree with it is for test_unpadding to say.)
     "padding_free": False,
     "bos_token_id": 1,  # what a decoder starts with
 }
