@@ -24,8 +24,8 @@ per target token, for each row, without label smoothing. With --metrics error_ra
 error rate if targets are phonemes separated by spaces, and the word error rate if they are sentences; item_error_rate
 is the share of sources with an error.
 
---output becomes a folder with the model, in the form of the Hub, its tokenizer, a model card, metrics.json, curves.png,
-recipe.yaml and the checkpoints.
+The folder --output then has the model, its code and tokenizer, a model card, metrics.json, curves.png, recipe.yaml and
+the checkpoints.
 
 Exit code: 0 trained; 1 the training failed; 2 bad usage or data; 130 or 143 stopped by Ctrl-C or SIGTERM, after a
 checkpoint was saved: --resume continues.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Generates a text for each text, with a trained ScratchBert generator.
+"""Generates a text for each input text, with a trained ScratchBert generator.
 
     generate.py my-summariser "A long text." "Another one." --num_beams 4
     generate.py my-summariser --file articles.txt > summaries.txt
@@ -16,9 +16,9 @@ text: the output is then the text with its continuation. A decoder's input does 
 not printed; stop strings are.
 
 Decoding flags have the names of transformers' GenerationConfig; their defaults come from the model's
-generation_config.json. If that sets no maximum length, an output has at most 128 new tokens, and no more than there are
-positions; a decoder keeps half of the positions for the text. If it sets no end token, [SEP] is one. A text that is too
-long for the positions is cut, with a remark: at its end or, if it is to be continued, at its beginning.
+generation_config.json. If that sets no maximum length, an output has at most 128 new tokens, and no more than the model
+has positions; a decoder keeps half of its positions for the text. If it sets no end token, [SEP] is used. A text that
+is too long for the positions is cut, with a remark: at its end or, if it is to be continued, at its beginning.
 
 In Python, `toolkit.generation.generate_text` does the same.
 
@@ -43,10 +43,10 @@ BATCHES_AHEAD = 16
 # The flags for fields of GenerationConfig, with the arguments of `add_argument`.
 COUNT, AMOUNT = {"type": integer_from(1), "metavar": "N"}, {"type": float, "metavar": "X"}
 DECODING_FLAGS = {
-    "max_new_tokens": COUNT | {"help": "maximum length of an output"},
-    "min_new_tokens": COUNT | {"type": integer_from(0), "help": "minimum length of an output"},
-    "num_beams": COUNT | {"help": "candidates of beam search; 1: greedy decoding or sampling"},
-    "length_penalty": AMOUNT | {"help": "above 0 beam search prefers long outputs, below 0 short ones"},
+    "max_new_tokens": COUNT | {"help": "maximum length of an output, in tokens"},
+    "min_new_tokens": COUNT | {"type": integer_from(0), "help": "minimum length of an output, in tokens"},
+    "num_beams": COUNT | {"help": "number of beams in beam search; 1: greedy decoding or sampling"},
+    "length_penalty": AMOUNT | {"help": "beam search: above 0, long outputs are preferred; below 0, short ones"},
     "early_stopping": {
         "choices": ["true", "false", "never"],
         "help": "true: beam search ends with num_beams finished candidates; false: when a better one is unlikely; "
@@ -54,7 +54,7 @@ DECODING_FLAGS = {
     },
     "num_return_sequences": COUNT | {"help": "outputs per text"},
     "do_sample": {"action": "store_true", "help": "draw each token at random by its probability"},
-    "temperature": AMOUNT | {"help": "below 1 likely tokens become likelier, above 1 less likely"},
+    "temperature": AMOUNT | {"help": "below 1, likely tokens become likelier; above 1, less likely"},
     "top_k": COUNT | {"type": integer_from(0), "help": "draw from the N likeliest tokens only; 0: from all"},
     "top_p": AMOUNT | {"help": "draw from the likeliest tokens whose probabilities add up to X"},
     "repetition_penalty": AMOUNT | {"help": "above 1, tokens that have occurred become less likely"},
@@ -86,7 +86,7 @@ def make_parser() -> Parser:
                       "texts and batch size give the same outputs")  # fmt: skip
     used.add_argument("--batch_size", type=integer_from(1), default=8, metavar="N", help="texts per batch; with 1, "
                       "each line is answered before the next is read")  # fmt: skip
-    used.add_argument("--device", help="such as cpu or cuda:1; default: an accelerator if there is one")
+    used.add_argument("--device", help="the device, such as cpu or cuda:1; default: an accelerator if there is one")
     used.add_argument("--jsonl", action="store_true", help="print a JSON object on each line: input, outputs and, for "
                       "beam search, scores")  # fmt: skip
     model = parser.group("model")

@@ -10,12 +10,12 @@ to the token of each column; they sum to 1. Layers and heads count from 0, as in
 
 For an encoder or a decoder, these are the weights of the self-attention. An encoder-decoder has three kinds: --kind
 cross, the default, for the target's attention to the source; self for the encoder's self-attention; and decoder for the
-decoder's. The target is --decoder_text or else what the model generates, by its generation_config but without sampling,
-at most --max_tokens tokens. Its rows are the tokens that the decoder reads, the start token first: the row of a token
-shows how the next one was chosen.
+decoder's. The target is --decoder_text, or the text that the model generates with its generation_config, without
+sampling, in at most --max_tokens tokens. Its rows are the inputs of the decoder, the start token first: the row of a
+token shows how the next one was predicted.
 
-The size of the picture grows with heads and tokens, so that every label is readable; too large a picture is an error.
-The labels of an SVG are text, which can be searched, in the fonts of the viewer.
+The size of the picture grows with heads and tokens, so that every label is readable; a picture that would be too large
+raises an error. The labels of an SVG are text, which can be searched, in the fonts of the viewer.
 
 Exit code: 0 the picture is written; 2 bad usage, or a checkpoint that cannot be opened or does not support the flags;
 no file is then written or changed.
@@ -59,8 +59,8 @@ def make_parser() -> Parser:
     data.add_argument("--max_tokens", type=integer_from(2), default=48, metavar="N", help="maximum length of a text, "
                       "special tokens included")  # fmt: skip
     model = parser.group("model")
-    model.add_argument("--kind", choices=("self", "cross", "decoder"), help="which attention; default: cross for an "
-                       "encoder-decoder, else self")  # fmt: skip
+    model.add_argument("--kind", choices=("self", "cross", "decoder"), help="the kind of attention; default: cross for "
+                       "an encoder-decoder, else self")  # fmt: skip
     for what in ("layers", "heads"):
         model.add_argument(f"--{what}", type=indices, metavar="N,N-N", help=f"draw these {what} only, such as 0,2,5-7")
     parser.group("output").add_argument("--output", type=picture, required=True, metavar="FILE", help="the picture: a "

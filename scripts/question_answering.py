@@ -44,7 +44,7 @@ def make_parser() -> Parser:
     }
     for flag, (minimum, default, text) in counts.items():
         model.add_argument(flag, type=integer_from(minimum), default=default, metavar="N", help=text)
-    model.add_argument("--device", help="such as cpu or cuda:1; default: an accelerator if there is one")
+    model.add_argument("--device", help="the device, such as cpu or cuda:1; default: an accelerator if there is one")
     output = parser.group("output")
     output.add_argument("--n_best", type=integer_from(1), default=1, metavar="N", help="maximum number of answers to "
                         "each question")  # fmt: skip

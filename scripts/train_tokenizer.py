@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Trains a WordPiece tokenizer, BERT's, on your own texts.
+"""Trains a WordPiece tokenizer, as BERT has, on your own texts.
 
     train_tokenizer.py --train_file reviews.csv --output my-tokenizer --vocab_size 8000
     train_tokenizer.py --train_file words.csv --column word phonemes --output g2p-tokenizer --pre_split whitespace \\
@@ -33,8 +33,8 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, allow_abbrev=False,
                     usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
     data = parser.group("data")
-    data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help=".txt, .csv, .tsv, "
-                      ".jsonl, .parquet")  # fmt: skip
+    data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
+                      ".csv, .tsv, .jsonl, .parquet")  # fmt: skip
     data.add_argument("--column", nargs="+", help='the columns of the texts, each a text of its own; default: "text"')
     data.add_argument("--on_bad_row", choices=("stop", "skip"), default="stop", help="what to do with an invalid row; "
                       "skipped ones are listed")  # fmt: skip
@@ -45,12 +45,14 @@ def make_parser() -> Parser:
     training.add_argument("--limit_alphabet", **number, default=1000, help="maximum number of characters; rarer ones "
                           "are [UNK]")  # fmt: skip
     training.add_argument("--cased", action="store_true", help="keep upper case and, with it, accents")
-    training.add_argument("--accents", choices=("keep", "strip"), help="default: strip, or keep with --cased")
+    training.add_argument(
+        "--accents", choices=("keep", "strip"), help="what to do with accents; default: strip, or keep with --cased"
+    )
     training.add_argument("--pre_split", choices=("bert", "whitespace"), default="bert", help="what a word is: bert "
                           "splits at spaces, punctuation and around each Chinese character; whitespace is for symbols, "
                           "see above")  # fmt: skip
     training.add_argument("--model_max_length", **number, default=512, help="positions of the model, to which "
-                          "truncation cuts")  # fmt: skip
+                          "longer texts are cut")  # fmt: skip
     parser.group("evaluation").add_argument("--held_out", type=integer_from(0), default=100, metavar="N", help="keep "
                                             "every N-th row for the report; 0: none")  # fmt: skip
     parser.group("output").add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to "

