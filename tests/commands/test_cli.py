@@ -1,0 +1,209 @@
+"""toolkit.cli: spellings of flags, groups, one-line errors and exit codes; and atomic files."""
+
+import argparse
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+from support.folders import SCRIPTS
+from toolkit import cli, files
+from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
+from toolkit.training import settings as training_settings
+
+COMMANDS = sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
+TRAINING = {
+    "finetune_classification": training_settings.ClassificationSettings,
+    "finetune_question_answering": training_settings.QuestionAnsweringSettings,
+    "finetune_seq2seq": training_settings.Seq2SeqSettings,
+    "finetune_token_classification": training_settings.TokenClassificationSettings,
+    "pretrain_mlm": training_settings.PretrainingSettings,
+}
+
+
+def parser_of(name: str) -> Parser:
+    if name in TRAINING:
+        return training_settings.make_parser(f"{name}.py", "", TRAINING[name])
+    return importlib.import_module(name).make_parser()
+
+
+@pytest.fixture
+def parser() -> Parser:
+    made = Parser("some/folder/command.py", "What it does.\n\nMore.")
+    made.add_argument("source", nargs="?")
+    made.group("model").add_argument("--num_beams", type=integer_from(1), default=1)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------- spelling
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("--num-beams", "--num_beams"),
+        ("--num_beams", "--num_beams"),
+        ("--num-beams=a-b", "--num_beams=a-b"),
+        ("--text=--two-words\n--x-y", "--text=--two-words\n--x-y"),
+        ("--not-a-flag but a text", "--not-a-flag but a text"),
+        ("a-b", "a-b"),
+        ("-n-1", "-n-1"),
+        ("---", "---"),
+    ],
+)
+def test_hyphens_become_underscores_in_names_of_flags_only(given, parsed):
+    assert with_underscores([given]) == [parsed]
+    assert with_underscores(["--", given]) == ["--", given]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_of_every_command_has_underscores_and_a_group(name):
+    parser = parser_of(name)
+    for action in parser._actions:
+        for spelling in action.option_strings:
+            assert "-" not in spelling.lstrip("-"), spelling
+    own = [action.title for action in parser._action_groups if action.title not in ("positional arguments", "options")]
+    known = ["most used", "data", "model", "training", "decoding", "evaluation", "output"]
+    assert own == [title for title in known if title in own]
+    assert not [action for action in parser._optionals._group_actions if action.dest != "help"]
+
+
+@pytest.mark.parametrize("name", [*TRAINING, "generate"])
+def test_long_helps_begin_with_the_ten_most_used_flags(name):
+    parser = parser_of(name)
+    first = parser._action_groups[2]
+    assert first.title == "most used"
+    assert len({action.dest for action in first._group_actions}) == 10
+
+
+def test_an_output_is_given_once(capsys):
+    parser = Parser("command.py", "")
+    parser.add_argument("source")
+    parser.add_output("OUTPUT", help="the folder")
+    for arguments in (["a", "b"], ["a", "--output", "b"], ["--output", "b", "a"]):
+        args = parser.parse_args(arguments)
+        assert (args.source, args.output) == ("a", Path("b"))
+    for arguments, count in ((["a"], 0), (["a", "b", "--output", "c"], 2)):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args(arguments)
+        assert capsys.readouterr().err == (
+            f"command.py: the output is given {count} times; expected once, as --output\n"
+        )
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "one", ""])
+def test_an_integer_that_is_none(text, parser, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([f"--num-beams={text}"])
+    err = capsys.readouterr().err
+    assert err == f"command.py: argument --num_beams: {text!r} is invalid; expected an integer of at least 1\n"
+
+
+def test_help_shows_defaults_that_say_something(parser):
+    parser.group("data").add_argument("--seed", type=int, default=0, help="of the split")
+    parser.group("data").add_argument("--quick", action="store_true", help="less")
+    text = parser.format_help()
+    assert "of the split (default: 0)" in text
+    assert "less\n" in text
+    assert text.index("model:") < text.index("data:")
+    assert "What it does.\n\nMore." in text
+
+
+@pytest.mark.parametrize("settings", TRAINING.values())
+def test_settings_become_flags(settings):
+    parser = training_settings.make_parser("command.py", "", settings)
+    args = parser.parse_args(["--resume", "--hub-private", "no", "--train_file", "a", "b", "--max-steps", "3"])
+    assert (args.resume, args.hub_private, args.train_file, args.max_steps) == (True, False, ["a", "b"], 3)
+    assert (args.learning_rate, args.mixed_precision, args.implementation) == (5e-5, None, "scratchbert")
+    with pytest.raises(argparse.ArgumentTypeError, match="'maybe' is invalid; expected true or false"):
+        training_settings.boolean("maybe")
+
+
+# ----------------------------------------------------------------------------------------------------------- exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "err"),
+    [
+        (ValueError("two\n lines"), 2, "command.py: two lines\n"),
+        (OSError("no file"), 2, "command.py: no file\n"),
+        (CommandError("it differs", exit_code=1), 1, "command.py: it differs\n"),
+        (ModuleNotFoundError("x", name="datasets.io"), 2,
+         'command.py: datasets is not installed; pip install "scratchbert[train]"\n'),
+        (ModuleNotFoundError("no unknown", name="unknown"), 2, "command.py: no unknown\n"),
+        (KeyboardInterrupt(), 130, "command.py: interrupted; all is well\n"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_and_an_exit_code(error, code, err, parser, capsys):
+    def work():
+        raise error
+
+    assert parser.run(work, interrupted="interrupted; all is well") == code
+    assert capsys.readouterr().err == err
+
+
+def test_bugs_keep_their_traceback(parser):
+    def work():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        parser.run(work)
+    assert parser.run(work, expected=(RuntimeError,)) == 2
+    assert parser.run(lambda: None) == 0
+    assert parser.run(lambda: 1) == 1
+
+
+def test_errors_name_what_they_are_about():
+    with pytest.raises(CommandError, match=r"^my-model: no such file$"), about("my-model"):
+        raise OSError("no such\nfile")
+    with pytest.raises(KeyError), about("my-model"):
+        raise KeyError("a bug")
+
+
+def test_what_is_required_is_named_before_any_work(monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    message = r'onnx and onnxruntime are not installed; pip install "scratchbert\[bench\]"'
+    with pytest.raises(CommandError, match=message):
+        require("onnx", "onnxruntime")
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def interrupted_while_writing(path):
+    path.write_text("half")
+    raise KeyboardInterrupt
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    files.write_json(path, {"x": float("nan"), "y": [1.5, float("inf")]})
+    assert path.read_text() == '{\n  "x": null,\n  "y": [\n    1.5,\n    null\n  ]\n}\n'
+    with pytest.raises(KeyboardInterrupt), files.atomic_file(path) as temporary:
+        interrupted_while_writing(temporary)
+    assert "null" in path.read_text()
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "target"
+    with files.atomic_folder(target) as folder:
+        (folder / "old").touch()
+    with pytest.raises(KeyboardInterrupt), files.atomic_folder(target) as folder:
+        interrupted_while_writing(folder / "new")
+    assert os.listdir(target) == ["old"]
+    with files.atomic_folder(target) as folder:
+        (folder / "new").touch()
+    assert (os.listdir(target), os.listdir(tmp_path)) == (["new"], ["target"])
+
+
+def test_shipped_files_are_found_unless_there_is_one_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "configuration/tiny.json"
+    assert files.find_shipped(name) == SCRIPTS.parent / name
+    (tmp_path / "configuration").mkdir()
+    (tmp_path / name).write_text("{}")
+    assert files.find_shipped(name) == Path(name)
+    assert files.find_shipped("nothing.json") == Path("nothing.json")

@@ -1,0 +1,111 @@
+"""The walls between commands, toolkit and package, as the import statements have them."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from support.folders import ROOT
+
+SCRIPTS = ROOT / "scripts"
+COMMANDS = {path.stem: path for path in sorted(SCRIPTS.glob("*.py")) if path.name != "__main__.py"}
+TOOLKIT = sorted((SCRIPTS / "toolkit").rglob("*.py"))
+PACKAGE = sorted((ROOT / "modeling_scratchbert").glob("*.py"))
+
+# What the package may move or rename is imported by one module of the toolkit only.
+IMPORTED_ONCE = {
+    "raw_config",
+    "scratchbert_fields",
+    "tensor_names",
+    "weight_files",
+    "reference_class",
+    "OTHER_REFERENCES",
+    "to_bert",
+    "to_scratchbert",
+}
+
+
+def imported(path: Path) -> dict[str, set[str]]:
+    """From each module that a file imports, at any level, to the names that it takes from it."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.setdefault(alias.name, set())
+        elif isinstance(node, ast.ImportFrom):
+            found.setdefault("." * node.level + (node.module or ""), set()).update(each.name for each in node.names)
+    return found
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", [*COMMANDS.values(), *TOOLKIT, *PACKAGE], ids=lambda path: path.name)
+def test_no_file_imports_a_command(path):
+    assert not {top(module) for module in imported(path)} & COMMANDS.keys()
+
+
+@pytest.mark.parametrize("path", COMMANDS.values(), ids=COMMANDS.keys())
+def test_a_command_imports_toolkit_and_nothing_else_of_ours(path):
+    ours = {file.stem for file in SCRIPTS.iterdir()} - {"toolkit", "__main__"}
+    modules = {top(module) for module in imported(path)}
+    assert not modules & ours
+    assert "toolkit" in modules
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: path.name)
+def test_the_package_does_not_know_the_toolkit(path):
+    assert "toolkit" not in {top(module) for module in imported(path)}
+
+
+def test_what_the_package_may_move_is_imported_once():
+    for name in IMPORTED_ONCE:
+        users = [
+            path.name
+            for path in (*TOOLKIT, *COMMANDS.values())
+            if any(name in names for module, names in imported(path).items() if top(module) == "modeling_scratchbert")
+        ]
+        assert users == ["checkpoint.py"], name
+
+
+HELP = """
+import runpy, sys
+path = sys.argv.pop(1)
+try:
+    runpy.run_path(path, run_name="__main__")
+except SystemExit as stopped:
+    assert not stopped.code, stopped.code
+heavy = {"torch", "transformers", "datasets", "accelerate", "numpy", "huggingface_hub"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_imports_nothing_heavy(name, tmp_path):
+    """From another working directory, as everything is."""
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n{HELP}", str(COMMANDS[name])]
+    done = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    docstring = ast.get_docstring(ast.parse(COMMANDS[name].read_text(encoding="utf-8")))
+    assert docstring.partition("\n")[0] in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_summary_of_one_line(name):
+    summary = ast.get_docstring(ast.parse(COMMANDS[name].read_text(encoding="utf-8"))).partition("\n")[0]
+    assert summary.endswith(".")
+    assert len(summary) <= 110
+
+
+def test_every_optional_library_has_its_extra():
+    from toolkit.cli import EXTRAS
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    distributions = {"sklearn": "scikit-learn", "scipy": "scikit-learn"}  # scikit-learn requires scipy
+    for library, extra in EXTRAS.items():
+        distribution = distributions.get(library, library).replace("_", "-")
+        assert any(requirement.startswith(distribution) for requirement in extras[extra]), library

@@ -1,0 +1,168 @@
+"""Other people's tools for looking into a model take ours as they take BERT: bertviz its attentions, Captum its word
+embeddings."""
+
+import json
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from modeling_scratchbert import (
+    ScratchBertForConditionalGeneration,
+    ScratchBertForSequenceClassification,
+    ScratchBertModel,
+)
+
+WORDS = ["[CLS]", "the", "cat", "sat", "##s", "$", "[SEP]"]
+WRITTEN = ["[CLS]", "a", "cat", "[SEP]"]
+
+
+# ------------------------------------------------------------------------------------------------------------ bertviz
+
+
+@pytest.fixture(params=["head_view", "model_view"])
+def view(request):
+    """A view of bertviz; returns what it was made of: the attentions by name, as its page holds them."""
+    bertviz = pytest.importorskip("bertviz", reason="the package bertviz is not installed")
+
+    def make(**arguments) -> dict:
+        page = getattr(bertviz, request.param)(**arguments, html_action="return").data
+        _, _, rest = page.partition("const params = ")
+        parameters, _ = json.JSONDecoder().raw_decode(rest)
+        return {one["name"]: one for one in parameters["attention"]}
+
+    return make
+
+
+def assert_shows(shown: dict, maps: tuple[torch.Tensor, ...], left: list[str], right: list[str]) -> None:
+    """The page has these weights to the last digit, `(layers, heads, left, right)`, and these tokens."""
+    assert torch.equal(torch.tensor(shown["attn"]), torch.cat(maps))
+    assert (shown["left_text"], shown["right_text"]) == (left, right)
+
+
+def test_bertviz_shows_the_attentions_of_an_encoder(view, tiny_config, randomise):
+    model = randomise(ScratchBertModel(tiny_config())).eval()
+    with torch.no_grad():
+        maps = model(torch.randint(101, (1, len(WORDS))), output_attentions=True).attentions
+    shown = view(attention=maps, tokens=WORDS)
+    assert shown.keys() == {None}
+    assert_shows(shown[None], maps, WORDS, WORDS)
+
+
+def test_bertviz_shows_the_attentions_of_two_halves(view, tiny_config, randomise):
+    config = tiny_config(is_encoder_decoder=True, decoder_start_token_id=1)
+    model = randomise(ScratchBertForConditionalGeneration(config)).eval()
+    source, target = (torch.randint(101, (1, len(tokens))) for tokens in (WORDS, WRITTEN))
+    with torch.no_grad():
+        outputs = model(source, decoder_input_ids=target, output_attentions=True)
+    shown = view(
+        encoder_attention=outputs.encoder_attentions,
+        decoder_attention=outputs.decoder_attentions,
+        cross_attention=outputs.cross_attentions,
+        encoder_tokens=WORDS,
+        decoder_tokens=WRITTEN,
+    )
+    assert shown.keys() == {"Encoder", "Decoder", "Cross"}
+    assert_shows(shown["Encoder"], outputs.encoder_attentions, WORDS, WORDS)
+    assert_shows(shown["Decoder"], outputs.decoder_attentions, WRITTEN, WRITTEN)
+    assert_shows(shown["Cross"], outputs.cross_attentions, WRITTEN, WORDS)
+
+
+# ------------------------------------------------------------------------------------------------------------- Captum
+
+CLS, PAD = 1, 0
+TARGET = 1  # the class whose score is attributed
+STEPS = 32  # of the integral
+
+
+@pytest.fixture(scope="module")
+def attr():
+    return pytest.importorskip("captum.attr", reason="the package captum is not installed")
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory, tiny_config, randomise):
+    """A classifier and its Bert twin, with the same weights."""
+    model = randomise(ScratchBertForSequenceClassification(tiny_config())).eval()
+    with torch.no_grad():
+        model.classifier.weight *= 20  # so that scores are of a size that 1e-4 of it is little
+    folder = tmp_path_factory.mktemp("twin")
+    model.save_as_bert(folder)
+    return model, BertForSequenceClassification.from_pretrained(folder).eval()
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Three texts, two of them padded, and what they are compared with: [CLS], and padding for every word."""
+    ids, mask = torch.randint(2, 101, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    ids[:, 0], mask[0, 5:], mask[1, 7:] = CLS, 0, 0
+    ids = ids.masked_fill(mask == 0, PAD)
+    return {"ids": ids, "mask": mask, "baseline": torch.full_like(ids, PAD).index_fill(1, torch.tensor([0]), CLS)}
+
+
+def score(model, **options):
+    return lambda ids, mask: model(ids, attention_mask=mask, **options).logits[:, TARGET]
+
+
+def integrated(attr, model, batch, **options) -> torch.Tensor:
+    """The attributions to the word embeddings, `(B, T, C)`, by integrated gradients (Sundararajan et al. 2017)."""
+    return attr.LayerIntegratedGradients(score(model, **options), model.get_input_embeddings()).attribute(
+        batch["ids"], batch["baseline"], additional_forward_args=(batch["mask"],), n_steps=STEPS
+    )
+
+
+@torch.no_grad()
+def assert_complete(attributions: torch.Tensor, model, batch) -> None:
+    """They add up to the difference of the scores (Sundararajan et al. 2017, section 3)."""
+    difference = score(model)(batch["ids"], batch["mask"]) - score(model)(batch["baseline"], batch["mask"])
+    assert difference.abs().min() > 0.01
+    torch.testing.assert_close(attributions.sum((1, 2)), difference, atol=1e-4, rtol=0)
+
+
+def assert_as_the_twins(attributions: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.abs().max() > 0.05
+    torch.testing.assert_close(attributions, expected, atol=1e-4, rtol=0)
+
+
+def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, batch):
+    model, twin = classifiers
+    batch["mask"] = torch.ones_like(batch["mask"])
+    attributions = integrated(attr, model, batch)
+    assert_as_the_twins(attributions, integrated(attr, twin, batch))
+    assert_complete(attributions, model, batch)
+
+
+@pytest.mark.parametrize("off", ["nowhere", "in the call", "in the configuration"])
+def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch, monkeypatch, off):
+    """Its hooks see padded tensors, whether `padding_free` is off or not."""
+    model, twin = classifiers
+    if off == "in the configuration":
+        monkeypatch.setattr(model.config, "padding_free", False)
+    attributions = integrated(attr, model, batch, **({"padding_free": False} if off == "in the call" else {}))
+    assert_as_the_twins(attributions, integrated(attr, twin, batch))
+    assert_complete(attributions, model, batch)
+    assert not attributions[batch["mask"] == 0].any()
+
+
+def test_captum_stops_at_a_batch_that_is_unpadded_by_request(attr, classifiers, batch):
+    """Its hooks would put embeddings of their own, `(steps × B, T, C)`, in place of unpadded ones, `(1, N, C)`: an
+    error, and no wrong attributions."""
+    model, _ = classifiers
+    with pytest.raises(RuntimeError, match="size of"):
+        integrated(attr, model, batch, padding_free=True)
+
+
+def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, batch):
+    """Embeddings that are an argument need no hook, and so padding may be removed."""
+    model, twin = classifiers
+
+    def score_of_embeddings(embeddings, mask):
+        return model(inputs_embeds=embeddings, attention_mask=mask).logits[:, TARGET]
+
+    given = (model.get_input_embeddings()(batch[name]).detach() for name in ("ids", "baseline"))
+    attributions = attr.IntegratedGradients(score_of_embeddings).attribute(
+        *given, additional_forward_args=(batch["mask"],), n_steps=STEPS
+    )
+    assert_as_the_twins(attributions, integrated(attr, twin, batch))
+    assert_complete(attributions, model, batch)
+    assert not attributions[batch["mask"] == 0].any()

@@ -1,0 +1,117 @@
+"""What vLLM's Transformers backend asks of a custom model. vLLM, which wants a GPU, is played: the same calls, as vLLM
+0.33 makes them, with an attention that is told the lengths from outside in place of its own."""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_scratchbert.attention import MultiHeadAttention
+from support.checkpoint_kinds import random_scratchbert
+
+LENGTHS = [5, 1, 17, 9, 20]
+NAME = "served by another"
+
+
+def test_the_kernel_is_found_in_the_source():
+    """vLLM reads the source of `forward` for the one call of a kernel out of the interface, and for its `scaling`,
+    which must be an attribute."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(MultiHeadAttention.forward)))
+    looked_up = {
+        node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "ALL_ATTENTION_FUNCTIONS.get_interface"
+    }
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in looked_up
+    ]
+    assert len(calls) == 1
+    [scaling] = [ast.unparse(keyword.value) for keyword in calls[0].keywords if keyword.arg == "scaling"]
+    attention = random_scratchbert("Model").encoder.blocks[1].attention
+    assert scaling.startswith("self.")
+    assert getattr(attention, scaling.removeprefix("self.")) == attention.head_width**-0.5
+    assert attention.layer_idx == 1
+    assert attention.is_causal is False
+
+
+class Served(torch.nn.Module):
+    """The attention that vLLM puts into each of a model's: tokens of all requests in one row, `(N, C)`, no mask."""
+
+    def __init__(self, heads: int, scaling: float, is_causal: bool):
+        super().__init__()
+        self.heads, self.scaling, self.is_causal = heads, scaling, is_causal
+
+    def forward(self, *heads):
+        parts = [each.unflatten(-1, (self.heads, -1)).transpose(0, 1).split(LENGTHS, dim=1) for each in heads]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        results = [attend(*part, scale=self.scaling, is_causal=self.is_causal) for part in zip(*parts, strict=True)]
+        return torch.cat(results, dim=1).transpose(0, 1).flatten(1)
+
+
+def served_attention(module, query, key, value, attention_mask, **kwargs):
+    assert attention_mask is None
+    tokens = query.shape[-2]
+    context = module.attn(*(each.transpose(1, 2).reshape(tokens, -1) for each in (query, key, value)))
+    return context, None
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, served_attention)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"norm_first": True, "position_embedding_type": "sinusoidal"},
+        {"is_decoder": True},
+        {"architectures": ["ScratchBertForMaskedLM"]},
+    ],
+    ids=str,
+)
+def test_requests_of_all_lengths_in_one_row(registered, tmp_path, fields):
+    """Without padding, masks, or a limit to how many tokens all requests have together."""
+    reference = random_scratchbert("Model", **fields).eval()
+    reference.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    config._attn_implementation = NAME
+    model = AutoModel.from_config(config, trust_remote_code=True).eval()
+    assert type(model).is_backend_compatible()
+    model.load_state_dict(reference.state_dict())
+    for block in model.encoder.blocks:
+        attention = block.attention
+        attention.attn = Served(config.num_attention_heads, attention.scaling, attention.is_causal)
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (sum(LENGTHS),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    assert sum(LENGTHS) > config.max_position_embeddings
+    with torch.no_grad():
+        states = model(
+            input_ids=ids[None], inputs_embeds=None, use_cache=False, position_ids=positions[None], return_dict=False
+        )[0][0]
+        expected = torch.cat([reference(part[None]).last_hidden_state[0] for part in ids.split(LENGTHS)])
+        from_embeddings = model(
+            inputs_embeds=model.get_input_embeddings()(ids)[None], position_ids=positions[None], return_dict=False
+        )[0][0]
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(from_embeddings, expected, rtol=0, atol=1e-5)
+
+
+def test_the_plan_cuts_every_matrix_of_a_block_in_a_way_that_vllm_knows():
+    model = random_scratchbert("Model")
+    styles = {
+        name.removeprefix("encoder.blocks.*."): style for name, style in model.tp_plan.items() if "blocks" in name
+    }
+    linear = {name for name, module in model.encoder.blocks[0].named_modules() if isinstance(module, torch.nn.Linear)}
+    assert styles.keys() == linear
+    assert set(styles.values()) == {"colwise", "rowwise"}

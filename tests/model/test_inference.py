@@ -1,0 +1,806 @@
+"""`optimize_for_inference`: same results, same checkpoint, one copy in memory, errors for unsupported operations."""
+
+import copy
+import gc
+import importlib.util
+import io
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
+from modeling_scratchbert.inference import PrepackedLinear, PrepackedWeight
+from support.comparison import assert_same_tensors, flat
+from support.folders import ROOT
+from support.heads import NEEDS, OURS, TWO_HALVES, inputs_for
+
+ODD = {  # widths that no vector register divides
+    "vocab_size": 99,
+    "hidden_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "max_position_embeddings": 40,
+    "bos_token_id": 1,
+}
+TIED = {"tie_encoder_decoder": True}
+KINDS = [*((head, {}) for head in OURS), *((head, TIED) for head in TWO_HALVES)]
+every_model = pytest.mark.parametrize(("head", "fields"), KINDS, ids=lambda value: str(value) if value else "")
+
+
+@pytest.fixture
+def make(randomise):
+    def make(head="ForMaskedLM", **fields):
+        return randomise(OURS[head](ScratchBertConfig(**{**ODD, **NEEDS.get(head, {}), **fields}))).eval()
+
+    return make
+
+
+@pytest.fixture
+def no_onednn(monkeypatch):
+    """A torch without oneDNN, until it is undone."""
+    inference.logging.logging.Logger.warning_once.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        yield patched
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, PrepackedLinear)]
+
+
+def all_prepacked(model):
+    return {layer.prepacked is not None for layer in layers(model)} == {True}
+
+
+def compute(model, inputs):
+    """Every output; for whole sentences, so that padding, of which a model may say anything, is left out."""
+    whole = {name: torch.ones_like(value) if name == "attention_mask" else value for name, value in inputs.items()}
+    with torch.no_grad():
+        return flat(model(**whole))
+
+
+def assert_same_state(actual, expected):
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert type(actual[name]) is type(tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+    assert shared(actual) == shared(expected)
+
+
+def shared(state):
+    """The sets of names whose tensors are one in memory."""
+    names = {}
+    for name, tensor in state.items():
+        names.setdefault(tensor.data_ptr(), set()).add(name)
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+# --- the numbers
+
+
+@every_model
+def test_the_same_numbers(make, head, fields):
+    model, inputs = make(head, **fields), inputs_for(head)
+    expected = compute(model, inputs)
+    assert model.optimize_for_inference() is model
+    assert all_prepacked(model)
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert_same_tensors(compute(model, inputs), expected)
+
+
+@pytest.mark.parametrize("head", OURS)
+def test_the_same_numbers_in_bfloat16(make, head):
+    model, inputs = make(head), inputs_for(head)
+    exact = compute(model, inputs)
+    before = compute(model.to(torch.bfloat16), inputs)
+    after = compute(model.optimize_for_inference(), inputs)
+    assert all_prepacked(model)
+    assert model.dtype == torch.bfloat16
+    for name, tensor in before.items():
+        if tensor.is_floating_point():
+            error, own_error = ((each[name] - exact[name]).abs().max() for each in (after, before))
+            assert after[name].dtype == torch.bfloat16
+            assert error <= 2 * own_error + 1e-2, name
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu"])
+def test_gelu_is_fused_where_it_is_the_same(make, activation):
+    model, inputs = make(hidden_act=activation), inputs_for("ForMaskedLM")
+    expected = compute(model, inputs)
+    block = model.optimize_for_inference().model.encoder.blocks[0]
+    fused = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}.get(activation)
+    assert block.feed_forward.intermediate.gelu_form == model.lm_head.dense.gelu_form == fused
+    assert block.feed_forward.output.gelu_form is None
+    assert isinstance(block.feed_forward.activation, nn.Identity) == (fused is not None)
+    assert_same_tensors(compute(model, inputs), expected)
+
+
+def test_gelu_of_large_and_of_no_numbers():
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e30, 1e30, 0.0])])[:, None]
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(1)
+    for name in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        activation = ACT2FN[name]
+        form = inference.GELU_FORMS[type(activation).__name__]
+        with torch.no_grad():
+            torch.testing.assert_close(PrepackedLinear(layer, form, True)(x), activation(x), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 36), (36,), (1, 1, 36), (2, 0, 36), (300, 36)])
+def test_any_shape(shape):
+    layer, x = nn.Linear(36, 5), torch.randn(shape)
+    packed = PrepackedLinear(layer, keeps_weight=True)
+    with torch.no_grad():
+        torch.testing.assert_close(packed(x), layer(x))
+        torch.testing.assert_close(
+            packed(x.expand(2, *shape).transpose(0, -2)), layer(x.expand(2, *shape)).transpose(0, -2)
+        )
+
+
+@pytest.mark.parametrize(
+    ("head", "fields"), [("ForCausalLM", {}), ("ForConditionalGeneration", {}), (TWO_HALVES[1], TIED)]
+)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_it_generates_the_same(make, head, fields, beams):
+    model = make(head, **fields)
+    batch = {name: inputs_for("Model")[name] for name in ("input_ids", "attention_mask")}
+    batch["attention_mask"] = batch["attention_mask"].flip(1)
+    options = {"max_new_tokens": 9, "do_sample": False, "num_beams": beams}
+    expected = model.generate(**batch, **options)
+    assert torch.equal(model.optimize_for_inference().generate(**batch, **options), expected)
+
+
+@every_model
+def test_prepacked_layers_compute_in_the_weights_dtype_under_autocast(make, head, fields):
+    model, inputs = make(head, **fields), inputs_for(head)
+    expected = compute(model, inputs)
+    model.optimize_for_inference()
+    seen = set()
+    for layer in layers(model):
+        layer.register_forward_hook(lambda layer, args, output: seen.add(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = compute(model, inputs)
+    assert seen == {torch.float32}
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).abs().max() < 0.1, name
+
+
+# --- what goes into a checkpoint
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_and_saved_files_are_as_before(make, tmp_path, head, fields, dtype):
+    model = make(head, **fields).to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    model.save_pretrained(tmp_path / "before")
+    model.optimize_for_inference()
+    assert_same_state(model.state_dict(), before)
+    assert_same_state(model.state_dict(), before)
+    model.save_pretrained(tmp_path / "after")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert_same_state(torch.load(tmp_path / "state.pt"), before)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_as_bert(make, tmp_path, head, tied):
+    model = make(head, tie_word_embeddings=tied)
+    model.save_as_bert(tmp_path / "before")
+    model.optimize_for_inference().save_as_bert(tmp_path / "after")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_model
+@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_torch])
+def test_copies_are_prepacked_too(make, head, fields, way):
+    model, inputs = make(head, **fields), inputs_for(head)
+    before = copy.deepcopy(model.state_dict())
+    model.optimize_for_inference()
+    again = way(model)
+    assert all_prepacked(again)
+    assert all_prepacked(model)
+    assert_same_state(again.state_dict(), before)
+    weights, copied_weights = ({id(layer.prepacked) for layer in layers(each)} for each in (model, again))
+    assert len(copied_weights) == len(weights)
+    assert not copied_weights & weights
+    assert_same_tensors(compute(again, inputs), compute(model, inputs))
+
+
+def test_the_weight_of_a_layer_is_given_as_a_copy(make):
+    model = make()
+    layer = model.model.encoder.blocks[0].attention.query
+    weight, state = layer.weight.detach().clone(), copy.deepcopy(model.state_dict())
+    packed = model.optimize_for_inference().model.encoder.blocks[0].attention.query
+    assert torch.equal(packed.weight, weight)
+    copied = packed.weight
+    copied.zero_()
+    assert_same_state(model.state_dict(), state)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+# --- memory
+
+
+@every_model
+def test_one_copy_in_memory_all_along(make, monkeypatch, head, fields):
+    model = make(head, **fields)
+    weights = {id(m.weight): weakref.ref(m.weight) for m in model.modules() if type(m) is nn.Linear}
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tied = len(tables & set(weights))
+    packed, plain_init = [], PrepackedWeight.__init__
+
+    def counting(self, weight):
+        plain_init(self, weight)
+        packed.append(self)
+        dense = sum(weight() is not None for weight in weights.values())
+        assert dense + len(packed) <= len(weights) + 1 + tied
+
+    monkeypatch.setattr(PrepackedWeight, "__init__", counting)
+    model.optimize_for_inference()
+    assert len(packed) == len(weights)
+    assert sum(weight() is not None for weight in weights.values()) == tied
+    model.state_dict()
+    assert not any(matrix._dense.get(torch.Tensor) is not None for matrix in packed)
+
+
+def test_a_weight_that_another_model_shares_and_trains():
+    weight, x = nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4)
+    one, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    one.weight = other.weight = weight
+    packed = PrepackedLinear(one)
+    weight.data.mul_(2)
+    with torch.no_grad():
+        torch.testing.assert_close(PrepackedLinear(other)(x), other(x))
+        torch.testing.assert_close(packed(x), nn.functional.linear(x, weight / 2, one.bias))
+
+
+def test_nothing_is_left_of_a_model_that_is_gone(make):
+    model = make().optimize_for_inference()
+    matrices = [weakref.ref(layer.prepacked) for layer in layers(model)]
+    del model
+    gc.collect()
+    assert not any(matrix() for matrix in matrices)
+
+
+# --- moving
+
+
+@every_model
+def test_where_onednn_is_missing_the_layers_are_dense(make, no_onednn, said, head, fields):
+    model, inputs = make(head, **fields), inputs_for(head)
+    expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
+    model.optimize_for_inference()
+    assert {layer.prepacked for layer in layers(model)} == {None}
+    assert_same_tensors(compute(model, inputs), expected)
+    assert_same_state(model.state_dict(), before)
+    assert model.num_parameters() == sum(
+        tensor.numel() for tensor in {t.data_ptr(): t for t in before.values()}.values()
+    )
+    make().optimize_for_inference()
+    [line] = [line for line in said() if "oneDNN" in line]
+    assert "torch.float32 on cpu" in line
+
+
+@every_model
+def test_to_the_cpu_prepacks_again(make, no_onednn, head, fields):
+    model, inputs = make(head, **fields).optimize_for_inference(), inputs_for(head)
+    expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
+    no_onednn.undo()
+    model.to("cpu")
+    assert all_prepacked(model)
+    assert_same_tensors(compute(model, inputs), expected)
+    assert_same_state(model.state_dict(), before)
+    weights = {tensor.data_ptr() for name, tensor in before.items() if name.endswith("weight")}
+    assert len({id(layer.prepacked) for layer in layers(model)}) <= len(weights)
+
+
+def test_pickle_is_dense_where_onednn_is_missing(make, monkeypatch):
+    model, inputs = make().optimize_for_inference(), inputs_for()
+    stored = pickle.dumps(model)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    again = pickle.loads(stored)
+    assert {layer.prepacked for layer in layers(again)} == {None}
+    assert_same_tensors(compute(again, inputs), compute(model, inputs))
+    assert_same_state(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_stay_dense(make, said, dtype):
+    inference.logging.logging.Logger.warning_once.cache_clear()
+    model, inputs = make().to(dtype), inputs_for()
+    expected = compute(model, inputs)
+    assert_same_tensors(compute(model.optimize_for_inference(), inputs), expected)
+    assert {layer.prepacked for layer in layers(model)} == {None}
+    assert f"{dtype} on cpu" in "\n".join(said())
+
+
+@every_model
+def test_to_another_device_and_back(make, head, fields):
+    """To "meta", which has no values, for want of another device."""
+    model = make(head, **fields)
+    names = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+    model.optimize_for_inference().to("meta")
+    assert {layer.prepacked for layer in layers(model)} == {None}
+    state = model.state_dict()
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} == names
+    assert all(tensor.is_meta for tensor in state.values())
+    assert model(**{name: value.to("meta") for name, value in inputs_for(head).items() if name != "attention_mask"})
+    model.to_empty(device="cpu")
+    assert all_prepacked(model)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@every_model
+def test_to_a_device_that_torch_moves_parameters_to_in_place(make, monkeypatch, head, fields):
+    """As to a GPU: the model is told that here is elsewhere."""
+    model, inputs = make(head, **fields), inputs_for(head)
+    expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
+    matrices = len({id(layer.prepacked) for layer in layers(model.optimize_for_inference())})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(PrepackedLinear, "device_after", lambda layer, fn: torch.device("cuda"))
+        elsewhere.setattr(inference, "_can_prepack", lambda weight: False)
+        model._apply(torch.clone)
+        assert {layer.prepacked for layer in layers(model)} == {None}
+        assert_same_state(model.state_dict(), before)
+        assert_same_tensors(compute(model, inputs), expected)
+    model._apply(torch.clone)
+    assert all_prepacked(model)
+    assert len({id(layer.prepacked) for layer in layers(model)}) == matrices
+    assert_same_state(model.state_dict(), before)
+    assert_same_tensors(compute(model, inputs), expected)
+
+
+def test_a_move_to_the_same_device_keeps_prepacked_weights(make):
+    model = make().optimize_for_inference()
+    matrices = [layer.prepacked for layer in layers(model)]
+    model.to("cpu").float().cpu()
+    model.share_memory()
+    assert [layer.prepacked for layer in layers(model)] == matrices
+    assert model.device == torch.device("cpu")
+    assert model.dtype == torch.float32
+    assert model.num_parameters() > 0
+    assert model.get_memory_footprint() > 0
+
+
+# --- what it refuses
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@every_model
+def test_another_dtype_is_refused_before_anything_changed(make, head, fields, dtype):
+    model = make(head, **fields)
+    before = copy.deepcopy(model.state_dict())
+    model.optimize_for_inference()
+    with pytest.raises(RuntimeError, match=rf"{dtype}.*\.to\({dtype}\)"):
+        model.to(dtype)
+    with pytest.raises(RuntimeError, match=r"torch.float16"):
+        model.half()
+    assert_same_state(model.state_dict(), before)
+    assert all_prepacked(model)
+
+
+def test_training_is_refused(make):
+    model = make().optimize_for_inference()
+    with pytest.raises(RuntimeError, match="training"):
+        model.train()
+    assert not any(module.training for module in model.modules())
+    assert model.eval() is model
+    assert model.train(False) is model
+
+
+def test_gradients_are_refused(make):
+    model = make("Model").optimize_for_inference()
+    embeds = torch.randn(2, 5, ODD["hidden_size"], requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"torch.no_grad\(\)"):
+        model(inputs_embeds=embeds)
+    with torch.no_grad():
+        model(inputs_embeds=embeds)
+    with torch.inference_mode():
+        model(inputs_embeds=embeds.detach())
+    model(inputs_embeds=embeds.detach())
+
+
+def test_loading_weights_is_refused(make):
+    other, model = make("Model").state_dict(), make("Model")
+    before = copy.deepcopy(model.state_dict())
+    model.optimize_for_inference()
+    for module, state in ((model, other), (model.encoder.blocks[0].attention.query, {})):
+        with pytest.raises(RuntimeError, match=r"loading weights.* before optimize_for_inference\(\)"):
+            module.load_state_dict(state)
+    assert_same_state(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForConditionalGeneration"])
+def test_resizing_is_refused(make, head):
+    model = make(head).optimize_for_inference()
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings\(\) before optimize_for_inference\(\)"):
+        model.resize_token_embeddings(120)
+    assert model.config.vocab_size == ODD["vocab_size"]
+
+
+def test_twice_is_once(make):
+    model = make().optimize_for_inference()
+    modules = list(model.modules())
+    assert model.optimize_for_inference() is model
+    assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
+
+
+def test_a_part_and_then_the_whole(make):
+    model, inputs = make(), inputs_for()
+    expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
+    model.model.optimize_for_inference()
+    with pytest.raises(RuntimeError, match="training"):
+        model.train()
+    model.optimize_for_inference()
+    assert all_prepacked(model)
+    assert_same_tensors(compute(model, inputs), expected)
+    assert_same_state(model.state_dict(), before)
+
+
+def test_adapters_are_refused_until_they_are_merged(make):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["query", "value", "intermediate"], init_lora_weights=False)
+    model, inputs = peft.get_peft_model(make(), config), inputs_for()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"query has an adapter.*merge_and_unload\(\)"):
+        model.optimize_for_inference()
+    assert_same_state(model.state_dict(), state)
+    assert model.training
+    expected = compute(model.eval(), inputs)
+    merged = model.merge_and_unload().optimize_for_inference()
+    assert all_prepacked(merged)
+    assert_same_tensors(compute(merged, inputs), expected)
+    with pytest.raises(ValueError, match="PrepackedLinear"):
+        peft.get_peft_model(merged, config)
+
+
+def test_offloaded_and_quantised_models_are_refused(make):
+    accelerate = pytest.importorskip("accelerate")
+    with torch.device("meta"):
+        empty = OURS["Model"](ScratchBertConfig(**ODD))
+    for model in (empty, accelerate.cpu_offload(make("Model"), execution_device="cpu")):
+        with pytest.raises(RuntimeError, match=r"offloaded.*device_map"):
+            model.optimize_for_inference()
+        assert not layers(model)
+    quantised = make("Model")
+    quantised.hf_quantizer = object()
+    with pytest.raises(RuntimeError, match=r"quantised.*quantization_config"):
+        quantised.optimize_for_inference()
+
+
+def add_forward_hook(module):
+    module.register_forward_hook(lambda module, args, output: output.square())
+
+
+def add_forward_pre_hook(module):
+    module.register_forward_pre_hook(lambda module, args: (args[0].square(),))
+
+
+def patch_forward(module):
+    forward = module.forward
+    module.forward = lambda x: forward(x).square()
+
+
+def add_backward_hook(module):
+    module.register_full_backward_hook(lambda *args: None)
+
+
+def add_backward_pre_hook(module):
+    module.register_full_backward_pre_hook(lambda *args: None)
+
+
+MODIFICATIONS = [add_forward_hook, add_forward_pre_hook, patch_forward, add_backward_hook, add_backward_pre_hook]
+PLACES = [
+    "model.encoder.blocks.0.attention.query",
+    "model.encoder.blocks.0.feed_forward.intermediate",
+    "model.encoder.blocks.0.feed_forward.activation",
+    "lm_head.activation",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("modify", MODIFICATIONS)
+def test_layers_and_activations_with_hooks_or_a_patched_forward_do_not_change(make, modify, place):
+    model, inputs = make(), inputs_for()
+    unmodified = compute(model, inputs)
+    modified = model.get_submodule(place)
+    modify(modified)
+    expected = compute(model, inputs)
+    if modify in (add_forward_hook, add_forward_pre_hook, patch_forward):
+        assert (expected["logits"] - unmodified["logits"]).abs().max() > 1e-3
+    assert_same_tensors(compute(model.optimize_for_inference(), inputs), expected)
+    assert model.get_submodule(place) is modified
+    assert all_prepacked(model)
+
+
+def test_gelu_is_not_fused_if_the_forward_around_it_is_patched(make):
+    model, inputs = make(), inputs_for()
+    feed_forward = model.model.encoder.blocks[0].feed_forward
+    feed_forward.forward = lambda x: feed_forward.output(feed_forward.intermediate(x))
+    expected = compute(model, inputs)
+    assert_same_tensors(compute(model.optimize_for_inference(), inputs), expected)
+
+
+@pytest.fixture
+def _frequent_thread_switches():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(function, arguments):
+    """The function's results for each argument, from four threads that start at once; raises what they raise."""
+    start = threading.Barrier(4)
+
+    def run(mine):
+        start.wait()
+        return [function(argument) for argument in mine]
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(run, arguments[i::4]) for i in range(4)]
+    results = [future.result() for future in futures]
+    return [results[i % 4][i // 4] for i in range(len(arguments))]
+
+
+@pytest.mark.usefixtures("_frequent_thread_switches")
+def test_models_optimised_in_threads_keep_their_own_weights(make):
+    models = [make("Model", num_hidden_layers=1, hidden_size=4, intermediate_size=5) for _ in range(120)]
+    in_threads(lambda model: model.optimize_for_inference(), models)
+    prepacked = [layer.prepacked for model in models for layer in layers(model)]
+    weights_by_key = torch.ops.scratchbert.weights_by_key
+    assert len({weight.key for weight in prepacked}) == len(prepacked)
+    assert all(weights_by_key[weight.key] is weight for weight in prepacked)
+
+
+@pytest.mark.usefixtures("_frequent_thread_switches")
+def test_one_model_optimised_in_threads(make):
+    for _ in range(10):
+        model, inputs = make(), inputs_for()
+        expected = compute(model, inputs)
+        in_threads(lambda model: model.optimize_for_inference(), [model] * 4)
+        assert all_prepacked(model)
+        assert_same_tensors(compute(model, inputs), expected)
+
+
+# --- row counts, and the memory that oneDNN's cache takes for each
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_row_counts_that_onednn_computes_are_bounded(monkeypatch, dtype, compiled):
+    layer = nn.Linear(36, 5).to(dtype)
+    prepacked = PrepackedLinear(layer, keeps_weight=True)
+    operator, computed = torch.ops.mkldnn._linear_pointwise, set()
+
+    def record(x, *args):
+        computed.add(x.shape[:-1].numel())
+        return operator.default(x, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=record))
+    run = torch.compile(prepacked, backend="eager", dynamic=True) if compiled else prepacked
+    x = torch.randn(1, 1024, 36, dtype=dtype)
+    for rows in range(1, 1025):
+        tokens = x[:, :rows].clone() if rows % 2 else x[:, 1024 - rows :]
+        with torch.no_grad():
+            actual, expected = run(tokens), layer(tokens)
+        assert actual.stride() == expected.stride()
+        torch.testing.assert_close(actual, expected)
+    # 48 exact ones, which include all up to 16; 8 for each power of two up to 128; 16 for each up to 1,024
+    assert set(range(1, 17)) <= computed
+    assert len(computed) <= 48 + 3 * 8 + 3 * 16
+
+
+def test_the_first_row_counts_are_exact(monkeypatch):
+    operator, prepacked = torch.ops.mkldnn._linear_pointwise, PrepackedLinear(nn.Linear(4, 3))
+    computed = []
+
+    def record(x, *args):
+        computed.append(x.shape[:-1].numel())
+        return operator.default(x, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=record))
+    first = list(range(2730, 2761))
+    rounded = {2761: 2816, 2730 + 4096: 6912, 2048: 2048, 100: 104, 17: 18}
+    exact = [*first, *range(1, 17), *first]
+    with torch.no_grad():
+        for rows in [*exact, *rounded, *exact]:
+            assert prepacked(torch.randn(rows, 4)).shape == (rows, 3)
+    assert computed == [*exact, *rounded.values(), *exact]
+    for rows in range(17, 5000):
+        assert rows <= prepacked.prepacked._round_row_count(rows) <= 1.125 * rows
+
+
+def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
+    storage = torch.randn(10, 4)
+    extended = inference._extend_rows(storage[2:5], 6)
+    assert extended.data_ptr() == storage[2:5].data_ptr()
+    assert torch.equal(extended, storage[2:8])
+    for x in (storage[6:], storage[:3].clone(), storage.t()[:, :4].t()[:3], storage[::2][:2]):
+        extended = inference._extend_rows(x, len(x) + 1)
+        assert extended.shape == (len(x) + 1, 4)
+        assert torch.equal(extended[: len(x)], x)
+    assert inference._extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
+
+
+RAGGED_BATCHES = """
+import sys, torch
+from support.folders import ROOT
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+model = ScratchBertModel(ScratchBertConfig(vocab_size=101, **sizes)).eval()
+if sys.argv[1] == "optimised":
+    model.optimize_for_inference()
+for call in range(1, 601):
+    lengths = torch.randint(2, 60, (int(torch.randint(2, 24, ())),))
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    with torch.inference_mode():
+        model(torch.randint(1, 101, mask.shape), attention_mask=mask)
+    if call in (200, 600):
+        [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+        print(line.split()[1])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc/self/status")
+def test_ragged_batches_do_not_fill_memory():
+    grown = {}
+    for kind in ("optimised", "dense"):
+        command = [sys.executable, "-c", RAGGED_BATCHES, kind]
+        lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+        grown[kind] = (int(lines[-1]) - int(lines[-2])) / 1024
+    assert grown["optimised"] < grown["dense"] + 40, grown  # MiB; 280 more without rounding
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")
+def test_a_mapped_file_does_not_stay_in_memory(make, tmp_path):
+    make("Model", hidden_size=512, intermediate_size=2048).save_pretrained(tmp_path)
+    model = ScratchBertModel.from_pretrained(tmp_path)
+    query = model.encoder.blocks[0].attention.query.weight
+
+    def mapped_kib() -> int:
+        entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+        return sum(
+            int(re.search(r"^Rss: +(\d+) kB$", entry, flags=re.MULTILINE)[1])
+            for entry in entries
+            if str(tmp_path / "model.safetensors") in entry
+        )
+
+    expected = query.clone()
+    assert sum(weight.sum().item() for weight in model.parameters())  # reads all
+    before, size = mapped_kib(), model.get_memory_footprint() / 1024
+    assert before > 0.9 * size
+    model.optimize_for_inference()
+    kept = sum(weight.nbytes for weight in model.parameters()) / 1024
+    assert mapped_kib() < kept + 0.1 * size
+    assert torch.equal(query, expected)  # one that a user still holds
+
+
+# --- pickled by value, as dill does with code from a checkpoint's folder
+
+LOAD_WITHOUT_THE_MODULE = """
+import sys, dill, torch
+
+with open(sys.argv[1], "rb") as file:
+    layer, classes, x, expected = dill.load(file)
+assert "modeling_scratchbert" not in sys.modules and "remote_code.inference" not in sys.modules
+with torch.no_grad():
+    assert layer.prepacked is not None
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
+print("same")
+"""
+
+
+def test_dill_pickles_the_module_by_value(monkeypatch, tmp_path):
+    dill = pytest.importorskip("dill")
+    spec = importlib.util.spec_from_file_location("remote_code.inference", inference.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    layer, x = module.PrepackedLinear(nn.Linear(4, 3), "none").requires_grad_(False), torch.randn(2, 4)
+    classes = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    assert {module.InferenceMixin, module.PrepackedWeight, module.PrepackedLinear} <= set(classes)
+    (tmp_path / "layer.dill").write_bytes(dill.dumps((layer, classes, x, layer(x))))
+    command = [sys.executable, "-c", LOAD_WITHOUT_THE_MODULE, str(tmp_path / "layer.dill")]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.stdout == "same\n", run.stderr
+
+
+# --- torch.compile
+
+
+@pytest.fixture
+def _forget_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@every_model
+def test_it_compiles_whole(make, head, fields):
+    model = make(head, **fields, use_cache=False, num_hidden_layers=1).optimize_for_inference()
+    compiled, inputs = torch.compile(model, fullgraph=True, backend="eager"), inputs_for(head)
+    assert_same_tensors(compute(compiled, inputs), compute(model, inputs))
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiler_traces_and_the_operator_is_sound(dtype):
+    layer = PrepackedLinear(nn.Linear(36, 5, dtype=dtype), "none").requires_grad_(False)
+    inputs = (torch.randn(2, 3, 36, dtype=dtype), layer.bias, layer.prepacked.key, "none")
+    torch.library.opcheck(torch.ops.scratchbert.prepacked_linear, inputs)
+    x = torch.randn(3, 2, 36).transpose(0, 1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        assert actual.dtype == dtype
+        assert torch.equal(actual, layer(x))
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+def test_a_compiled_model_s_copy_computes_with_its_own_weights(make):
+    compiled = {}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        layer = PrepackedLinear(nn.Linear(4, 3))
+        compiled[layer] = torch.compile(layer, fullgraph=True, backend="eager")
+    x = torch.randn(2, 4)
+    for layer, graph in compiled.items():
+        assert torch.equal(graph(x), layer(x))
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+def test_two_copies_of_the_package_in_one_process(monkeypatch):
+    spec = importlib.util.spec_from_file_location("another_copy_of_inference", inference.__file__)
+    other = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, other)
+    spec.loader.exec_module(other)
+    spec.loader.exec_module(other)
+    assert other.PrepackedLinear is not PrepackedLinear
+    x = torch.randn(2, 4)
+    kinds = [PrepackedLinear, other.PrepackedLinear] * 2
+    made = [kind(nn.Linear(4, 3)) for kind in kinds]
+    assert len({layer.prepacked.key for layer in made}) == len(made)
+    for layer in made:
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+def test_export_and_tracing_are_refused(make):
+    model, ids = make("Model", return_dict=False).optimize_for_inference(), inputs_for()["input_ids"]
+    for export in (lambda: torch.export.export(model, (ids,), strict=False), lambda: torch.jit.trace(model, (ids,))):
+        with pytest.raises(RuntimeError, match=r"[Ee]xport.* before optimize_for_inference\(\)"):
+            export()

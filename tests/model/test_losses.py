@@ -1,0 +1,249 @@
+"""Losses that add up: a batch in several small ones, each told `num_items_in_batch`, has the loss and the gradient of
+the whole; in direct calls, and as `Trainer` accumulates them."""
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from modeling_scratchbert.attention import MultiHeadAttention
+from modeling_scratchbert.modeling_scratchbert import average
+from modeling_scratchbert.transformer import TransformerBlock
+from support.comparison import assert_same_gradients
+from support.heads import NEEDS, OURS
+
+ROWS, T, L = 8, 9, 3
+LENGTHS = torch.tensor([9, 3, 8, 4, 7, 9, 4, 5])[:, None]
+REAL = torch.arange(T) < LENGTHS
+# How many tokens of each row have labels: in batches of two 2, 9, 2 and 7, or 5 each.
+UNEQUAL, EQUAL = ([1, 1, 7, 2, 0, 2, 3, 4], [3, 2, 4, 1, 0, 5, 2, 3])
+
+
+def word_labels(counts, classes):
+    """`(8, 9)`, -100 but for the first so many tokens after the first one, which a decoder does not predict."""
+    position = torch.arange(T)
+    labelled = (position >= 1) & (position <= torch.tensor(counts)[:, None])
+    return torch.randint(0, classes, (ROWS, T)).masked_fill(~labelled, -100)
+
+
+@dataclass
+class Task:
+    """A head, how to draw the labels of its 8 rows, the argument whose labels are counted, and fields of its
+    configuration."""
+
+    head: str
+    labels: object
+    counted: str = "labels"
+    fields: dict = field(default_factory=dict)
+
+    def model(self, tiny_config, randomise, **fields):
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = tiny_config(**{"num_labels": L, **dropout, **NEEDS.get(self.head, {}), **self.fields, **fields})
+        config.decoder_start_token_id = 1
+        return randomise(OURS[self.head](config)).train()
+
+    def batch(self) -> dict:
+        shape = (ROWS, 2, T) if self.head == "ForMultipleChoice" else (ROWS, T)
+        real = (REAL[:, None] if len(shape) == 3 else REAL).expand(shape)
+        ids = torch.randint(1, 99, shape).masked_fill(~real, 0)
+        return {"input_ids": ids, "attention_mask": real.long(), **self.labels()}
+
+    def items(self, batch) -> int:
+        labels = batch[self.counted]
+        labels = labels[:, 1:] if self.head == "ForCausalLM" else labels
+        return int(labels.ne(-100).sum())
+
+
+CLASSIFICATION = "ForSequenceClassification"
+TASKS = {
+    "pre-training": Task(
+        "ForPreTraining",
+        lambda: {"labels": word_labels(EQUAL, 99), "next_sentence_label": torch.randint(0, 2, (ROWS,))},
+    ),
+    "masked LM": Task("ForMaskedLM", lambda: {"labels": word_labels(UNEQUAL, 99)}),
+    "next sentence": Task("ForNextSentencePrediction", lambda: {"labels": torch.tensor([0, 1, -100, 1, 0, 0, 1, 1])}),
+    "single label": Task(CLASSIFICATION, lambda: {"labels": torch.tensor([0, 2, -100, 1, -100, -100, 1, 0])}),
+    "regression, 1 number": Task(CLASSIFICATION, lambda: {"labels": torch.randn(ROWS)}, fields={"num_labels": 1}),
+    "regression, 3 numbers": Task(
+        CLASSIFICATION, lambda: {"labels": torch.randn(ROWS, L)}, fields={"problem_type": "regression"}
+    ),
+    "multi label": Task(CLASSIFICATION, lambda: {"labels": torch.randint(0, 2, (ROWS, L)).float()}),
+    "token labels": Task("ForTokenClassification", lambda: {"labels": word_labels(UNEQUAL, L)}),
+    "question answering": Task(
+        "ForQuestionAnswering",
+        lambda: {"start_positions": torch.randint(0, 5, (ROWS,)), "end_positions": torch.randint(5, T, (ROWS,))},
+        counted="start_positions",
+        fields={"num_labels": 2},
+    ),
+    "multiple choice": Task("ForMultipleChoice", lambda: {"labels": torch.tensor([0, 1, -100, 1, 0, 1, 0, 0])}),
+    # The label of a row's first token, which is never predicted, counts for nothing.
+    "next word": Task("ForCausalLM", lambda: {"labels": word_labels(UNEQUAL, 99).index_fill(1, torch.tensor([0]), 7)}),
+    "target": Task("ForConditionalGeneration", lambda: {"labels": word_labels(UNEQUAL, 99)}),
+}
+tasks = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+
+
+def in_twos(batch) -> list[dict]:
+    parts = {name: tensor.split(2) for name, tensor in batch.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(ROWS // 2)]
+
+
+def gradients(model) -> dict:
+    # Copies: `zero_grad` or the next pass may write into them.
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def loss_and_gradients(model, batches, **arguments):
+    """The sum of the batches' losses, and that of their gradients."""
+    model.zero_grad()
+    losses = [model(**batch, **arguments).loss for batch in batches]
+    sum(losses).backward()
+    return sum(losses).item(), gradients(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Direct calls
+
+
+@tasks
+def test_four_batches_of_two_add_up_to_one_of_eight(task, tiny_config, randomise):
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    expected_loss, expected = loss_and_gradients(model, [batch])
+    items = task.items(batch)
+    for batches, number in ((in_twos(batch), items), ([batch], torch.tensor(items))):
+        loss, gradient = loss_and_gradients(model, batches, num_items_in_batch=number)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert_same_gradients(gradient, expected)
+    twice = model(**batch, num_items_in_batch=2 * items).loss.item()
+    assert twice == pytest.approx(expected_loss / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [20, 20.0, torch.tensor(20), torch.tensor([[20.0]])], ids=str)
+def test_the_number_of_items_may_be_of_any_kind(number, tiny_config, randomise):
+    """With several GPUs and one process each replica is given a tensor, (1, 1)."""
+    task = TASKS["masked LM"]
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    assert model(**batch, num_items_in_batch=number).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+
+
+def test_next_sentences_count_for_their_batch_s_share_of_the_masked_words(tiny_config, randomise):
+    """Batches of 2, 9, 2 and 7 masked words."""
+    task = TASKS["pre-training"]
+    model, batch = task.model(tiny_config, randomise), task.batch() | {"labels": word_labels(UNEQUAL, 99)}
+    losses = [model(**part).loss for part in in_twos(batch)]
+    loss, _ = loss_and_gradients(model, in_twos(batch), num_items_in_batch=20)
+    expected = sum(words / 20 * each.item() for words, each in zip([2, 9, 2, 7], losses, strict=True))
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pre-training", "masked LM", "token labels", "single label", "next word"])
+def test_a_batch_without_labels_adds_nothing(name, tiny_config, randomise):
+    """Its mean is 0 / 0."""
+    task = TASKS[name]
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert model(**batch).loss.isnan()
+    loss, gradient = loss_and_gradients(model, [batch], num_items_in_batch=torch.tensor(20))
+    assert loss == 0
+    assert all(g is None or not g.any() for g in gradient.values())
+
+
+@pytest.mark.parametrize("fields", [{"sparse_prediction": True}, {"padding_free": False}], ids=lambda f: next(iter(f)))
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["pre-training", "masked LM"])
+def test_the_ways_to_compute_less_add_up_too(name, fields, checkpointing, tiny_config, randomise):
+    task = TASKS[name]
+    batch = task.batch()
+    expected_loss, expected = loss_and_gradients(task.model(tiny_config, randomise), [batch])
+    model = task.model(tiny_config, randomise, **fields)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    loss, gradient = loss_and_gradients(model, in_twos(batch), num_items_in_batch=torch.tensor(20))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_same_gradients(gradient, expected)
+
+
+@tasks
+def test_blocks_and_attention_are_not_told(task, tiny_config, randomise):
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    seen = []
+    for module in model.modules():
+        if isinstance(module, TransformerBlock | MultiHeadAttention):
+            module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.keys()), with_kwargs=True)
+    for padding_free in (None, True):  # a hook alone keeps the padding
+        seen.clear()
+        model(**batch, num_items_in_batch=20, **({} if padding_free is None else {"padding_free": padding_free}))
+        assert seen
+        assert not any("num_items_in_batch" in names for names in seen)
+
+
+def test_compiled_once_for_all_numbers(tiny_config, randomise):
+    task = TASKS["masked LM"]
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for stance, number in (("default", 20), ("fail_on_recompile", 31)):
+        with torch.compiler.set_stance(stance):
+            loss = compiled(**batch, num_items_in_batch=torch.tensor(number)).loss
+        assert loss.item() == pytest.approx(model(**batch).loss.item() * 20 / number, rel=1e-5)
+
+
+def test_the_sum_of_many_half_precision_losses_is_finite():
+    """20,000 losses of 10 are 200,000, and float16 ends at 65,504."""
+    scores = torch.tensor([[0.0, 10.0]]).half().expand(20_000, 2)
+    loss = average(cross_entropy, scores, torch.zeros(20_000, dtype=torch.long), torch.tensor(20_000))
+    assert loss.item() == pytest.approx(10, abs=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under Trainer
+
+
+class KeepGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.gradients = gradients(model)
+
+
+def one_step(model, batch, folder, **arguments):
+    """The loss that `Trainer` reports of one step over the rows of `batch`, in twos, and the gradient of the step."""
+    settings = {
+        "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "use_cpu": True, "report_to": [], "disable_tqdm": True,
+        "save_strategy": "no", "train_sampling_strategy": "sequential", "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(ROWS)]
+    kept = KeepGradients()
+    settings = TrainingArguments(str(folder), **{**settings, **arguments})
+    result = Trainer(copy.deepcopy(model), settings, train_dataset=rows, callbacks=[kept]).train()
+    return result.training_loss, kept.gradients
+
+
+@tasks
+def test_trainer_accumulates_the_gradient_of_the_large_batch(task, tiny_config, randomise, tmp_path):
+    """Question answering has no `labels`, of which alone `Trainer` takes the number: it divides the batches' means by
+    the number of batches, which comes to the same where each has as many answers."""
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    expected_loss, expected = loss_and_gradients(model, [batch])
+    loss, gradient = one_step(model, batch, tmp_path)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_same_gradients(gradient, expected)
+
+
+@pytest.mark.parametrize("name", ["single label", "masked LM", "token labels", "next word", "target"])
+def test_trainer_smooths_labels(name, tiny_config, randomise, tmp_path):
+    """It computes that loss itself, of the logits; torch has the same one."""
+    task = TASKS[name]
+    model, batch = task.model(tiny_config, randomise), task.batch()
+    if name == "target":  # `DataCollatorForSeq2Seq` does so
+        batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    labels, logits = batch["labels"], model(**batch).logits
+    if name == "next word":
+        labels, logits = labels[:, 1:], logits[:, :-1]
+    expected = cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
+    model.zero_grad()
+    expected.backward()
+    loss, gradient = one_step(model, batch, tmp_path, label_smoothing_factor=0.1)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradient, gradients(model))

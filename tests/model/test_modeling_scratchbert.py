@@ -1,0 +1,969 @@
+"""What users of a library model rely on, held against the same calls on the `Bert…` twin with the same weights."""
+
+import copy
+import inspect
+import io
+import pickle
+import shutil
+from collections import Counter
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator, cpu_offload, disk_offload, infer_auto_device_map
+from safetensors import safe_open
+from torch import nn
+from torch.testing import assert_close
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoTokenizer,
+    BertConfig,
+    DataCollatorWithPadding,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import find_labels
+
+import modeling_scratchbert
+from modeling_scratchbert import (
+    ScratchBertConfig,
+    ScratchBertForMaskedLM,
+    ScratchBertForSequenceClassification,
+    ScratchBertForTokenClassification,
+    ScratchBertModel,
+    ScratchBertPreTrainedModel,
+)
+from modeling_scratchbert.attention import MultiHeadAttention
+from modeling_scratchbert.feed_forward import FeedForward
+from modeling_scratchbert.transformer import TransformerBlock
+from support.heads import HEADS, inputs_for
+
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+LANGUAGE_MODELS = ("ForMaskedLM", "ForPreTraining")
+BATCH, LENGTH = 3, 7
+
+
+def our_class(head):
+    return getattr(modeling_scratchbert, f"ScratchBert{head}")
+
+
+def twins(head="Model", attention="sdpa", **fields):
+    """Our model and BERT's with the same weights; every one is away from its initial value, so that a bias or a norm
+    that is left out shows."""
+    twin = getattr(transformers, f"Bert{head}")(BertConfig(**{**TINY, **fields}, attn_implementation=attention))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    with TemporaryDirectory() as folder:
+        twin.save_pretrained(folder)
+        ours = our_class(head).from_pretrained(folder, attn_implementation=attention)
+    return ours.eval(), twin.eval()
+
+
+def real_tokens(output, inputs):
+    """An output's values at the tokens that are no padding."""
+    return output[inputs["attention_mask"].bool()]
+
+
+def loss_of(outputs):
+    """A model's own loss, or for one without a number that depends on every output."""
+    if outputs.get("loss") is not None:
+        return outputs.loss
+    return outputs.last_hidden_state.pow(2).mean() + outputs.pooler_output.sum()
+
+
+def gradients(model, inputs, seed=0):
+    """Every parameter's gradient, by our name or BERT's, with the same dropout at every call."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss_of(model(**inputs)).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.fixture
+def recorder():
+    """Attention implementations registered as users do it, which record every call: `recorder(name, function)`."""
+    registered = []
+
+    def register(name, function=sdpa_attention_forward, mask_function=sdpa_mask):
+        calls = []
+
+        def attention(module, query, key, value, attention_mask, **kwargs):
+            calls.append({"module": module, "mask": attention_mask, "kwargs": kwargs})
+            return function(module, query, key, value, attention_mask, **kwargs)
+
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask_function)
+        registered.append(name)
+        return calls
+
+    yield register
+    for name in registered:
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_outputs_have_the_twins_fields_in_the_twins_order(head, labels):
+    ours, twin = twins(head, attention="eager")
+    inputs = inputs_for(head, labels=labels) | {"output_hidden_states": True, "output_attentions": True}
+    output, expected = ours(**inputs), twin(**inputs)
+    assert list(output) == list(expected)
+    assert type(output).__name__.removeprefix("Scratch") == type(expected).__name__
+    as_tuple, expected_tuple = ours(**inputs, return_dict=False), twin(**inputs, return_dict=False)
+    assert type(as_tuple) is tuple
+    assert len(as_tuple) == len(expected_tuple)
+    for ours_part, twin_part in zip(as_tuple, expected_tuple, strict=True):
+        assert type(ours_part) is type(twin_part)
+        assert_close(ours_part, twin_part, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_return_dict_of_the_configuration_gives_way_to_the_call(head):
+    ours, twin = twins(head, return_dict=False)
+    assert ours.config.return_dict is twin.config.return_dict is False
+    inputs = inputs_for(head)
+    assert type(ours(**inputs)) is tuple
+    assert len(ours(**inputs)) == len(twin(**inputs))
+    assert not isinstance(ours(**inputs, return_dict=True), tuple)
+    assert not isinstance(our_class(head)(ScratchBertConfig(**TINY))(**inputs, return_dict=None), tuple)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_hidden_states_are_the_embeddings_and_what_each_block_makes_of_the_one_before(norm_first):
+    model = ScratchBertModel(ScratchBertConfig(**TINY, norm_first=norm_first)).eval()
+    inputs = inputs_for()
+    del inputs["attention_mask"]
+    output = model(**inputs, output_hidden_states=True)
+    states = output.hidden_states
+    assert type(states) is tuple
+    assert len(states) == TINY["num_hidden_layers"] + 1
+    assert_close(states[0], model.embeddings(inputs["input_ids"], inputs["token_type_ids"]), rtol=0, atol=0)
+    assert_close(states[1], model.encoder.blocks[0](states[0]), rtol=0, atol=0)
+    # As in every model of transformers, the last is the output itself, after the last norm.
+    assert states[-1] is output.last_hidden_state
+    last = model.encoder.final_norm(model.encoder.blocks[1](states[1]))
+    assert_close(states[-1], last, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("selected", [1, -1, [0, -1], [7]])
+def test_hidden_states_can_be_selected_by_number(selected):
+    ours, twin = twins()
+    inputs = inputs_for()
+    states, expected = (model(**inputs, output_hidden_states=selected).hidden_states for model in (ours, twin))
+    assert [state is None for state in states] == [state is None for state in expected]
+    for state, twin_state in zip(states, expected, strict=True):
+        if state is not None:
+            assert_close(real_tokens(state, inputs), real_tokens(twin_state, inputs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked_by", ["call", "config"])
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_attentions_are_those_of_the_eager_twin_whatever_attention_is_set(head, asked_by):
+    ours, twin = twins(head, attention="eager")
+    ours.set_attn_implementation("sdpa")
+    inputs = inputs_for(head)
+    expected = twin(**inputs, output_attentions=True).attentions
+    if asked_by == "config":
+        ours.config.output_attentions = True
+        attentions = ours(**inputs).attentions
+    else:
+        attentions = ours(**inputs, output_attentions=True).attentions
+    assert type(attentions) is tuple
+    assert len(attentions) == TINY["num_hidden_layers"]
+    for weights, twin_weights in zip(attentions, expected, strict=True):
+        assert weights.shape == (BATCH, TINY["num_attention_heads"], LENGTH, LENGTH)
+        assert_close(weights, twin_weights, rtol=0, atol=1e-6)
+        assert weights[0, :, :, LENGTH // 2 + 1 :].eq(0).all()
+        assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    assert ours.config._attn_implementation == "sdpa"
+
+
+def test_what_is_not_asked_for_is_not_returned():
+    ours, _ = twins()
+    output = ours(**inputs_for(), output_attentions=False, output_hidden_states=None)
+    assert list(output) == ["last_hidden_state", "pooler_output"]
+    assert output.hidden_states is None
+    assert output.attentions is None
+    # What one call records must not leak into the next.
+    ours(**inputs_for(), output_attentions=True, output_hidden_states=True)
+    assert list(ours(**inputs_for())) == ["last_hidden_state", "pooler_output"]
+
+
+def test_a_head_passes_cross_attentions_and_a_cache_through_like_the_twin():
+    ours, twin = twins(is_decoder=True, add_cross_attention=True, attention="eager")
+    encoded = torch.randn(BATCH, 5, TINY["hidden_size"])
+    asked = {"output_attentions": True, "output_hidden_states": True, "encoder_hidden_states": encoded}
+    inputs = inputs_for() | asked
+    output, expected = ours(**inputs), twin(**inputs)
+    assert list(output) == list(expected)
+    for weights, twin_weights in zip(output.cross_attentions, expected.cross_attentions, strict=True):
+        assert weights.shape == (BATCH, TINY["num_attention_heads"], LENGTH, 5)
+        assert_close(weights, twin_weights, rtol=0, atol=1e-6)
+    # The cross-attention is an attention too, and must not be counted among the block's own.
+    assert [weights.shape for weights in output.attentions] == [weights.shape for weights in expected.attentions]
+    kinds = [[type(part).__name__ for part in model(**inputs, return_dict=False)] for model in (ours, twin)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_is_causal_reaches_the_kernel_as_in_the_twin(attention):
+    ours, twin = twins(attention=attention)
+    ids = inputs_for()["input_ids"]
+    causal, expected = (model(ids, is_causal=True).last_hidden_state for model in (ours, twin))
+    assert_close(causal, expected, rtol=0, atol=1e-5)
+    assert torch.allclose(causal, ours(ids).last_hidden_state, atol=1e-2) == (attention == "eager")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_encoder_takes_a_prefix_of_keys_and_values_like_the_twin(attention):
+    """PEFT's prefix tuning hands an encoder a cache, and a mask that is longer by as much."""
+    ours, twin = twins(attention=attention)
+    inputs = inputs_for()
+    prefix = [torch.randn(2, BATCH, 4, 2, 8) for _ in range(TINY["num_hidden_layers"])]
+    inputs["attention_mask"] = torch.cat([torch.ones(BATCH, 2, dtype=torch.long), inputs["attention_mask"]], dim=1)
+    outputs = []
+    for model in (ours, twin):
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(prefix):
+            cache.update(keys, values, layer)
+        outputs.append(model(**inputs, past_key_values=cache).last_hidden_state)
+    assert_close(outputs[0][1:], outputs[1][1:], rtol=0, atol=1e-5)
+    assert not torch.allclose(outputs[0][1:], ours(**inputs_for()).last_hidden_state[1:], atol=1e-2)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_sizes_and_names_that_tools_ask_for_are_the_twins(head):
+    ours, twin = twins(head)
+    arguments, expected = (list(inspect.signature(type(model).forward).parameters) for model in (ours, twin))
+    assert arguments == expected
+    assert ours.num_parameters() == twin.num_parameters()
+    assert ours.num_parameters(exclude_embeddings=True) == twin.num_parameters(exclude_embeddings=True)
+    assert find_labels(type(ours)) == find_labels(type(twin))  # what `Trainer` takes for labels
+    assert ours.main_input_name == twin.main_input_name == "input_ids"
+    assert ours.can_generate() == twin.can_generate()
+    assert (ours.get_output_embeddings() is None) == (twin.get_output_embeddings() is None)
+
+
+# Resizing the vocabulary
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("size", "multiple", "becomes"),
+    [(120, None, 120), (50, None, 50), (100, 64, 128), (None, 16, 112)],
+    ids=["grow", "shrink", "grow to a multiple", "only to a multiple"],
+)
+@pytest.mark.parametrize("head", LANGUAGE_MODELS)
+def test_resizing_gives_the_twins_model(head, size, multiple, becomes, tied, tmp_path):
+    ours, twin = twins(head, tie_word_embeddings=tied)
+    inputs = inputs_for(head)
+    inputs["input_ids"] %= 50
+    logits = "prediction_logits" if head == "ForPreTraining" else "logits"
+    before = real_tokens(ours(**inputs)[logits], inputs)
+    for model in (ours, twin):
+        torch.manual_seed(1)  # new rows are drawn at random
+        table = model.resize_token_embeddings(size, pad_to_multiple_of=multiple)
+        assert table is model.get_input_embeddings()
+
+    assert ours.config.vocab_size == ours.model.config.vocab_size == twin.config.vocab_size == becomes
+    head_layer = ours.get_output_embeddings()
+    assert ours.get_input_embeddings().weight.shape == head_layer.weight.shape == (becomes, TINY["hidden_size"])
+    assert head_layer.bias.shape == (becomes,)
+    assert (head_layer.out_features, ours.get_input_embeddings().num_embeddings) == (becomes, becomes)
+    assert (head_layer.weight is ours.get_input_embeddings().weight) == tied
+
+    after = real_tokens(ours(**inputs)[logits], inputs)
+    kept = min(becomes, TINY["vocab_size"])
+    assert_close(after[:, :kept], before[:, :kept], rtol=0, atol=1e-6)
+    assert_close(after, real_tokens(twin(**inputs)[logits], inputs), rtol=0, atol=1e-5)
+
+    # The labels' loss is taken over the new vocabulary, and the check of ids knows its size.
+    labels = {"labels": torch.full((BATCH, LENGTH), becomes - 1)}
+    if head == "ForPreTraining":
+        labels["next_sentence_label"] = torch.zeros(BATCH, dtype=torch.long)
+    inputs["input_ids"][:, -1] = becomes - 1
+    assert_close(ours(**inputs, **labels).loss, twin(**inputs, **labels).loss, rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=rf"^input_ids .*\b{becomes}\b.* 0 to {becomes - 1} .*vocab_size is {becomes}\b"
+    ):
+        ours(inputs["input_ids"] + 1)
+
+    ours.save_pretrained(tmp_path / "ours")
+    again = type(ours).from_pretrained(tmp_path / "ours").eval()
+    assert_close(again(**inputs)[logits], ours(**inputs)[logits], rtol=0, atol=0)
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+    ours.save_as_bert(tmp_path / "bert")
+    as_bert = type(twin).from_pretrained(tmp_path / "bert").eval()
+    expected = real_tokens(ours(**inputs)[logits], inputs)
+    assert_close(real_tokens(as_bert(**inputs)[logits], inputs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_models_without_a_language_model_head_resize_too(head):
+    ours, twin = twins(head)
+    inputs = inputs_for(head)
+    inputs["input_ids"][:, 1] = 119
+    for model in (ours, twin):
+        torch.manual_seed(1)
+        model.resize_token_embeddings(120, mean_resizing=False)
+    for part, expected in zip(ours(**inputs, return_dict=False), twin(**inputs, return_dict=False), strict=True):
+        assert_close(part[1:], expected[1:], rtol=0, atol=1e-5)
+
+
+def test_resized_embeddings_still_train_together():
+    ours, _ = twins("ForMaskedLM")
+    ours.resize_token_embeddings(120)
+    optimiser = torch.optim.SGD(ours.parameters(), lr=1.0)
+    before = ours.get_input_embeddings().weight.detach().clone()
+    inputs = inputs_for("ForMaskedLM", labels=True)
+    inputs["labels"][:] = 110
+    ours(**inputs).loss.backward()
+    optimiser.step()
+    assert not torch.equal(ours.get_input_embeddings().weight[110], before[110])
+    assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
+
+
+def test_embeddings_put_in_by_hand_decide_which_ids_there_are():
+    """A table set by `set_input_embeddings` may be longer than `config.vocab_size`, which that call leaves alone."""
+    ours, twin = twins()
+    table = nn.Embedding(200, TINY["hidden_size"])
+    ids = torch.tensor([[150, 199, 3]])
+    for model in (ours, twin):
+        model.set_input_embeddings(table)
+    assert_close(ours(ids).last_hidden_state, twin(ids).last_hidden_state, rtol=0, atol=1e-5)
+
+
+# Tied weights
+
+
+@pytest.mark.parametrize("head", LANGUAGE_MODELS)
+def test_tied_weights_are_saved_once_and_come_back_tied(head, tmp_path):
+    ours, _ = twins(head)
+    ours.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = Counter(tuple(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    assert shapes[(TINY["vocab_size"], TINY["hidden_size"])] == 1
+    again = type(ours).from_pretrained(tmp_path)
+    for model in (again, copy.deepcopy(again), again.to(torch.bfloat16), pickle.loads(pickle.dumps(again))):
+        assert model.lm_head.decoder.weight is model.model.embeddings.word_embeddings.weight
+
+
+def test_untied_weights_are_saved_twice_and_come_back_apart(tmp_path):
+    ours, _ = twins("ForMaskedLM", tie_word_embeddings=False)
+    assert not torch.equal(ours.lm_head.decoder.weight, ours.get_input_embeddings().weight)
+    ours.save_pretrained(tmp_path)
+    again = ScratchBertForMaskedLM.from_pretrained(tmp_path)
+    for name, tensor in ours.state_dict().items():
+        assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+    assert again.lm_head.decoder.weight is not again.get_input_embeddings().weight
+
+
+# Gradient checkpointing
+
+
+@pytest.fixture
+def block_runs(monkeypatch):
+    """Counts how often each block's feed-forward runs, in a counter that goes on counting. Hooks would do it too, but a
+    batch that they see keeps its padding."""
+
+    def count(model):
+        runs = Counter()
+        numbers = {block.feed_forward: number for number, block in enumerate(model.base_model.encoder.blocks)}
+        forward = FeedForward.forward
+
+        def counted(layer, *args):
+            runs.update([numbers[layer]] if layer in numbers else [])
+            return forward(layer, *args)
+
+        monkeypatch.setattr(FeedForward, "forward", counted)
+        return runs
+
+    return count
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_gradient_checkpointing_changes_no_gradient(head, reentrant, block_runs):
+    ours, _ = twins(head, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    inputs = inputs_for(head, labels=True)
+    ours.train()
+    expected = gradients(ours, inputs)
+    ours.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert ours.is_activation_checkpointing
+    runs = block_runs(ours)
+    checkpointed = gradients(ours, inputs)
+    assert runs == {0: 2, 1: 2}  # once forward, once more for the gradients
+    assert checkpointed.keys() == expected.keys()
+    assert_close(checkpointed, expected, rtol=0, atol=1e-7)
+
+    ours.eval()
+    runs.clear()
+    loss_of(ours(**inputs)).backward()
+    assert runs == {0: 1, 1: 1}
+    ours.train().activation_checkpointing_disable()
+    runs.clear()
+    gradients(ours, inputs)
+    assert runs == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_keeps_no_cache(reentrant):
+    ours, twin = twins(is_decoder=True, add_cross_attention=True)
+    inputs = inputs_for()
+    results, caches = [], []
+    for model in (ours, twin):
+        for checkpointing in (False, True):
+            model.train()
+            if checkpointing:
+                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            torch.manual_seed(3)
+            source = torch.randn(BATCH, 5, TINY["hidden_size"], requires_grad=True)
+            # Not a leaf, as an encoder's output is none: handed to a reentrant checkpoint by keyword it would fail.
+            output = model(**inputs, encoder_hidden_states=source.sin())
+            output.last_hidden_state[1:].pow(2).sum().backward()
+            results.append(source.grad)
+        caches.append(output.past_key_values)
+    assert_close(results[1], results[0], rtol=0, atol=1e-6)
+    assert_close(results[0], results[2], rtol=1e-4, atol=1e-5)
+    assert caches == [None, None]  # a cache that no block has filled would look like that of an empty sequence
+
+
+def test_every_other_block_can_be_checkpointed(block_runs):
+    ours, _ = twins()
+    ours.train().activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+    runs = block_runs(ours)
+    gradients(ours, inputs_for())
+    assert runs == {0: 2, 1: 1}
+
+
+def test_frozen_embeddings_pass_gradients_on_when_adapters_ask_for_them():
+    """PEFT freezes the model and calls `enable_input_require_grads`, without which reentrant checkpoints yield none."""
+    ours, _ = twins()
+    ours.train().requires_grad_(False)
+    ours.encoder.blocks[0].attention.query.requires_grad_(True)
+    ours.enable_input_require_grads()
+    ours.activation_checkpointing_enable({"use_reentrant": True})
+    assert set(gradients(ours, inputs_for())) == {
+        "encoder.blocks.0.attention.query.weight",
+        "encoder.blocks.0.attention.query.bias",
+    }
+
+
+# Choosing the attention
+
+
+def test_attention_can_be_switched_after_loading(recorder):
+    ours, twin = twins("ForMaskedLM", attention="eager")
+    inputs = inputs_for("ForMaskedLM")
+    expected = real_tokens(twin(**inputs).logits, inputs)
+    calls = recorder("recorded")
+    for attention in ("sdpa", "eager", "recorded", "sdpa"):
+        ours.set_attn_implementation(attention)
+        assert ours.config._attn_implementation == ours.model.config._attn_implementation == attention
+        assert_close(real_tokens(ours(**inputs).logits, inputs), expected, rtol=0, atol=1e-5)
+    assert [call["module"].layer_idx for call in calls] == [0, 1]  # every layer, and in that one pass only
+    assert all(isinstance(call["module"], MultiHeadAttention) for call in calls)
+
+
+def test_attention_can_be_chosen_while_loading(recorder, tmp_path):
+    ours, _ = twins("ForTokenClassification")
+    ours.save_pretrained(tmp_path)
+    calls = recorder("recorded")
+    inputs = inputs_for()
+    for attention, expected in (("eager", 0), ("sdpa", 0), ("recorded", 2)):
+        model = type(ours).from_pretrained(tmp_path, attn_implementation=attention).eval()
+        assert model.config._attn_implementation == attention
+        model(**inputs)
+        assert len(calls) == expected
+    assert type(ours).from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    assert type(ours)(ScratchBertConfig(**TINY, attn_implementation="eager")).config._attn_implementation == "eager"
+
+
+def test_an_attention_of_the_users_own_computes_the_same_in_both(recorder):
+    """One that no built-in kernel equals, with a mask function of its own: each is called, and its result is used."""
+    masks = []
+
+    def near_only(module, query, key, value, attention_mask, scaling, **kwargs):
+        position = torch.arange(query.shape[2])
+        scores = query @ key.transpose(-1, -2) * scaling - (position[:, None] - position[None]).abs()
+        weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+        return (weights @ value).transpose(1, 2), weights
+
+    def mask_function(*args, **kwargs):
+        masks.append(sdpa_mask(*args, **kwargs | {"allow_is_bidirectional_skip": False}))
+        return masks[-1]
+
+    ours, twin = twins()
+    inputs = inputs_for()
+    plain = ours(**inputs).last_hidden_state
+    calls = recorder("near_only", near_only, mask_function)
+    for model in (ours, twin):
+        model.set_attn_implementation("near_only")
+    output = ours(**inputs).last_hidden_state
+    assert len(calls) == TINY["num_hidden_layers"]
+    assert all(call["mask"] is masks[0] for call in calls)
+    assert_close(real_tokens(output, inputs), real_tokens(twin(**inputs).last_hidden_state, inputs), rtol=0, atol=1e-5)
+    assert not torch.allclose(output, plain, atol=1e-2)
+
+
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "max_length_q", "position_ids"])
+def test_a_kernels_own_arguments_reach_it(recorder, argument):
+    """From `position_ids`, or from the others, flash attention learns where one packed sequence ends and another
+    begins; without them it would mix the two."""
+    ours, twin = twins()
+    calls = recorder("recorded")
+    value = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    for model in (ours, twin):
+        model.set_attn_implementation("recorded")
+        model(inputs_for()["input_ids"], **{argument: value})
+    assert len(calls) == 2 * TINY["num_hidden_layers"]
+    assert [call["kwargs"].get(argument) is value for call in calls] == [True] * len(calls)
+
+
+def test_a_kernel_is_told_of_dropout_in_training_only(recorder):
+    ours, _ = twins(attention_probs_dropout_prob=0.25)
+    calls = recorder("recorded")
+    ours.set_attn_implementation("recorded")
+    ours(**inputs_for())
+    ours.train()(**inputs_for())
+    assert [call["kwargs"]["dropout"] for call in calls] == [0.0, 0.0, 0.25, 0.25]
+    assert {call["kwargs"]["scaling"] for call in calls} == {8**-0.5}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled, and there is no compiler")
+def test_flex_attention_agrees():
+    ours, twin = twins(attention="sdpa")
+    inputs = inputs_for()
+    ours.set_attn_implementation("flex_attention")
+    with torch.no_grad():  # on the CPU it has no backward pass
+        output, expected = ours(**inputs).last_hidden_state, twin(**inputs).last_hidden_state
+        assert_close(real_tokens(output, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-5)
+        assert ours(**inputs, output_attentions=True).attentions[0].shape == (BATCH, 4, LENGTH, LENGTH)
+
+
+# Number formats and devices
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_half_precision_is_as_good_as_the_twins(head, dtype, attention, tmp_path):
+    ours, twin = twins(head, attention=attention)
+    inputs = inputs_for(head)
+    exact = real_tokens(twin(**inputs)[0], inputs)
+    ours.save_pretrained(tmp_path)
+    loaded = type(ours).from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention).eval()
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    twin_error = (real_tokens(twin.to(dtype)(**inputs)[0], inputs).float() - exact).abs().max()
+    for model in (loaded, ours.to(dtype)):
+        output = model(**inputs)[0]
+        assert output.dtype == dtype
+        assert output.isfinite().all()
+        assert (real_tokens(output, inputs).float() - exact).abs().max() <= 2 * twin_error
+    labelled = inputs_for("ForMaskedLM", labels=True)
+    if head == "ForMaskedLM":
+        loaded(**labelled).loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_autocast_computes_what_the_twin_does(attention):
+    ours, twin = twins(attention=attention)
+    inputs = inputs_for()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = (model(**inputs).last_hidden_state for model in (ours, twin))
+    assert output.isfinite().all()
+    assert output.dtype == expected.dtype
+    assert_close(real_tokens(output, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("position_embedding_type", ["absolute", "sinusoidal"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_made_without_memory_takes_weights_afterwards(head, position_embedding_type):
+    config = ScratchBertConfig(**TINY, position_embedding_type=position_embedding_type)
+    full = our_class(head)(config).eval()
+    with torch.device("meta"):
+        empty = our_class(head)(config).eval()
+    assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
+    inputs = inputs_for(head)
+    del inputs["attention_mask"]  # transformers' own mask functions ask a mask for values, for the twin as for us
+    outputs = empty(**{name: tensor.to("meta") for name, tensor in inputs.items()}, return_dict=False)
+    assert [output.shape for output in outputs] == [output.shape for output in full(**inputs, return_dict=False)]
+
+    if position_embedding_type == "sinusoidal":
+        return  # its table is a buffer that is not saved: `from_pretrained` fills it, `load_state_dict` cannot
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(full.state_dict())
+    empty.tie_weights()
+    for output, expected in zip(empty(**inputs, return_dict=False), full(**inputs, return_dict=False), strict=True):
+        assert_close(output, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, torch.device("cpu")])
+def test_device_map_loads_the_same_model(head, device_map, tmp_path):
+    ours, _ = twins(head)
+    ours.save_pretrained(tmp_path)
+    loaded = type(ours).from_pretrained(tmp_path, device_map=device_map).eval()
+    inputs = inputs_for(head)
+    assert_close(loaded(**inputs)[0].cpu(), ours(**inputs)[0], rtol=0, atol=1e-5)
+    assert all(not parameter.is_meta for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("position_embedding_type", ["absolute", "sinusoidal"])
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_blocks_can_stay_on_disk(head, position_embedding_type, tmp_path):
+    model = our_class(head)(ScratchBertConfig(**TINY, position_embedding_type=position_embedding_type)).eval()
+    model.save_pretrained(tmp_path / "model")
+    inputs = inputs_for(head)
+    expected = model(**inputs)[0]
+    size = sum(parameter.nbytes for parameter in model.base_model.encoder.blocks[0].parameters())
+    fits = {"cpu": model.get_memory_footprint() - size, "disk": 10**9}
+    device_map = infer_auto_device_map(model, max_memory=fits, no_split_module_classes=model._no_split_modules)
+    assert "disk" in device_map.values()
+    # No block is split: whatever of one is on the disk, all of it is.
+    assert not any(name.split("blocks.")[-1].count(".") for name in device_map if "blocks." in name)
+    assert not any("embeddings." in name for name in device_map)
+    loaded = type(model).from_pretrained(tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "disk")
+    assert any(parameter.is_meta for parameter in loaded.parameters())
+    assert_close(loaded.eval()(**inputs)[0], expected, rtol=0, atol=0)
+    with_maps = loaded(**inputs, output_attentions=True)[0]
+    assert_close(real_tokens(with_maps, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-5)
+
+
+def test_accelerate_offloads_a_model_that_is_loaded():
+    for offload in (cpu_offload, disk_offload):
+        ours, _ = twins("ForMaskedLM")
+        inputs = inputs_for("ForMaskedLM")
+        expected = ours(**inputs).logits
+        with TemporaryDirectory() as folder:
+            offload(ours, *([folder] if offload is disk_offload else []), execution_device=torch.device("cpu"))
+            assert all(parameter.is_meta for parameter in ours.parameters())
+            assert_close(ours(**inputs).logits, expected, rtol=0, atol=0)
+
+
+# Saved files
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_shards_hold_the_model_and_open_again(head, tmp_path):
+    ours, twin = twins(head)
+    ours.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    again = type(ours).from_pretrained(tmp_path).eval()
+    inputs = inputs_for(head)
+    assert_close(again(**inputs)[0], ours(**inputs)[0], rtol=0, atol=0)
+    twin.save_pretrained(tmp_path / "bert", max_shard_size="20KB")
+    assert len(list((tmp_path / "bert").glob("model-*-of-*.safetensors"))) > 2
+    again = type(ours).from_pretrained(tmp_path / "bert").eval()
+    assert_close(again(**inputs)[0], ours(**inputs)[0], rtol=0, atol=0)
+
+
+def test_sizes_that_do_not_match_are_refused_or_on_request_made_anew(tmp_path, caplog):
+    ours, twin = twins("ForSequenceClassification", num_labels=2)
+    for model, folder in ((ours, tmp_path / "ours"), (twin, tmp_path / "bert")):
+        model.save_pretrained(folder)
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            type(ours).from_pretrained(folder, num_labels=5)
+        loaded, report = type(ours).from_pretrained(
+            folder, num_labels=5, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        assert {key[0] for key in report["mismatched_keys"]} == {"classifier.weight", "classifier.bias"}
+        assert loaded.classifier.weight.shape == (5, TINY["hidden_size"])
+        # As the twin draws a new classifier: zero biases, small weights.
+        assert loaded.classifier.bias.eq(0).all()
+        assert 0.01 < loaded.classifier.weight.std() < 0.03
+        for name, tensor in ours.model.state_dict().items():
+            assert_close(loaded.model.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+# Feed-forward in chunks
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_chunked_feed_forward_computes_the_same(chunk):
+    whole, _ = twins()
+    config = copy.deepcopy(whole.config)
+    config.chunk_size_feed_forward = chunk
+    chunked = ScratchBertModel(config).eval()
+    chunked.load_state_dict(whole.state_dict())
+    inputs = inputs_for(length=14)
+    widths = []
+    for block in chunked.encoder.blocks:
+        block.feed_forward.intermediate.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    expected = whole(**inputs).last_hidden_state
+    assert_close(chunked(**inputs).last_hidden_state, expected, rtol=0, atol=1e-6)
+    assert widths == [chunk] * (2 * 14 // chunk)
+    for model in (whole, chunked):  # for gradients that come by way of padding as well
+        model.config.padding_free = False
+    assert_close(gradients(chunked, inputs), gradients(whole, inputs), rtol=1e-4, atol=1e-6)
+
+
+def test_a_length_that_chunks_do_not_divide_is_refused_as_by_the_twin():
+    for model in twins(chunk_size_feed_forward=4):
+        with pytest.raises(ValueError, match=r"dimension to be chunked 7 .* chunk size 4"):
+            model(**inputs_for())
+
+
+# Copies
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_copies_compute_the_same_and_are_independent(head):
+    ours, _ = twins(head)
+    inputs = inputs_for(head)
+    expected = ours(**inputs)[0].detach()
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    copies = (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(file, weights_only=False))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    for copied in copies:
+        assert type(copied) is type(ours)
+        assert_close(copied(**inputs)[0], expected, rtol=0, atol=0)
+        assert copied.config is not ours.config
+        states = copied(**inputs, output_hidden_states=True).hidden_states
+        assert len(states) == TINY["num_hidden_layers"] + 1
+
+
+def test_a_copy_made_after_outputs_were_recorded_records_its_own():
+    ours, _ = twins()
+    inputs = inputs_for()
+    expected = ours(**inputs, output_hidden_states=True, output_attentions=True)
+    copied = copy.deepcopy(ours)(**inputs, output_hidden_states=True, output_attentions=True)
+    assert_close(copied.hidden_states, expected.hidden_states, rtol=0, atol=0)
+    assert_close(copied.attentions, expected.attentions, rtol=0, atol=0)
+
+
+# Classes that users derive
+
+
+class GatedTagger(ScratchBertForTokenClassification):
+    """A head with a parameter of its own, and a forward pass that goes through the parent's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.ones(config.num_labels))
+        self.post_init()
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.gate
+        return output
+
+
+class ScaledConfig(ScratchBertConfig):
+    """A configuration with a field of its own under a model type of its own, as the guide to custom models has it."""
+
+    model_type = "scaled-scratchbert"
+    scale: float = 1.0
+
+
+class MeanClassifier(ScratchBertPreTrainedModel):
+    """A head written from nothing over the encoder."""
+
+    config_class = ScaledConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = ScratchBertModel(config, add_pooling_layer=False)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask, **kwargs):
+        outputs = self.model(input_ids, attention_mask, **kwargs)
+        mask = attention_mask[..., None].to(outputs.last_hidden_state.dtype)
+        mean = (outputs.last_hidden_state * mask).sum(1) / mask.sum(1)
+        return SequenceClassifierOutput(
+            logits=self.score(mean) * self.config.scale, hidden_states=outputs.hidden_states
+        )
+
+
+class DoublingBlock(TransformerBlock):
+    """A block that a user changed."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs) * 2
+
+
+class DoublingModel(ScratchBertModel):
+    def __init__(self, config, add_pooling_layer=True):
+        super().__init__(config, add_pooling_layer)
+        self.encoder.blocks[1] = DoublingBlock(config, 1)
+        self.post_init()
+
+
+def test_a_derived_head_saves_loads_and_starts_from_a_bert(tmp_path):
+    ours, twin = twins("ForTokenClassification")
+    twin.save_pretrained(tmp_path / "bert")
+    tagger, report = GatedTagger.from_pretrained(tmp_path / "bert", output_loading_info=True)
+    assert set(report["missing_keys"]) == {"gate"}
+    inputs = inputs_for()
+    # A parameter with no module's name to go by is not initialised by transformers: it must be set by the user.
+    with torch.no_grad():
+        tagger.gate.copy_(torch.tensor([2.0, 3.0]))
+    tagger.eval().save_pretrained(tmp_path / "tagger")
+    again = GatedTagger.from_pretrained(tmp_path / "tagger").eval()
+    assert_close(again(**inputs).logits, ours(**inputs).logits * torch.tensor([2.0, 3.0]), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="gate"):
+        again.save_as_bert(tmp_path / "no")
+
+
+def test_a_derived_model_with_its_own_configuration_saves_and_loads(tmp_path):
+    config = ScaledConfig(**TINY, scale=3.0, num_labels=4)
+    model = MeanClassifier(config).eval()
+    inputs = inputs_for()
+    del inputs["token_type_ids"]
+    logits = model(**inputs).logits
+    assert_close(logits, 3 * model.score(logits_input(model, inputs)), rtol=1e-5, atol=1e-6)
+    model.save_pretrained(tmp_path)
+    assert ScaledConfig.from_pretrained(tmp_path).scale == 3.0
+    again = MeanClassifier.from_pretrained(tmp_path).eval()
+    assert type(again.config) is ScaledConfig
+    assert_close(again(**inputs).logits, logits, rtol=0, atol=0)
+    with_config = MeanClassifier.from_pretrained(tmp_path, config=config).eval()
+    assert_close(with_config(**inputs).logits, logits, rtol=0, atol=0)
+
+
+def logits_input(model, inputs):
+    """The mean over the real tokens of the encoder's output, one sequence at a time."""
+    states = model.model(**inputs).last_hidden_state
+    return torch.stack([rows[mask.bool()].mean(0) for rows, mask in zip(states, inputs["attention_mask"], strict=True)])
+
+
+def test_a_derived_model_takes_the_encoder_of_a_bert(tmp_path):
+    _, twin = twins()
+    twin.save_pretrained(tmp_path)
+
+    class Head(MeanClassifier):
+        config_class = ScratchBertConfig
+
+    model, report = Head.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"score.weight", "score.bias"}
+    inputs = inputs_for()
+    del inputs["token_type_ids"]
+    states = model.eval().model(**inputs).last_hidden_state
+    expected = twin(**inputs).last_hidden_state
+    assert_close(real_tokens(states, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-5)
+
+
+def test_a_changed_block_is_recorded_checkpointed_and_saved(tmp_path, block_runs):
+    model = DoublingModel(ScratchBertConfig(**TINY)).eval()
+    inputs = inputs_for()
+    output = model(**inputs, output_hidden_states=True, output_attentions=True)
+    assert len(output.hidden_states) == 3
+    assert len(output.attentions) == 2
+    model.save_pretrained(tmp_path)
+    again = DoublingModel.from_pretrained(tmp_path).eval()
+    assert_close(again(**inputs).last_hidden_state, output.last_hidden_state, rtol=0, atol=1e-5)
+    unchanged = ScratchBertModel.from_pretrained(tmp_path).eval()
+    unchanged = unchanged(**inputs, padding_free=False)
+    assert_close(unchanged.last_hidden_state * 2, output.last_hidden_state, rtol=0, atol=1e-5)
+    expected = gradients(model.train(), inputs)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    runs = block_runs(model)
+    assert_close(gradients(model, inputs), expected, rtol=0, atol=1e-7)
+    assert runs == {0: 2, 1: 2}
+
+
+# Trainer and Accelerate
+
+
+def examples(count=8, lengths=(6,)):
+    """Examples as a data set yields them, with a column that no model takes."""
+    return [
+        {"input_ids": torch.randint(1, 99, (length,)), "attention_mask": torch.ones(length, dtype=torch.long)}
+        | {"labels": number % 2, "text": f"example {number}"}
+        for number in range(count)
+        for length in [lengths[number % len(lengths)]]
+    ]
+
+
+def train(model, data, folder, collator=None, **arguments):
+    settings = {
+        "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "use_cpu": True,
+        "report_to": [], "disable_tqdm": True, "save_strategy": "no", "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    arguments = TrainingArguments(str(folder), **{**settings, **arguments})
+    trainer = Trainer(model, arguments, train_dataset=data, data_collator=collator)
+    return trainer.train().training_loss, trainer
+
+
+def test_trainer_takes_the_twins_steps(minilm, tmp_path):
+    """It finds the columns and the labels in the signature, and drops what the model does not take."""
+    ours, twin = twins("ForSequenceClassification")
+    start = copy.deepcopy(ours.state_dict())
+    data = [{**row, "label": row.pop("labels")} for row in examples(lengths=(4, 6, 3))]
+    arguments = {"max_steps": 2, "per_device_train_batch_size": 4}
+    arguments["collator"] = DataCollatorWithPadding(AutoTokenizer.from_pretrained(minilm))
+    loss, trainer = train(ours, data, tmp_path / "ours", **arguments)
+    twin_loss, twin_trainer = train(twin, data, tmp_path / "bert", **arguments)
+    assert trainer.label_names == twin_trainer.label_names == ["labels"]
+    assert loss == pytest.approx(twin_loss, abs=1e-5)
+    ours.save_as_bert(tmp_path / "exported")
+    for name, tensor in type(twin).from_pretrained(tmp_path / "exported").state_dict().items():
+        assert_close(tensor, twin.state_dict()[name], rtol=1e-4, atol=1e-5)
+    changed = "model.encoder.blocks.0.attention.query.weight"
+    assert not torch.equal(ours.get_parameter(changed), start[changed])
+    prediction = trainer.predict(data)
+    assert prediction.predictions.shape == (8, 2)
+    assert prediction.label_ids.tolist() == [0, 1] * 4
+    trainer.save_model(str(tmp_path / "saved"))
+    again = type(ours).from_pretrained(tmp_path / "saved")
+    assert_close(again.classifier.weight, ours.classifier.weight, rtol=0, atol=0)
+
+
+def test_trainer_with_gradient_checkpointing_takes_the_same_step(tmp_path, block_runs):
+    data = examples()
+    reference, _ = twins("ForSequenceClassification")
+    plain, checkpointed = copy.deepcopy(reference), copy.deepcopy(reference)
+    train(plain, data, tmp_path)
+    runs = block_runs(checkpointed)
+    train(checkpointed, data, tmp_path, gradient_checkpointing=True)
+    assert runs == {0: 2, 1: 2}
+    assert_close(checkpointed.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+    assert not torch.equal(plain.classifier.weight, reference.classifier.weight)
+
+
+def test_accelerate_prepares_and_trains_it():
+    ours, _ = twins("ForSequenceClassification")
+    reference = copy.deepcopy(ours)
+    rows = examples(4)
+    columns = {
+        name: torch.stack([torch.as_tensor(row[name]) for row in rows])
+        for name in ("input_ids", "attention_mask", "labels")
+    }
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    loader = torch.utils.data.DataLoader([{k: v[i] for k, v in columns.items()} for i in range(4)], batch_size=4)
+    model, optimiser, loader = accelerator.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.5), loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimiser.step()
+    expected = gradients(reference, columns)
+    trained = accelerator.unwrap_model(model)
+    assert type(trained) is ScratchBertForSequenceClassification
+    for name, parameter in reference.named_parameters():
+        assert_close(trained.get_parameter(name), parameter - 0.5 * expected[name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,83 @@
+"""What the tests of the training scripts share: a tiny checkpoint with a tokenizer of a few words, a task of it without
+a run, and a run that breaks off."""
+
+import json
+
+import pytest
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import BertConfig, BertModel, BertTokenizer
+
+from toolkit.training.loop import Training
+from toolkit.training.settings import parse
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def save_tiny(folder, words: list[str]) -> str:
+    """A BertModel with 64 positions, and a tokenizer of SPECIAL and these words."""
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
+    config = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, hidden_dropout_prob=0.1, initializer_range=0.2,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    return str(folder)
+
+
+def read_settings(settings_class, argv: list[str]):
+    """The settings of a command line."""
+    return parse(__file__, "", settings_class, argv)[1]
+
+
+def make_task(task_class, settings_class, **flags):
+    """A task as a script makes it, without a run."""
+    return task_class(settings_class(**{"output": "", **flags}), Accelerator())
+
+
+def assert_resumes(main, argv: list[str], folder, monkeypatch, after: int) -> None:
+    """A run that breaks off after some updates and goes on with --resume ends as one that does not break off."""
+
+    def run(name: str, *more: str) -> int:
+        return main([*argv, "--output", str(folder / name), "--save_steps", "4", "--trackers", "none", *more])
+
+    assert run("whole") == 0
+    update, made = Training.update, []
+
+    def break_off(self, group):
+        made.append(group)
+        if len(made) > after:
+            raise KeyboardInterrupt
+        return update(self, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "update", break_off)
+        assert run("broken") == 130
+    assert not (folder / "broken" / "model.safetensors").exists()
+    assert run("broken", "--resume") == 0
+    whole, broken = (load_file(folder / name / "model.safetensors") for name in ("whole", "broken"))
+    assert all(whole[name].equal(broken[name]) for name in whole)
+    metrics = [json.loads((folder / name / "metrics.json").read_text()) for name in ("whole", "broken")]
+    assert metrics[0]["validation"] == metrics[1]["validation"]
+
+
+def assert_one_line(run, message: str, capsys) -> None:
+    """A run that cannot be made says so in one line, and its exit code is 2."""
+    try:
+        code = run()
+    except SystemExit as stopped:
+        code = stopped.code
+    lines = capsys.readouterr().err.splitlines()
+    assert (code, len(lines)) == (2, 1), lines
+    assert message in lines[0]
+
+
+def assert_help_tells(script, flags: tuple[str, ...], capsys) -> None:
+    """`--help` begins as the script's own text does, and has these flags."""
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert script.__doc__.split("\n")[0][:40] in " ".join(said.split())
+    assert all(flag in said for flag in flags)

@@ -1,0 +1,190 @@
+"""scripts/finetune_classification.py: labels of each kind, in each form that a file has them; losses and metrics."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from finetune_classification import main
+from support.finetuning import assert_one_line, make_task, save_tiny
+from support.folders import ROOT
+from toolkit.training.classification import Classification, label_name
+from toolkit.training.settings import ClassificationSettings
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    return save_tiny(tmp_path_factory.mktemp("tiny"), ["good", "bad", "film", "fun", "a", "very", "."])
+
+
+@pytest.fixture
+def make(tiny, tmp_path):
+    """Makes the task of some rows, JSON lines, without a run."""
+
+    def make(rows: list[dict], validation: list[dict] | None = None, **flags):
+        files = {"train_file": rows} | ({"validation_file": validation} if validation else {})
+        for name, each in files.items():
+            files[name] = [str(tmp_path / f"{name}.jsonl")]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+        return make_task(Classification, ClassificationSettings, model=tiny, **files, **flags)
+
+    return make
+
+
+def batch_of(task) -> dict:
+    return task.collate([task.train_set[i] for i in range(len(task.train_set))])
+
+
+TEXTS = ["good film .", "bad film", "a very good film", "fun ."]
+KINDS = {
+    "single_label": [{"text": text, "label": label} for text, label in zip(TEXTS, [1, 0, 1, 2], strict=True)],
+    "multi_label": [
+        {"text": text, "labels": labels}
+        for text, labels in zip(TEXTS, [["x", "y"], [], ["y"], ["z", "x"]], strict=True)
+    ],
+    "regression": [{"text": text, "score": score} for text, score in zip(TEXTS, [0.5, -1, 2, 0], strict=True)],
+}
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["padded", "flattened"])
+@pytest.mark.parametrize("problem", KINDS)
+def test_the_loss_is_berts(problem, flatten, make, tmp_path):
+    task = make(KINDS[problem], problem=problem, padding_free_collation=flatten)
+    task.model.eval().save_as_bert(tmp_path / "bert")
+    twin = BertForSequenceClassification.from_pretrained(tmp_path / "bert").eval()
+    batch = batch_of(task)
+    padded = batch_of(make(KINDS[problem], problem=problem))
+    with torch.no_grad():
+        loss = task.losses(task.model, batch) / task.counts(batch)
+        assert torch.allclose(loss, twin(**padded).loss[None], atol=1e-6)
+    assert twin.config.problem_type == {"regression": "regression"}.get(problem, f"{problem}_classification")
+
+
+def test_several_labels_a_row(make, tmp_path):
+    """By hand: with a logit above 0 for x alone, x is right in rows 0 and 3; y and z are never said."""
+    task = make(KINDS["multi_label"], KINDS["multi_label"], problem="multi_label")
+    assert task.labels == ["x", "y", "z"]
+    assert task.train_set["labels"] == [[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1]]
+    task.model.classifier.weight.data.zero_()
+    task.model.classifier.bias.data = torch.tensor([1.0, -1.0, -1.0])
+    metrics = task.evaluate(task.model, "validation")
+    # F1 of x: precision 2/4, recall 2/2, so 2/3; macro: a third of it. No row is right in all three.
+    assert metrics == {"f1": pytest.approx(2 / 9), "accuracy": 0.0}
+    # The same out of a CSV file.
+    path = tmp_path / "several.csv"
+    path.write_text("text,labels\ngood film .,x|y\nbad film,\na very good film, y\nfun .,z|x\n")
+    flags = {"model": task.settings.model, "train_file": [str(path)], "problem": "multi_label"}
+    again = make_task(Classification, ClassificationSettings, **flags)
+    assert again.train_set["labels"] == task.train_set["labels"]
+
+
+def test_numbers(make):
+    """By hand: (1, 2, 3, 4) and (2, 1, 4, 3) have covariance 3/4, variances 5/4, so r = 0.6; the ranks are the same;
+    the mean square of the differences is 1."""
+    rows = [{"text": text, "score": score} for text, score in zip(TEXTS, [1, 2, 3, 4], strict=True)]
+    task = make(rows, rows, problem="regression")
+    said = iter([2.0, 1.0, 4.0, 3.0])
+    task.predict = lambda model, split, forward: [[next(said)] for _ in rows]
+    metrics = task.evaluate(task.model, "validation")
+    assert metrics == {"pearson": pytest.approx(0.6), "spearman": pytest.approx(0.6), "mean_squared_error": 1.0}
+    assert task.metric == "pearson"
+    assert task.greater_is_better
+    assert not make(rows, problem="regression", metric="mean_squared_error").greater_is_better
+
+
+def test_pairs(make):
+    rows = [{"premise": "good film", "hypothesis": "fun .", "label": label} for label in ("yes", "no")]
+    task = make(rows)
+    first = task.train_set[0]
+    tokens = task.tokenizer.convert_ids_to_tokens(first["input_ids"])
+    assert tokens == ["[CLS]", "good", "film", "[SEP]", "fun", ".", "[SEP]"]
+    assert first["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
+    assert (task.labels, first["labels"]) == (["no", "yes"], 1)
+    cut = make(rows, max_length=6).train_set[0]
+    assert len(cut["input_ids"]) == 6
+
+
+def test_labels_in_order_and_by_one_name(make):
+    rows = [{"text": "film", "label": label} for label in (10, 2.0, "-1", 2)]
+    task = make(rows)
+    assert task.labels == ["-1", "2", "10"]
+    assert task.train_set["labels"] == [2, 1, 0, 1]
+    assert [label_name(value) for value in (2.5, True, None, " a ")] == ["2.5", "True", "", "a"]
+
+
+@pytest.mark.parametrize("weights", [["1", "2", "4"], ["balanced"]])
+def test_class_weights(weights, make):
+    task = make(KINDS["single_label"], class_weights=weights, labels=["0", "1", "2"])
+    task.model.eval()
+    batch = batch_of(task)
+    # Of the four rows two have label 1: balanced is 4 / (3 · rows of the label).
+    expected = torch.tensor([1.0, 2, 4] if weights != ["balanced"] else [4 / 3, 2 / 3, 4 / 3])
+    assert torch.allclose(task.weights, expected)
+    logits = task.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    mean = nn.functional.cross_entropy(logits, batch["labels"], expected)
+    assert torch.allclose(task.losses(task.model, batch) / task.counts(batch), mean[None])
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "message"),
+    [
+        ([{"text": " ", "label": 1}], {}, "train_file.jsonl, row 3 (line 3): 'text' is empty"),
+        ([{"text": "film"}], {}, "row 3 (line 3): the label is empty"),
+        ([{"text": "film", "label": "c"}], {"labels": ["a", "b"]}, "the label is 'c'; expected one of a, b"),
+        ([{"text": "film", "label": ["a", "b"]}], {}, "the label is ['a', 'b']; expected one label"),
+        (
+            [{"text": "film", "label": "high"}],
+            {"problem": "regression"},
+            "the label is 'high'; expected finite numbers",
+        ),
+        ([{"text": "film", "label": "nan"}], {"problem": "regression"}, "the label is 'nan'; expected finite numbers"),
+        ([{"text": "film", "label": [1, 2]}], {"problem": "regression"}, "rows have 1 and 2 numbers"),
+    ],
+)
+def test_bad_rows(rows, flags, message, make):
+    good = [1, 2] if flags.get("problem") else ["a", "b"]
+    first = [{"text": "film", "label": label} for label in good]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011, the message is looked at below
+        make(first + rows, **flags)
+    assert message in str(raised.value)
+    if "row 3" in message or "expected one" in message:  # a row alone, which can be skipped
+        assert len(make(first + rows, **flags, on_bad_row="skip").train_set) == 2
+
+
+def test_a_label_that_only_the_validation_set_has(make):
+    rows = [{"text": "film", "label": label} for label in "ab"]
+    with pytest.raises(ValueError, match=r"validation_file.jsonl, row 1 .*: the label is 'c'; expected one of a, b"):
+        make(rows, [{"text": "film", "label": "c"}, *rows])
+    with pytest.raises(ValueError, match="the training set has the labels a; expected two or more"):
+        make(rows[:1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--class_weights", "1", "2"], "--class_weights has numbers and --labels is missing"),
+        (["--class_weights", "1", "--labels", "0", "1"], "expected 2 numbers of 0 or more"),
+        (["--class_weights", "heavy", "--labels", "0", "1"], "--class_weights is heavy; expected numbers, or balanced"),
+        (["--class_weights", "balanced", "--problem", "multi_label"], "--class_weights is balanced with"),
+        (
+            ["--class_weights", "balanced", "--problem", "regression"],
+            "--class_weights is given with --problem regression",
+        ),
+        (
+            ["--label_smoothing", "0.1", "--problem", "regression"],
+            "--label_smoothing is given with --problem regression; expected",
+        ),
+        (["--labels", "0", "0"], "--labels is 0 0; expected each label once"),
+        (["--problem", "guessing"], "invalid choice: 'guessing'"),
+        (["--max_length", "65"], "--max_length is 65; expected at most 64"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, message, tiny, tmp_path, capsys):
+    reviews = str(ROOT / "tests" / "data" / "movie_reviews.csv")
+    argv = ["--model", tiny, "--output", str(tmp_path / "run"), "--train_file", reviews, *flags]
+    assert_one_line(lambda: main(argv), message, capsys)

@@ -1,0 +1,526 @@
+"""The loop that the training scripts share, its settings and its optimizer, through finetune_classification."""
+
+import csv
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
+
+import finetune_classification
+from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertModel
+from support.comparison import assert_same_gradients
+from support.finetuning import assert_one_line, read_settings
+from support.folders import DATA, ROOT
+from toolkit import publish
+from toolkit.files import find_shipped
+from toolkit.training import loop as training
+from toolkit.training.classification import CLASSES, Classification
+from toolkit.training.optimizer import parameter_groups
+from toolkit.training.settings import (
+    ClassificationSettings,
+    PretrainingSettings,
+    Seq2SeqSettings,
+    recipe_arguments,
+)
+
+REVIEWS = DATA / "movie_reviews.csv"
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+
+def forget() -> None:
+    """Accelerate keeps the state of the first Accelerator of a process for all that come."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory, tiny_config, randomise) -> dict[str, Path]:
+    """A tiny model with a tokenizer that spells, as ScratchBert and as BERT."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), *".,!?'-"]
+    tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+    model = randomise(ScratchBertModel(tiny_config()))
+    found = {name: tmp_path_factory.mktemp(name) for name in ("scratchbert", "bert")}
+    model.save_pretrained(found["scratchbert"])
+    model.save_as_bert(found["bert"])
+    for folder in found.values():
+        tokenizer.save_pretrained(folder)
+    return found
+
+
+@pytest.fixture
+def arguments(checkpoints, tmp_path):
+    """The command line of a run: 64 reviews, two epochs of four updates."""
+
+    def make(output="run", **flags) -> list[str]:
+        flags = {
+            "model": checkpoints["scratchbert"], "output": tmp_path / output, "train_file": REVIEWS, "max_length": 24,
+            "validation_file": REVIEWS, "batch_size": 16, "epochs": 2, "learning_rate": 1e-3, "log_steps": 1,
+            "trackers": "none", **flags,
+        }  # fmt: skip
+        return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+    return make
+
+
+@pytest.fixture
+def make_training(arguments, tmp_path):
+    """Makes a `Training` that has not begun."""
+
+    def make(task_class=Classification, **flags):
+        settings = read_settings(ClassificationSettings, arguments(**flags))
+        output = training.prepare_output(settings)
+        return training.Training(task_class(settings, training.make_accelerator(settings)), output)
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    """The same weights, bit for bit, and the same curve."""
+    own, expected = weights(folder), weights(other)
+    assert own.keys() == expected.keys()
+    assert [name for name in own if not torch.equal(own[name], expected[name])] == []
+    for which in ("history", "validation"):
+        own, expected = (json.loads((each / "metrics.json").read_text())[which] for each in (folder, other))
+        times = [point.pop("tokens_per_second", None) for point in [*own, *expected] if isinstance(point, dict)]
+        assert own == expected, times
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, monkeypatch):
+    here = Path.cwd()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: a\noutput: b\ntrain_file: [x.csv, y.csv]\nbatch_size: 4\nlearning_rate: 1e-4\nresume: true\nseed: 3\n"
+        "freeze: null\n"
+    )
+    settings = read_settings(ClassificationSettings, [str(recipe), "--batch_size", "8", "--problem", "regression"])
+    assert (settings.train_file, settings.batch_size, settings.seed) == (["x.csv", "y.csv"], 8, 3)
+    assert (settings.learning_rate, settings.resume, settings.freeze) == (1e-4, True, None)
+    assert settings.problem == "regression"
+    # The recipe that a run saves is the same run from any folder.
+    recipe.write_text(training.recipe_of(settings))
+    monkeypatch.chdir(tmp_path)
+    again = read_settings(ClassificationSettings, [str(recipe)])
+    paths = {"train_file": [str(here / name) for name in ("x.csv", "y.csv")], "output": str(here / "b")}
+    assert again == dataclasses.replace(settings, **paths)
+
+
+def test_files_of_a_recipe_are_relative_to_it_if_they_begin_with_a_dot(tmp_path):
+    recipe = tmp_path / "recipes" / "recipe.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("model: ../bert\noutput: out\ntrain_file: [../data/x.csv, ./y.csv, z.csv]\n")
+    (tmp_path / "bert").mkdir()
+    settings = read_settings(ClassificationSettings, [str(recipe)])
+    assert settings.model == str(tmp_path / "bert")
+    assert settings.train_file == [str(tmp_path / "data" / "x.csv"), str(tmp_path / "recipes" / "y.csv"), "z.csv"]
+    assert settings.output == "out"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configuration" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {field.name for cls in (Seq2SeqSettings, PretrainingSettings) for field in dataclasses.fields(cls)}
+    arguments = recipe_arguments(find_shipped(f"configuration/recipes/{path.name}"), known | {"stride"})
+    files = [argument.partition("=")[2] or argument for argument in arguments if argument.endswith((".csv", ".jsonl"))]
+    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config_file=")]
+    made = [file for file in files if not file.startswith("cmudict/")]  # the user's, in the working directory
+    assert made
+    assert all(Path(file).is_absolute() and Path(file).is_file() for file in made)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"batch_size": 0}, "--batch_size is 0; expected 1 or more"),
+        ({"batch_size": "many"}, "argument --batch_size"),
+        ({"learning_rate": -1}, "--learning_rate is -1.0; expected 0 or more"),
+        ({"layer_decay": 2}, "--layer_decay is 2.0; expected 0 to 1"),
+        ({"no_such_flag": 1}, "--no_such_flag"),
+        ({"model": None}, "--model is missing"),
+        ({"train_file": None}, "neither is given"),
+        ({"dataset": "imdb"}, "both are given"),
+        ({"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
+        ({"train_file": "data.xls"}, "unknown ending '.xls'"),
+        ({"model": "/no/such/model"}, "--model /no/such/model: there is no such folder"),
+        ({"output": os.devnull}, "is a file; expected a folder"),
+        ({"output": f"{os.devnull}/run"}, "Not a directory"),
+        ({"freeze": "3"}, "--freeze is 3; expected embeddings, encoder, or a number of blocks, at most 2"),
+        ({"schedule": "steep"}, "steep"),
+        (
+            {"text_column": "words"},
+            "no column 'words' for the text (--text_column); the columns are 'text', 'label', 'rating'",
+        ),
+        ({"label_smoothing": 1}, "--label_smoothing is 1.0"),
+        ({"metric": "elegance"}, "--metric is elegance; expected one of accuracy, f1, matthews_correlation"),
+        ({"trackers": "nobody"}, "nobody"),
+        ({"push_to_hub": "reviews"}, "--push_to_hub is reviews; expected user/name"),
+        ({"padding_free_collation": True, "implementation": "bert"}, "requires --implementation scratchbert"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(flags, message, arguments, capsys):
+    assert_one_line(lambda: finetune_classification.main(arguments(**flags)), message, capsys)
+
+
+@pytest.mark.parametrize("text", ["batch_sise: 3", "- a list", "a: [", None])
+def test_recipes_that_are_none(text, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    if text is not None:
+        recipe.write_text(text)
+    with pytest.raises(SystemExit) as exit:
+        read_settings(ClassificationSettings, [str(recipe)])
+    line = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert str(recipe) in line
+    assert line.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_learning_rates_fall_with_the_depth(implementation, checkpoints):
+    model = CLASSES[implementation].from_pretrained(checkpoints[implementation])
+    rate = {}
+    for group in parameter_groups(model, learning_rate=1.0, weight_decay=0.01, layer_decay=0.5):
+        rate |= {id(parameter): (group["lr"], group["weight_decay"]) for parameter in group["params"]}
+    assert len(rate) == len(list(model.parameters()))
+    base = model.base_model
+    blocks = base.encoder.blocks if implementation == "scratchbert" else base.encoder.layer
+    modules = [(model.classifier, 1), (base.pooler, 1), (blocks[1], 0.5), (blocks[0], 0.25), (base.embeddings, 0.125)]
+    for module, expected in modules:
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                decays = name != "bias" and not isinstance(part, nn.LayerNorm)
+                assert rate[id(parameter)] == (expected, 0.01 if decays else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "trained"),
+    [
+        ("embeddings", {"encoder", "pooler", "classifier"}),
+        ("0", {"encoder", "pooler", "classifier"}),
+        ("1", {"blocks.1", "pooler", "classifier"}),
+        ("2", {"pooler", "classifier"}),
+        ("encoder", {"classifier"}),
+    ],
+)
+def test_what_is_frozen_stays(what, trained, make_training):
+    run = make_training(freeze=what, max_steps=2)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.train()
+    changed = {name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])}
+    expected = {name for name in before if any(part in name for part in trained)}
+    # A key's bias has no gradient: the softmax does not see it. In the classifier of two batches all others have.
+    assert {name for name in expected - changed if "key.bias" not in name} == set()
+    assert changed <= expected
+
+
+def test_adapters_are_merged_into_a_model_of_its_own_kind(arguments, checkpoints, tmp_path):
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    assert finetune_classification.main(arguments(lora_rank=4, learning_rate=1e-2)) == 0
+    model = ScratchBertForSequenceClassification.from_pretrained(tmp_path / "run")
+    start = ScratchBertForSequenceClassification.from_pretrained(checkpoints["scratchbert"]).state_dict()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, start[name])}
+    expected = {f"model.encoder.blocks.{i}.attention.{name}.weight" for i in (0, 1) for name in ("query", "value")}
+    assert changed == expected | {"classifier.weight", "classifier.bias"}
+    # What was evaluated before they were merged is what the merged one gives.
+    report = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert report["validation"]["accuracy"] == accuracy(tmp_path / "run")
+
+
+def accuracy(folder: Path) -> float:
+    """Of a saved model on the reviews, by nothing of ours but the model."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with REVIEWS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    inputs = tokenizer([row["text"] for row in rows], truncation=True, max_length=24, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        predicted = model(**inputs).logits.argmax(-1).tolist()
+    right = [model.config.id2label[label] == row["label"] for label, row in zip(predicted, rows, strict=True)]
+    return sum(right) / len(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+def gradients_of_first_update(run) -> dict[str, torch.Tensor]:
+    found = {}
+    run.step = lambda group: found.update({name: each.grad.clone() for name, each in run.model.named_parameters()})
+    run.settings.max_steps = 1
+    run.model.eval()  # without dropout
+    group = next(run.groups())
+    run.update(group)
+    return found
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["padded", "flattened"])
+def test_accumulated_batches_are_one_large_batch(flatten, make_training):
+    """With weights, rows of one label count more than those of the other: batches have unequal counts."""
+    common = {"class_weights": "balanced", "padding_free_collation": flatten, "train_file": REVIEWS}
+    large = make_training(output="large", batch_size=64, **common)
+    expected = gradients_of_first_update(large)
+    forget()
+    small = make_training(output="small", batch_size=24, gradient_accumulation_steps=3, **common)
+    assert [len(rows) for rows, _ in next(small.groups())] == [24, 24, 16]
+    found = gradients_of_first_update(small)
+    assert_same_gradients(found, expected)
+
+
+def test_the_loss_is_torchs_mean(make_training):
+    run = make_training(class_weights="balanced", label_smoothing=0.2, batch_size=64)
+    ((_, batch),) = next(run.groups())
+    run.model.eval()
+    loss = run.task.losses(run.model, batch) / run.task.counts(batch)
+    logits = run.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    counts = torch.bincount(batch["labels"])
+    balanced = 64 / (2 * counts.float())
+    # torch divides a weighted loss by the weights of the rows, smoothed or not.
+    expected = nn.functional.cross_entropy(logits, batch["labels"], balanced, label_smoothing=0.2)
+    assert torch.allclose(loss, expected)
+
+
+# ------------------------------------------------------------------------------------------------- a run, start to end
+
+
+def test_what_a_run_leaves(arguments, tmp_path):
+    assert finetune_classification.main(arguments(test_file=REVIEWS, trackers="tensorboard", epochs=3)) == 0
+    folder = tmp_path / "run"
+    report = json.loads((folder / "metrics.json").read_text())
+    assert report["steps"] == 12
+    assert report["epochs"] == 3
+    losses = [point["loss"] for point in report["history"] if "loss" in point]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    evaluations = [point["validation"]["accuracy"] for point in report["history"] if "validation" in point]
+    assert len(evaluations) == 3
+    # The model that is left is the best one, and what is said of it is so.
+    assert report["validation"]["accuracy"] == report["test"]["accuracy"] == max(evaluations) == accuracy(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "curves.png", "recipe.yaml"} <= names
+    assert {"modeling_scratchbert.py", "checkpoints", "logs"} <= names
+    assert not [name for name in names if name.startswith(".")]
+    assert list((folder / "logs").rglob("events.*"))
+    assert len(list((folder / "checkpoints").iterdir())) in (2, 3)  # the last two, and the best if it is neither
+    settings = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert settings["learning_rate"] == 1e-3
+
+
+def test_both_implementations_make_the_same_of_the_same(checkpoints, make_training, tmp_path):
+    """The twin, from the same weights, has the same losses step by step."""
+    curves = {}
+    for name, source in checkpoints.items():
+        model = tmp_path / f"{name}-without-dropout"
+        shutil.copytree(source, model)
+        config = json.loads((model / "config.json").read_text())
+        config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        (model / "config.json").write_text(json.dumps(config))
+        run = make_training(output=name, model=model, implementation=name, max_steps=6)
+        run.model.classifier.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+        run.train()
+        curves[name] = [point["loss"] for point in run.progress.history if "loss" in point]
+        forget()
+    assert len(curves["bert"]) == 6
+    assert curves["scratchbert"] == pytest.approx(curves["bert"], abs=1e-5)
+
+
+def test_early_stopping(make_training, monkeypatch):
+    run = make_training(epochs=20, early_stopping=3)
+    values = iter([0.5, 0.6, 0.6, 0.55, 0.6, 0.9])
+    monkeypatch.setattr(run.task, "evaluate", lambda *_: {"accuracy": next(values)})
+    run.train()
+    assert run.progress.epoch == 5
+    assert run.progress.best == 0.6
+    assert run.progress.best_checkpoint == "step-00000008-epoch-2"
+    assert [path.name for path in run.checkpoints.complete()] == [
+        "step-00000008-epoch-2",
+        "step-00000016-epoch-4",
+        "step-00000020-epoch-5",
+    ]
+
+
+def test_a_loss_that_is_no_number_stops_the_run(arguments, tmp_path, capsys):
+    assert (
+        finetune_classification.main(arguments(learning_rate=1e30, max_grad_norm=0, save_steps=1, warmup_ratio=0)) == 1
+    )
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "the loss is nan at step 2, batch 2 of epoch 1: movie_reviews.csv, row " in line
+    assert line.endswith("may help.")
+    # What was saved is from before, and not one weight more.
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step*")] == ["step-00000001"]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
+    """All that belongs to the model, and neither checkpoints nor logs; and a push that fails leaves it where it is."""
+    flags = {"push_to_hub": "me/reviews", "hub_private": True, "max_steps": 1, "trackers": "tensorboard"}
+    monkeypatch.setattr(training, "get_token", lambda: None)
+    assert finetune_classification.main(arguments(**flags)) == 2
+    assert "--push_to_hub is given and there is no token" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    calls = []
+
+    def push(listing, repo, private):
+        calls.append((set(listing.files), repo, private))
+        if len(calls) == 2:
+            raise ConnectionError("the line is dead")
+        return "https://huggingface.co/me/reviews", True
+
+    monkeypatch.setattr(training, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(publish, "push", push)
+    assert finetune_classification.main(arguments("pushed", **flags)) == 0
+    files, *others = calls[0]
+    assert others == ["me/reviews", True]
+    assert files == {path.name for path in (tmp_path / "pushed").iterdir() if path.is_file()}
+    assert {"model.safetensors", "README.md", "metrics.json", "modeling_scratchbert.py"} <= files
+    assert "pushed to https://huggingface.co/me/reviews" in capsys.readouterr().out
+    assert finetune_classification.main(arguments("pushed", **flags, resume=True)) == 2
+    assert "was not pushed: the line is dead. push_to_hub.py pushes it" in capsys.readouterr().err
+    assert (tmp_path / "pushed" / "model.safetensors").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_folders_that_are_not_written_over(arguments, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    assert finetune_classification.main(arguments()) == 2
+    assert "is not empty; expected a new folder, or --resume" in capsys.readouterr().err
+    assert finetune_classification.main(arguments(resume=True)) == 2
+    assert "holds no run; recipe.yaml is missing there" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_is_continued_with_its_own_flags_alone(arguments, capsys, tmp_path):
+    assert finetune_classification.main(arguments(max_steps=1)) == 0
+    assert finetune_classification.main(arguments(max_steps=1, resume=True, learning_rate=1.0, seed=4)) == 2
+    assert "--learning_rate was 0.001 and is 1.0, --seed was 0 and is 4" in capsys.readouterr().err
+    # One that has ended ends again, with the same.
+    before = weights(tmp_path / "run")
+    assert finetune_classification.main(arguments(max_steps=1, resume=True, keep_checkpoints=5)) == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "run").items())
+
+
+def test_a_full_disk_is_found_before_the_training(arguments, capsys, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 2**20))
+    monkeypatch.setattr(training.Training, "train", lambda self: pytest.fail("training began"))
+    assert finetune_classification.main(arguments(keep_checkpoints=50)) == 2
+    assert (
+        "a disk with 0.0 GiB free; expected 0.0 GiB, which the run may need. A smaller --keep_checkpoints than 50"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_a_checkpoint_that_breaks_off_is_none(make_training, monkeypatch):
+    run = make_training(save_steps=1, max_steps=3)
+    save = run.accelerator.save_state
+
+    def fail_at_two(folder):
+        save(folder)
+        if run.progress.step == 2:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(run.accelerator, "save_state", fail_at_two)
+    with pytest.raises(OSError, match="No space left"):
+        run.train()
+    assert [path.name for path in run.checkpoints.complete()] == ["step-00000001"]
+    run.checkpoints.discard_unfinished()
+    assert [path.name for path in run.checkpoints.folder.iterdir()] == ["step-00000001"]
+
+
+# --------------------------------------------------------------------------------------------------------------- kills
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Starts a run in a process of its own, whose imports are made already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["finetune_classification"])
+
+    def start(argv: list[str]):
+        process = context.Process(target=run_and_exit, args=(argv,))
+        process.start()
+        return process
+
+    yield start
+    multiprocessing.forkserver._forkserver._stop()
+
+
+def run_and_exit(argv: list[str]) -> None:
+    torch.set_num_threads(1)
+    sys.exit(finetune_classification.main(argv))
+
+
+def wait(process) -> int:
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def test_killed_again_and_again_it_ends_with_the_same_weights(arguments, start, tmp_path):
+    """SIGKILL, at moments drawn at random: while it opens files, trains, evaluates, or writes a checkpoint."""
+    flags = {"save_steps": 1, "epochs": 3, "gradient_accumulation_steps": 2, "batch_size": 8, "keep_checkpoints": 1}
+    began = time.monotonic()
+    assert wait(start(arguments("undisturbed", **flags))) == 0
+    took = time.monotonic() - began
+    moments, killed = random.Random(0), 0
+    for _ in range(6):
+        process = start(arguments("killed", **flags, resume=True))
+        process.join(moments.uniform(0.2, 0.9) * took)
+        killed += process.exitcode is None
+        process.kill()
+        process.join()
+    assert killed >= 3  # the last may find nothing left to do
+    assert wait(start(arguments("killed", **flags, resume=True))) == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    assert not list((tmp_path / "killed" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops(number, arguments, start, tmp_path):
+    flags = {"epochs": 12, "eval_steps": 1000, "save_steps": 1000}
+    process = start(arguments(epochs=12, eval_steps=1000, save_steps=1000, trackers="tensorboard"))
+    while not list((tmp_path / "run").glob("logs/events*")) and process.is_alive():  # the training begins
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(process.pid, number)
+    assert wait(process) == 128 + number
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name.startswith("step-")
+    assert wait(start(arguments(**flags, trackers="tensorboard", resume=True))) == 0
+    assert wait(start(arguments("undisturbed", **flags))) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")

@@ -1,0 +1,780 @@
+"""toolkit.training.rows and .batches: rows and their places, bad rows, batches that cover every row."""
+
+import csv
+import io
+import itertools
+import json
+import re
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
+from support.folders import DATA
+from toolkit.training import rows as training_rows
+from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
+from toolkit.training.rows import (
+    BadRow,
+    Source,
+    columns_of,
+    find_column,
+    load_rows,
+    read_rows,
+    stream_rows,
+    text_of,
+)
+
+DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+# Any text but what counts as bad.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file, and makes a source of it."""
+
+    def write(name, content: bytes | str):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return Source(files=[path])
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder where `datasets` keeps what it has read, one of the test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    return folder
+
+
+def keep_text(row: dict) -> dict:
+    return {"text": text_of(row, "text")}
+
+
+def read(source) -> list:
+    """All rows, and what is said of bad ones."""
+    return [(place, str(row) if isinstance(row, BadRow) else row) for place, row in read_rows(source)]
+
+
+def read_back(name: str, content: bytes) -> list:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(content)
+        return read(Source(files=[path]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows and their places
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(TEXT, TEXT, st.integers(0, 2)), min_size=1, max_size=6),
+    st.sampled_from([",", "\t"]),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
+)
+def test_rows_of_csv_and_tsv_come_back(rows, delimiter, newline, mark):
+    text, expected = f"one{delimiter}two{newline}", []
+    for number, (one, two, blank_lines) in enumerate(rows, 1):
+        text += newline * blank_lines
+        line = len(re.findall("\r\n|\r|\n", text)) + 1
+        expected.append(
+            (f"x.{'csv' if delimiter == ',' else 'tsv'}, row {number} (line {line})", {"one": one, "two": two})
+        )
+        record = io.StringIO(newline="")
+        quoting = csv.QUOTE_ALL if re.search("[\r\n]", one + two) else csv.QUOTE_MINIMAL
+        csv.writer(record, delimiter=delimiter, lineterminator=newline, quoting=quoting).writerow([one, two])
+        text += record.getvalue()
+    assert read_back(expected[0][0].split(",")[0], mark + text.encode()) == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.dictionaries(TEXT, JSON, max_size=3), st.integers(0, 2)), min_size=1, max_size=6),
+    st.sampled_from(["x.jsonl", "x.json"]),
+    st.sampled_from(["\n", "\r\n"]),
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    st.booleans(),
+)
+def test_rows_of_json_lines_come_back(rows, name, newline, mark, ascii_only):
+    lines, expected = [], []
+    for number, (row, blank_lines) in enumerate(rows, 1):
+        lines += [" "] * blank_lines + [json.dumps(row, ensure_ascii=ascii_only)]
+        expected.append((f"{name}, row {number} (line {len(lines)})", row))
+    assert read_back(name, mark + newline.join(lines).encode()) == expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.fixed_dictionaries({"text": TEXT, "tags": st.lists(st.integers(0, 9)) | st.none()}), min_size=1))
+def test_rows_of_parquet_come_back(rows):
+    schema = pa.schema({"text": pa.string(), "tags": pa.list_(pa.int64())})
+    file = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows, schema), file, row_group_size=3)
+    expected = [(f"x.parquet, row {number}", row) for number, row in enumerate(rows, 1)]
+    assert read_back("x.parquet", file.getvalue()) == expected
+
+
+def test_plain_text_is_a_row_a_line(write):
+    source = write("x.txt", b'\xef\xbb\xbfone\r\n\r\n  two \r\n\tsaid "three, four"')
+    assert read(source) == [
+        ("x.txt, row 1 (line 1)", {"text": "one"}),
+        ("x.txt, row 2 (line 3)", {"text": "  two "}),
+        ("x.txt, row 3 (line 4)", {"text": '\tsaid "three, four"'}),
+    ]
+
+
+def test_many_rows_of_parquet_and_their_number(tmp_path):
+    parquet.write_table(pa.table({"n": range(200)}), tmp_path / "x.parquet", row_group_size=150)
+    rows = read(Source(files=[tmp_path / "x.parquet"]))
+    assert rows == [(f"x.parquet, row {n + 1}", {"n": n}) for n in range(200)]
+
+
+def test_several_files_count_their_own_rows(tmp_path):
+    (tmp_path / "sub").mkdir()
+    paths = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "sub" / "a.txt"]
+    for path, text in zip(paths, ["x\ny", '{"text": "z"}', "w"], strict=True):
+        path.write_text(text)
+    # Where two have the same name, the path says which.
+    assert [place for place, _ in read_rows(Source(files=paths))] == [
+        f"{paths[0]}, row 1 (line 1)",
+        f"{paths[0]}, row 2 (line 2)",
+        "b.jsonl, row 1 (line 1)",
+        f"{paths[2]}, row 1 (line 1)",
+    ]
+
+
+def test_a_field_may_be_longer_than_the_csv_module_likes(write):
+    text = "x" * 300_000
+    assert read(write("x.csv", f"text\n{text}\n")) == [("x.csv, row 1 (line 2)", {"text": text})]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that cannot be read
+
+
+def test_bad_rows_of_csv_do_not_stop_the_reading(write):
+    source = write(
+        "x.csv",
+        b"text,label\n"
+        b"good,1\n"
+        b"few\n"
+        b"many,1,2\n"
+        b"caf\xe9,1\n"
+        b"zero\0byte,1\n"
+        b'"two\nlines",0\n'
+        b'"closed" early,1\n'
+        b"good,2\n"
+        b'"never closed,1\n'
+        b"lost,1\n",
+    )
+    assert read(source) == [
+        ("x.csv, row 1 (line 2)", {"text": "good", "label": "1"}),
+        ("x.csv, row 2 (line 3)", "x.csv, row 2 (line 3): the row has 1 columns; expected 2, as in the header"),
+        ("x.csv, row 3 (line 4)", "x.csv, row 3 (line 4): the row has 3 columns; expected 2, as in the header"),
+        ("x.csv, row 4 (line 5)", "x.csv, row 4 (line 5): 'text' is not valid UTF-8"),
+        ("x.csv, row 5 (line 6)", "x.csv, row 5 (line 6): 'text' has a zero byte in it"),
+        ("x.csv, row 6 (line 7)", {"text": "two\nlines", "label": "0"}),
+        ("x.csv, row 7 (line 9)", "x.csv, row 7 (line 9): invalid quotation or field (',' expected after '\"')"),
+        ("x.csv, row 8 (line 10)", {"text": "good", "label": "2"}),
+        (
+            "x.csv, row 9 (line 11)",
+            "x.csv, row 9 (line 11): invalid quotation or field (unexpected end of data); the lines up to 12 are lost "
+            "with it",
+        ),
+    ]
+
+
+def test_a_quotation_that_nobody_closes_does_not_fill_the_memory(write, monkeypatch):
+    monkeypatch.setattr(training_rows, "LONGEST_FIELD", 1000)
+    before = csv.field_size_limit(1000)
+    try:
+        rows = read(write("x.csv", 'text\n"open\n' + "word\n" * 300 + "end\n"))
+    finally:
+        csv.field_size_limit(before)
+    place, problem = rows[0]
+    assert place == "x.csv, row 1 (line 2)"
+    # 5 and 199 × 5 characters, those of the lines 2 to 201, fit.
+    assert problem.endswith("(field larger than field limit (1000)); the lines up to 202 are lost with it")
+    assert rows[-1][1] == {"text": "end"}
+
+
+def test_bad_rows_of_json_lines_do_not_stop_the_reading(write):
+    source = write(
+        "x.jsonl",
+        b'{"text": "good"}\n'
+        b'{"text": \n'
+        b'["a list"]\n'
+        b'{"text": "caf\xe9"}\n'
+        b'{"deep": [{"\\ud800": 1}]}\n'
+        b'{"deep": [{"x": ["a\\u0000b"]}]}\n' + b"[" * 100_000 + b"\n"
+        b'{"text": "\\ud83d\\ude00"}\n',
+    )
+    rows = [row for _, row in read(source)]
+    assert rows[0] == {"text": "good"}
+    assert re.fullmatch(r"x.jsonl, row 2 \(line 2\): not valid JSON \(.*\); expected an object on each line", rows[1])
+    assert rows[2] == "x.jsonl, row 3 (line 3): a JSON list; expected an object on each line"
+    assert rows[3] == "x.jsonl, row 4 (line 4): 'text' is not valid UTF-8"
+    assert rows[4] == "x.jsonl, row 5 (line 5): 'deep' is not valid UTF-8"
+    assert rows[5] == "x.jsonl, row 6 (line 6): 'deep' has a zero byte in it"
+    assert "row 7 (line 7): not valid JSON" in rows[6]
+    assert rows[7:] == [{"text": "😀"}]
+
+
+def test_bad_rows_of_parquet_and_text_do_not_stop_the_reading(write, tmp_path):
+    texts = pa.array([b"good", b"caf\xe9", b"good\0", None, b"last"]).view(pa.string())
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "x.parquet")
+    problems = [row for _, row in read(Source(files=[tmp_path / "x.parquet"]))]
+    assert problems[0] == {"text": "good"}
+    assert problems[1].startswith("x.parquet, row 2: not valid UTF-8")
+    assert problems[2] == "x.parquet, row 3: 'text' has a zero byte in it"
+    assert problems[3:] == [{"text": None}, {"text": "last"}]
+    lines = [row for _, row in read(write("x.txt", b"one\ncaf\xe9\nthree"))]
+    assert lines == [{"text": "one"}, "x.txt, row 2 (line 2): 'text' is not valid UTF-8", {"text": "three"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"", "x.csv has no rows"),
+        ("x.csv", b"text,label\n\n\n", "x.csv has no rows"),
+        ("x.txt", b"\n \n", "x.txt has no rows"),
+        ("x.jsonl", b"", "x.jsonl has no rows"),
+        ("x.csv", b"text,text\na,b\n", "x.csv has 'text' twice in the header"),
+        ("x.csv", "text,label\na,b\n".encode("utf-16"), "x.csv has an invalid header: .* expected a UTF-8 file"),
+        ("x.csv", b'"text"s,label\na,b\n', "x.csv has an invalid quotation or field in the header"),
+        ("x.parquet", b"not this", "x.parquet cannot be read: .*[Pp]arquet"),
+    ],
+    ids=["empty", "header alone", "blank", "no lines", "same name", "UTF-16", "broken header", "no Parquet"],
+)
+def test_a_file_that_makes_no_sense_is_an_error(name, content, message, write):
+    source = write(name, content)
+    for start in (read, columns_of, lambda source: stream_rows(source, keep_text, "stop")):
+        with pytest.raises(ValueError, match=message) as error:
+            start(source)
+        assert str(error.value).startswith(str(source.files[0]))
+        assert "\n" not in str(error.value)
+
+
+def test_an_empty_parquet_file_is_an_error(tmp_path):
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="has no rows"):
+        read(Source(files=[tmp_path / "x.parquet"]))
+
+
+def test_a_source_is_files_that_exist_or_a_name(tmp_path):
+    with pytest.raises(OSError, match=r"gone.csv: there is no such file"):
+        Source(files=[tmp_path / "gone.csv"])
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(OSError, match=r"folder.csv: there is no such file"):
+        Source(files=[tmp_path / "folder.csv"])
+    with pytest.raises(ValueError, match=r"x.xls has the unknown ending '.xls'; expected one of .csv, .tsv, .jsonl"):
+        Source(files=["x.xls"])
+    for neither_or_both in ({}, {"files": [DATA / "movie_reviews.csv"], "name": "a/b"}):
+        with pytest.raises(ValueError, match="expected either files or the name"):
+            Source(**neither_or_both)
+    with pytest.raises(ValueError, match="a/b has no split"):
+        Source(name="a/b")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets with names
+
+
+@pytest.fixture
+def labelled() -> datasets.Dataset:
+    label = datasets.ClassLabel(names=["bad", "good"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": datasets.List(label)})
+    rows = [{"text": "a", "label": 1, "tags": [0, 1]}, {"text": "b", "label": -1, "tags": None}]
+    return datasets.Dataset.from_list(rows, features=features)
+
+
+WITH_NAMES = [{"text": "a", "label": "good", "tags": ["bad", "good"]}, {"text": "b", "label": None, "tags": None}]
+
+
+def test_labels_of_parquet_come_as_their_names(labelled, tmp_path):
+    labelled.to_parquet(tmp_path / "x.parquet")
+    assert [row for _, row in read(Source(files=[tmp_path / "x.parquet"]))] == WITH_NAMES
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_by_name(streaming, labelled, tmp_path):
+    (tmp_path / "named").mkdir()
+    labelled.to_parquet(tmp_path / "named" / "train.parquet")
+    name = str(tmp_path / "named")
+    source = Source(name=name, split="train")
+    assert list(read_rows(source, streaming)) == [
+        (f"{name} (train), row {number}", row) for number, row in enumerate(WITH_NAMES, 1)
+    ]
+    rows = list(stream_rows(source, keep_text, "stop") if streaming else load_rows(source, keep_text, "stop"))
+    assert rows == [{"text": text, "place": f"{name} (train), row {n}"} for n, text in enumerate("ab", 1)]
+    assert columns_of(source) == ["text", "label", "tags"]
+
+
+def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch):
+    def load(name, config, split, streaming):
+        assert (name, config, split, streaming) == ("a/b", "c", "test", False)
+        raise ConnectionError("no way\nto get there")
+
+    monkeypatch.setattr(training_rows, "load_dataset", load)
+    with pytest.raises(OSError, match=r"^--dataset is a/b, .* the Hub cannot be reached.*--train_file"):
+        list(read_rows(Source(name="a/b", config="c", split="test")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns, and what is kept
+
+
+def test_the_column_that_is_named_or_the_first_there_is(write):
+    columns = columns_of(write("x.csv", "text,label\nx\na,1\n"))
+    assert columns == ["text", "label"]
+    assert find_column(columns, None, ["sentence", "text", "label"], "the text") == "text"
+    assert find_column(columns, "label", ["text"], "the text") == "label"
+    with pytest.raises(ValueError, match=r"^there is no column 'tetx' for the text; the columns are 'text', 'label'$"):
+        find_column(columns, "tetx", ["text"], "the text")
+    with pytest.raises(
+        ValueError, match=r"for the target; expected 'target' or 'summary', .* columns are 'text', 'label'$"
+    ):
+        find_column(columns, None, ["target", "summary"], "the target")
+
+
+def test_columns_of_json_lines_are_those_of_many_rows(write):
+    assert columns_of(write("x.jsonl", '{"b": 1}\n[]\n{"a": 1, "b": 2}\n')) == ["b", "a"]
+    with pytest.raises(BadRow, match=r"x.json, row 1 \(line 1\): a JSON list"):
+        columns_of(write("x.json", '[{"a": 1}]\n{"a": \n'))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"other": "x"}, "'text' is missing"),
+        ({"text": None}, "'text' is empty"),
+        ({"text": ""}, "'text' is empty"),
+        ({"text": " \n"}, "'text' is empty"),
+        ({"text": 5}, "'text' is 5; expected a text"),
+    ],
+)
+def test_text_that_is_none(row, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        text_of(row, "text")
+
+
+def test_text_stays_as_it_is():
+    assert text_of({"text": " a "}, "text") == " a "
+
+
+ROWS = "text,label\none,1\n,1\ntwo,0\nthree\nfour,9\nfive,1\n"
+
+
+def check_label(row: dict) -> dict:
+    if row["label"] not in ("0", "1"):
+        raise ValueError(f"'label' is {row['label']!r}; wanted is '0' or '1'")
+    return {"text": text_of(row, "text"), "label": int(row["label"])}
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_stop_names_the_first_bad_row(make, write):
+    with pytest.raises(BadRow, match=r"^x.csv, row 2 \(line 3\): 'text' is empty$"):
+        list(make(write("x.csv", ROWS), check_label, "stop"))
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_skip_keeps_the_good_rows_and_reports_the_bad(make, write):
+    told = []
+    kept = list(make(write("x.csv", ROWS), check_label, "skip", told.append))
+    assert kept == [
+        {"text": "one", "label": 1, "place": "x.csv, row 1 (line 2)"},
+        {"text": "two", "label": 0, "place": "x.csv, row 3 (line 4)"},
+        {"text": "five", "label": 1, "place": "x.csv, row 6 (line 7)"},
+    ]
+    assert told == [
+        "3 of 6 rows are invalid and were skipped:\n"
+        "  x.csv, row 2 (line 3): 'text' is empty\n"
+        "  x.csv, row 4 (line 5): the row has 1 columns; expected 2, as in the header\n"
+        "  x.csv, row 5 (line 6): 'label' is '9'; wanted is '0' or '1'"
+    ]
+
+
+def test_a_long_report_is_cut_and_goes_to_the_log(write, caplog):
+    load_rows(write("x.csv", "text,label\na,1\n" + "a,2\n" * 7), check_label, "skip")
+    (report,) = [record.getMessage() for record in caplog.records]
+    assert report.startswith("7 of 8 rows are invalid")
+    assert [line.strip().split(":")[0] for line in report.splitlines()[1:]] == [
+        *(f"x.csv, row {number} (line {number + 1})" for number in range(2, 7)),
+        "and 2 more",
+    ]
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_no_good_row_is_an_error(make, write):
+    told = []
+    with pytest.raises(ValueError, match=r"^all 2 rows are invalid; the first is x.csv, row 1 \(line 2\): 'label'"):
+        list(make(write("x.csv", "text,label\na,2\nb,3\n"), check_label, "skip", told.append))
+    assert told == []
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_good_rows_need_no_report_and_another_policy_is_an_error(make, write):
+    told = []
+    source = write("x.csv", "text,label\na,1\n")
+    assert len(list(make(source, check_label, "skip", told.append))) == 1
+    assert told == []
+    with pytest.raises(ValueError, match="on_bad_row is 'ignore'"):
+        make(source, check_label, "ignore")
+
+
+def test_a_fault_of_the_check_is_no_bad_row(write):
+    with pytest.raises(KeyError):
+        load_rows(write("x.csv", "text\na\n"), check_label, "skip")
+
+
+def test_nothing_is_cached(write, cache):
+    for text in ("one", "two"):
+        source = write("x.csv", f"text\n{text}\n")
+        loaded = load_rows(source, keep_text, "stop")
+        assert isinstance(loaded, datasets.Dataset)
+        assert loaded.cache_files == []
+        assert list(loaded["text"]) == [text]
+        assert next(iter(stream_rows(source, keep_text, "stop")))["text"] == text
+    assert not cache.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "txt", "parquet"])
+def test_a_stream_never_holds_the_file(kind, tmp_path):
+    path, rows, row = tmp_path / f"x.{kind}", 3000, {"text": "many words " * 500}
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist([row] * rows), path, use_dictionary=False, compression=None)
+    else:
+        line = json.dumps(row) if kind == "jsonl" else row["text"]
+        path.write_text("text\n" * (kind == "csv") + f"{line}\n" * rows)
+    budget, arrows_budget = 2_000_000, 10_000_000
+    assert path.stat().st_size > 8 * budget
+    arrow = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        count = 0
+        for _ in stream_rows(Source(files=[path]), keep_text, "stop"):
+            count += 1
+            assert pa.total_allocated_bytes() - arrow < arrows_budget
+        assert count == rows
+        assert tracemalloc.get_traced_memory()[1] < budget
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stream_is_read_again_and_goes_on_where_it_was(tmp_path):
+    for name, letters in (("a.txt", "abc"), ("b.txt", "defg")):
+        (tmp_path / name).write_text("\n".join(letters))
+    unpicklable = (character for character in "")
+
+    def check(row):
+        assert unpicklable is not None
+        return row
+
+    stream = stream_rows(Source(files=[tmp_path / "a.txt", tmp_path / "b.txt"]), check, "stop")
+    assert isinstance(stream, datasets.IterableDataset)
+    assert stream.num_shards == 2
+    for _ in range(2):
+        assert "".join(row["text"] for row in stream) == "abcdefg"
+    assert [row["place"] for row in stream][3] == "b.txt, row 1 (line 1)"
+    seen = iter(stream)
+    assert [next(seen)["text"] for _ in range(5)] == list("abcde")
+    state = stream.state_dict()
+    resumed = stream_rows(Source(files=[tmp_path / "a.txt", tmp_path / "b.txt"]), check, "stop")
+    resumed.load_state_dict(state)
+    assert [row["text"] for row in resumed] == ["f", "g"]
+    assert sorted(row["text"] for row in stream.shuffle(seed=1, buffer_size=3)) == list("abcdefg")
+    halves = [split_dataset_by_node(stream, rank, 2) for rank in range(2)]
+    assert ["".join(row["text"] for row in half) for half in halves] == ["abc", "defg"]
+
+
+def test_a_stream_that_is_broken_off_reports_as_well(write):
+    told = []
+    rows = iter(stream_rows(write("x.txt", b"a\n\xe9\nb\nc\n"), keep_text, "skip", told.append))
+    assert [next(rows)["text"] for _ in range(2)] == ["a", "b"]
+    del rows
+    assert len(told) == 1
+    assert told[0].startswith("1 of 3 rows are invalid")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rows make a batch
+
+# Lists of any size up to 130: hypothesis' own are nearly all short.
+LENGTHS = st.builds(
+    lambda count, seed: np.random.default_rng(seed).integers(1, 50, count).tolist(),
+    st.integers(1, 130),
+    st.integers(0, 1000),
+)
+
+
+def sampled(lengths, batch_size, world, epoch=0, **options) -> list[list[list[int]]]:
+    """The batches of each process."""
+    processes = []
+    for rank in range(world):
+        sampler = LengthGroupedBatches(lengths, batch_size, rank=rank, world=world, **options)
+        sampler.set_epoch(epoch)
+        processes.append(list(sampler))
+        assert len(sampler) == len(processes[-1])
+    return processes
+
+
+@settings(deadline=None, max_examples=150)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.booleans())
+def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
+    if len(lengths) < world:
+        with pytest.raises(ValueError, match=f"{len(lengths)} rows for {world} processes"):
+            LengthGroupedBatches(lengths, batch_size, 0, world=world)
+        return
+    processes = sampled(lengths, batch_size, world, epoch, seed=3, shuffle=shuffle)
+    steps = list(zip(*processes, strict=True))  # as many batches on each process
+    seen = sorted(row for step in steps for batch in step for row in batch)
+    whole, left = divmod(len(lengths), batch_size * world)
+    if left >= world or left == 0:
+        assert seen == list(range(len(lengths)))
+    else:
+        assert len(set(seen)) == len(seen) == len(lengths) - left
+    assert all(len(batch) == batch_size for step in steps[:whole] for batch in step)
+    assert len(steps) in (whole, whole + 1)
+    for step in steps[whole:]:
+        sizes = [len(batch) for batch in step]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+    if shuffle and whole:
+        assert max(lengths) in {lengths[row] for batch in steps[0] for row in batch}
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.integers(0, 5), st.data())
+def test_a_resumed_epoch_has_exactly_the_remaining_batches(lengths, batch_size, world, seed, epoch, data):
+    if len(lengths) < world:
+        return
+    whole = sampled(lengths, batch_size, world, epoch, seed=seed)
+    start = data.draw(st.integers(0, len(whole[0])))
+    for rank in range(world):
+        resumed = LengthGroupedBatches(lengths, batch_size, seed, rank, world)
+        resumed.set_epoch(epoch)
+        resumed.set_start(start)
+        resumed.set_epoch(epoch)  # as accelerate's loader does once more
+        assert len(resumed) == len(whole[0]) - start
+        assert resumed.batches_per_epoch == len(whole[0])
+        assert list(resumed) == whole[rank][start:]
+        resumed.set_epoch(epoch + 1)
+        following = sampled(lengths, batch_size, world, epoch + 1, seed=seed)
+        assert list(resumed) == following[rank]
+    assert list(LengthGroupedBatches(lengths, batch_size, seed, start=min(1, start)))[0:1] or not whole[0][1:]
+
+
+def test_start_is_of_the_first_epoch():
+    sampler = LengthGroupedBatches(range(1, 21), 4, seed=0, start=2)
+    assert list(sampler) == sampled(range(1, 21), 4, 1, seed=0)[0][2:]
+    assert (len(sampler), sampler.batches_per_epoch) == (3, 5)
+
+
+def test_processes_share_the_steps_of_one_with_the_larger_batch():
+    lengths = torch.randint(1, 60, (300,)).tolist()
+    two, one = sampled(lengths, 4, 2, 1, seed=7), sampled(lengths, 8, 1, 1, seed=7)
+    assert [sorted(a + b) for a, b in zip(*two, strict=True)] == [sorted(batch) for batch in one[0]]
+
+
+def test_seed_and_epoch_change_the_batches():
+    lengths = [5] * 100
+    orders = [sampled(lengths, 4, 1, epoch, seed=seed)[0] for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]]
+    assert all(orders[a] != orders[b] for a in range(4) for b in range(a))
+    assert {tuple(sorted(batch)) for batch in orders[0]} != {tuple(sorted(batch)) for batch in orders[1]}
+
+
+def test_rows_of_a_batch_are_of_like_length_and_batches_in_any_order():
+    lengths = torch.randint(1, 129, (4000,)).tolist()
+    (batches,) = sampled(lengths, 8, 1, seed=0)
+    tokens = [[lengths[row] for row in batch] for batch in batches]
+    padded = sum(max(batch) * len(batch) for batch in tokens)
+    assert padded < 1.05 * sum(lengths)  # in random batches of 8: 1.8 times as many
+    longest = [max(batch) for batch in tokens]
+    assert longest[0] == max(lengths)
+    rises = sum(a < b for a, b in itertools.pairwise(longest))
+    assert 0.4 * len(longest) < rises < 0.6 * len(longest)
+
+
+@pytest.mark.parametrize(("count", "lot"), [(4000, 400), (320, 80)])
+def test_rows_are_sorted_in_lots(count, lot):
+    """Of 50 batches' worth of rows, or a fourth of all, so that they meet other rows in each epoch."""
+    lengths = torch.randperm(count).tolist()
+    (batches,) = sampled(lengths, 8, 1, seed=0)
+    spans = [max(lengths[row] for row in batch) - min(lengths[row] for row in batch) for batch in batches]
+    # Neighbours among so many rows, drawn at random and sorted, are count / lot apart.
+    assert sum(spans) / len(spans) == pytest.approx(7 * count / lot, rel=0.1)
+
+
+def test_in_order():
+    assert sampled([9, 1, 5, 3, 7], 2, 1, seed=0, shuffle=False) == [[[0, 1], [2, 3], [4]]]
+    assert sampled([9, 1, 5, 3, 7, 2, 8], 2, 2, seed=0, shuffle=False) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert sampled([9, 1, 5, 3, 7], 2, 2, seed=0, shuffle=False) == [[[0, 2]], [[1, 3]]]  # 4 is one too few for two
+
+
+def test_the_longest_row_is_in_the_first_step_though_it_were_left_over():
+    for seed in range(60):
+        (batches,) = sampled(range(9), 4, 1, seed=seed)
+        assert 8 in batches[0]
+        assert [len(batch) for batch in batches] == [4, 4, 1]
+        assert sorted(row for batch in batches for row in batch) == list(range(9))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"rank": 1}, {"rank": -1}, {"start": 4}, {"start": -1}])
+def test_numbers_out_of_range(options):
+    with pytest.raises(ValueError, match="|".join(options)):
+        LengthGroupedBatches([1] * 6, **{"batch_size": 2, "seed": 0, **options})
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.just([]) | LENGTHS, st.integers(1, 5), st.integers(1, 4))
+def test_evaluation_sees_every_row_once(lengths, batch_size, world):
+    processes = [evaluation_batches(lengths, batch_size, rank, world) for rank in range(world)]
+    batches = [batch for process in processes for batch in process]
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    assert all(0 < len(batch) <= batch_size for batch in batches)
+    counts = [len(process) for process in processes]
+    assert max(counts) == -(-len(lengths) // (batch_size * world))
+    if batch_size > 1 and len(lengths) >= world:
+        assert min(counts) == max(counts)
+    for process in processes:
+        in_order = [lengths[row] for batch in process for row in batch]
+        assert in_order == sorted(in_order, reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Padded and flattened
+
+
+@pytest.fixture
+def tokenizer(minilm):
+    return AutoTokenizer.from_pretrained(minilm)
+
+
+@pytest.fixture
+def examples() -> list[dict]:
+    lengths = [4, 1, 7]
+    ids = [torch.randint(1, 99, (length,)).tolist() for length in lengths]
+    return [{"input_ids": row, "token_type_ids": [n % 2 for n in row], "place": "x.csv, row 1"} for row in ids]
+
+
+def with_labels(examples, labels) -> list[dict]:
+    return [example | {"labels": label} for example, label in zip(examples, labels, strict=True)]
+
+
+def test_padded_by_hand(tokenizer):
+    examples = [
+        {"input_ids": [5, 6, 7], "token_type_ids": [0, 1, 1], "tags": [1, 2, 3], "labels": 1.5},
+        {"input_ids": [8], "token_type_ids": [1], "tags": [4], "labels": 2.5},
+    ]
+    batch = PadOrFlatten(tokenizer, False, per_token=["tags"], per_sequence=["labels"])(examples)
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[5, 6, 7], [8, 0, 0]],
+        "token_type_ids": [[0, 1, 1], [1, 0, 0]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "tags": [[1, 2, 3], [4, -100, -100]],
+        "labels": [1.5, 2.5],
+    }
+    tokenizer.padding_side = "left"
+    batch = PadOrFlatten(tokenizer, False, per_token=["tags"])(examples)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert batch["tags"].tolist() == [[1, 2, 3], [-100, -100, 4]]
+    assert "labels" not in batch
+
+
+def test_flattened_by_hand(tokenizer):
+    examples = [
+        {"input_ids": [5, 6, 7], "tags": [1, 2, 3], "labels": [1.0, 0.0], "token_type_ids": [0, 1, 1]},
+        {"input_ids": [8], "tags": [4], "labels": [0.0, 1.0], "token_type_ids": [1]},
+        {"input_ids": [9, 9], "tags": [-100, 5], "labels": [0.0, 0.0], "token_type_ids": [0, 0]},
+    ]
+    batch = PadOrFlatten(tokenizer, True, per_token=["tags"], per_sequence=["labels", "others"])(examples)
+    assert (batch.pop("max_length_q"), batch.pop("max_length_k")) == (3, 3)
+    assert batch["cu_seq_lens_q"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9, 9]],
+        "token_type_ids": [[0, 1, 1, 1, 0, 0]],
+        "position_ids": [[0, 1, 2, 0, 0, 1]],
+        "cu_seq_lens_q": [0, 3, 4, 6],
+        "cu_seq_lens_k": [0, 3, 4, 6],
+        "tags": [[1, 2, 3, 4, -100, 5]],
+        "labels": [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]],
+    }
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("name", ["token_type_ids", "labels"])
+def test_a_value_too_few_is_an_error(name, flatten, tokenizer):
+    examples = [{"input_ids": [5, 6], "token_type_ids": [0, 0], "labels": [1, 2]} | {name: [1]}]
+    with pytest.raises(ValueError, match=f"{name} has 1 values; expected 2"):
+        PadOrFlatten(tokenizer, flatten, per_token=["labels"])(examples)
+
+
+def test_padding_is_quiet(tokenizer, examples, said):
+    PadOrFlatten(tokenizer, False)(examples)
+    assert said() == []
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("labels", "shape", "dtype"),
+    [([2, 0, 1], (3,), torch.long), ([[1.0, 0.0, 1.0], [0.0] * 3, [1.0] * 3], (3, 3), torch.float)],
+    ids=["single label", "multi label"],
+)
+def test_sequence_classification_padded_and_flattened(
+    labels, shape, dtype, attention, tiny_config, randomise, tokenizer, examples
+):
+    config = tiny_config(num_labels=3, attn_implementation=attention, **DROPLESS)
+    model = randomise(ScratchBertForSequenceClassification(config)).eval()
+    batches = [
+        PadOrFlatten(tokenizer, flatten, per_sequence=["labels"])(with_labels(examples, labels))
+        for flatten in (False, True)
+    ]
+    assert [batch["input_ids"].shape for batch in batches] == [(3, 7), (1, 12)]
+    for batch in batches:
+        assert (batch["labels"].shape, batch["labels"].dtype) == (shape, dtype)
+    padded, flattened = (model(**batch) for batch in batches)
+    torch.testing.assert_close(flattened.logits, padded.logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(flattened.loss, padded.loss, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("token_types", [False, True])
+def test_token_classification_padded_and_flattened(token_types, tiny_config, randomise, tokenizer, examples):
+    model = randomise(ScratchBertForTokenClassification(tiny_config(num_labels=3, **DROPLESS))).eval()
+    if not token_types:
+        examples = [{"input_ids": example["input_ids"]} for example in examples]
+    labels = [[-100, *(n % 3 for n in example["input_ids"][1:])] for example in examples]
+    batches = [
+        PadOrFlatten(tokenizer, flatten, per_token=["labels"])(with_labels(examples, labels))
+        for flatten in (False, True)
+    ]
+    assert [batch["labels"].shape for batch in batches] == [(3, 7), (1, 12)]
+    padded, flattened = (model(**batch) for batch in batches)
+    real = batches[0]["attention_mask"].bool()
+    torch.testing.assert_close(flattened.logits[0], padded.logits[real], rtol=0, atol=1e-5)
+    torch.testing.assert_close(flattened.loss, padded.loss, rtol=0, atol=1e-5)

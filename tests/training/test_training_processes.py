@@ -1,0 +1,120 @@
+"""Fine-tuning on two processes, as `accelerate launch` starts them with the files in configuration/, beside one."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from support import launched
+from support.comparison import assert_same_gradients
+from support.finetuning import save_tiny
+from support.folders import ROOT
+
+REVIEWS = ROOT / "tests" / "data" / "movie_reviews.csv"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """The command line of a run of nine updates on 64 reviews, evaluated on 61: two processes have not as many."""
+    folder = tmp_path_factory.mktemp("processes")
+    model = Path(save_tiny(folder / "model", [*LETTERS, *(f"##{letter}" for letter in LETTERS)]))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (model / "config.json").write_text(json.dumps(config))
+    with REVIEWS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))[:62]
+    validation = folder / "validation.csv"
+    with validation.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+    def make(name: str, batch_size: int, **flags) -> list[str]:
+        flags = {
+            "model": model, "output": folder / name, "train_file": REVIEWS, "validation_file": validation, "epochs": 3,
+            "max_length": 24, "batch_size": batch_size, "gradient_accumulation_steps": 2, "eval_batch_size": 7,
+            "class_weights": "balanced", "learning_rate": 1e-3, "log_steps": 1, "trackers": "none", **flags,
+        }  # fmt: skip
+        return [str(folder / f"{name}.pt"), *(f"--{flag}={value}" for flag, value in flags.items())]
+
+    make.folder, make.rows = folder, rows[1:]
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(arguments) -> Path:
+    """What one process makes of it, with batches that are twice as large."""
+    assert launched.main(arguments("alone", 12)) == 0
+    return arguments.folder / "alone"
+
+
+def launch(configuration: str, argv: list[str]) -> subprocess.CompletedProcess:
+    file = ROOT / "configuration" / configuration
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, launched.__file__, *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+
+
+def measured(folder: Path) -> dict:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def accuracy(folder: Path, rows: list[list[str]]) -> float:
+    """Of a saved model, by nothing of ours but the model."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer([text for text, *_ in rows], truncation=True, max_length=24, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        predicted = model(**inputs).logits.argmax(-1).tolist()
+    return sum(model.config.id2label[each] == row[1] for each, row in zip(predicted, rows, strict=True)) / len(rows)
+
+
+@pytest.mark.parametrize("configuration", ["two_process.yaml", "fsdp_cpu.yaml"])
+def test_two_processes_do_what_one_does(configuration, arguments, alone):
+    name = Path(configuration).stem
+    done = launch(configuration, arguments(name, 6))
+    assert done.returncode == 0, done.stderr
+    folder = arguments.folder / name
+    # The gradient is that of batches twice as large.
+    gradients, expected = (torch.load(arguments.folder / f"{each}.pt") for each in (name, "alone"))
+    assert_same_gradients(gradients, expected)
+    # So are the losses, and each row is evaluated once: 61 rows, of which a 62nd would show.
+    own, one = measured(folder), measured(alone)
+    assert own["processes"] == 2
+    losses = [[point["loss"] for point in report["history"] if "loss" in point] for report in (own, one)]
+    assert len(losses[0]) == 9
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert own["validation"]["accuracy"] == accuracy(folder, arguments.rows)
+    # One set of files, one line for each evaluation, one model.
+    assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
+    assert done.stdout.count("accuracy") == 3
+
+
+def test_sharded_runs_resume(arguments):
+    flags = {"save_steps": 2, "keep_checkpoints": 9}
+    assert launch("fsdp_cpu.yaml", arguments("fsdp_broken", 6, **flags, max_steps=4)).returncode == 0
+    folder = arguments.folder / "fsdp_broken"
+    before = accuracy(folder, arguments.rows), measured(folder)
+    for path in (folder / "checkpoints").glob("step-00000004*"):
+        path.rename(folder / path.name)  # as if it had never been written
+    (folder / "model.safetensors").unlink()
+    done = launch("fsdp_cpu.yaml", arguments("fsdp_broken", 6, **flags, max_steps=4, resume=True))
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step 3 of 4" in done.stdout
+    after = measured(folder)
+    assert (accuracy(folder, arguments.rows), after["validation"]) == (before[0], before[1]["validation"])
+    losses = [[point["loss"] for point in report["history"] if "loss" in point] for report in (after, before[1])]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_an_error_on_two_processes(arguments):
+    done = launch("two_process.yaml", arguments("wrong", 6, text_column="words"))
+    assert done.returncode != 0
+    assert "finetune_classification.py: there is no column 'words' for the text" in done.stderr

@@ -1,0 +1,357 @@
+"""toolkit.training.report and toolkit.model_card: the files of a run report it, and show nothing private."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from matplotlib import image, pyplot
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
+
+import modeling_scratchbert
+from toolkit import model_card
+from toolkit.model_card import public, shown
+from toolkit.model_card import write_training_card as write_card
+from toolkit.training import report as training_report
+from toolkit.training.report import plot_curves, smoothed, write_metrics
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+HISTORY = [
+    {"step": 10, "epoch": 0.5, "loss": 0.9, "learning_rate": 2e-5, "tokens_per_second": 1000.0},
+    {"step": 20, "epoch": 1.0, "loss": 0.5, "learning_rate": 1e-5, "tokens_per_second": 3000.0},
+    {"step": 20, "epoch": 1.0, "validation": {"loss": 0.6, "accuracy": 0.75}},
+    {"step": 1500, "epoch": 2.25, "loss": 0.4, "learning_rate": 0.0, "tokens_per_second": 2000.0},
+]
+CARD = {
+    "task": "text-classification",
+    "model_class": "ScratchBertForSequenceClassification",
+    "base_model": "google-bert/bert-base-uncased",
+    "dataset": "stanfordnlp/sst2",
+    "dataset_on_hub": True,
+    "metrics": {"validation": {"accuracy": 0.91, "f1": 0.9}, "test": {"accuracy": 0.875}},
+    "settings": {"learning_rate": 2e-5, "num_train_epochs": 3, "seed": None},
+    "history": HISTORY,
+}
+
+
+@pytest.fixture
+def card(tmp_path):
+    """Writes a card, with these fields changed, and reads it with the Hub's own reader."""
+
+    def make(**fields) -> ModelCard:
+        folder = tmp_path / "my-model"
+        folder.mkdir(exist_ok=True)
+        write_card(folder, **{**CARD, **fields})
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+        return ModelCard.load(folder / "README.md")
+
+    return make
+
+
+def rows(text: str, header: str) -> list[list[str]]:
+    """The table under this header, as a Markdown reader takes it."""
+    lines = text.split(f"| {header} |\n")[1].split("\n\n")[0].strip().split("\n")
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert cells[0] == ["---"] * (header.count("|") + 1)
+    return cells[1:]
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_are_strict_json_whatever_the_numbers_are_made_of(tmp_path):
+    metrics = {
+        "accuracy": np.float32(0.5), "count": np.int64(3), "pearson": math.nan, "perplexity": torch.tensor(math.inf),
+        "per_class": {"ä": [0.25, np.nan]}, "stopped_early": True,
+    }  # fmt: skip
+    write_metrics(tmp_path, metrics)
+    text = (tmp_path / "metrics.json").read_text(encoding="utf-8")
+    assert "ä" in text
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "accuracy": 0.5, "count": 3, "pearson": None, "perplexity": None, "per_class": {"ä": [0.25, None]},
+        "stopped_early": True,
+    }  # fmt: skip
+
+
+def test_metrics_that_cannot_be_written_leave_the_old_ones(tmp_path):
+    write_metrics(tmp_path, {"accuracy": 0.5})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_metrics(tmp_path, {"accuracy": object()})
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {"accuracy": 0.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+
+
+# ---------------------------------------------------------------------------------------------------------- model card
+
+
+def test_the_metadata_is_what_the_hub_reads(card):
+    data = card(language="en", licence="apache-2.0").data.to_dict()
+    assert data.pop("model-index") == [
+        {
+            "name": "my-model",
+            "results": [
+                {
+                    "task": {"type": "text-classification"},
+                    "dataset": {"name": "stanfordnlp/sst2", "type": "stanfordnlp/sst2", "split": split},
+                    "metrics": metrics,
+                }
+                for split, metrics in (
+                    ("validation", [{"type": "accuracy", "value": 0.91}, {"type": "f1", "value": 0.9}]),
+                    ("test", [{"type": "accuracy", "value": 0.875}]),
+                )
+            ],
+        }
+    ]
+    assert data == {
+        "language": "en",
+        "license": "apache-2.0",
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification",
+        "tags": ["scratchbert"],
+        "base_model": "google-bert/bert-base-uncased",
+        "datasets": ["stanfordnlp/sst2"],
+        "metrics": ["accuracy", "f1"],
+    }
+
+
+def test_files_and_folders_are_no_hub_ids(card, tmp_path, monkeypatch):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    files = ["/home/jane/reviews.csv", "data/more.csv"]
+    for base, name in (("models/mine", "models/mine"), ("/home/jane/mine", "mine"), ("~/mine", "mine")):
+        found = card(base_model=base, dataset=files, dataset_on_hub=False)
+        assert not {"base_model", "datasets"} & set(found.data.to_dict())
+        assert f"trained on `reviews.csv, data/more.csv` from the weights of `{name}`" in found.text
+        assert found.data.eval_results[0].dataset_type == "reviews.csv, data/more.csv"
+    assert "from random weights" in card(base_model=None).text
+
+
+def test_an_undefined_metric_is_told_and_kept_from_the_hub(card):
+    found = card(metrics={"validation": {"accuracy": 0.5, "pearson": math.nan}, "test": {"perplexity": 30522.25}})
+    assert rows(found.text, "metric | validation | test") == [
+        ["accuracy", "0.5", ""], ["pearson", "undefined", ""], ["perplexity", "", "30,522.2"],
+    ]  # fmt: skip
+    assert [(result.dataset_split, result.metric_type) for result in found.data.eval_results] == [
+        ("validation", "accuracy"), ("test", "perplexity"),
+    ]  # fmt: skip
+    assert yaml.safe_load(str(found.data))["metrics"] == ["accuracy", "perplexity"]
+    for metrics in ({"validation": {"pearson": math.nan}}, {"validation": {}}, {}):
+        found = card(metrics=metrics)
+        assert not {"model-index", "model_name", "metrics"} & set(found.data.to_dict())
+        assert ("## Results" in found.text) == ("pearson" in str(metrics))
+
+
+def test_a_folder_may_have_another_name_than_the_model(card):
+    found = card(name="the-model")
+    assert found.text.startswith("\n# the-model\n")
+    assert found.data.model_name == "the-model"
+    assert '.from_pretrained("the-model"' in found.text
+
+
+def test_the_card_says_how_long_with_what_and_where(card):
+    text = card().text
+    assert "1,500 steps, 2.25 epochs" in text
+    assert "2,000 non-padding tokens per second" in text
+    assert "processes: 1" in text
+    assert f"torch {torch.__version__}" in text
+    assert rows(text, "setting | value") == [["learning_rate", "2e-05"], ["num_train_epochs", "3"]]
+    assert "0 steps" not in card(history=[]).text
+
+
+def test_the_curves_are_shown_where_they_are(card, tmp_path):
+    assert "curves.png" not in card().text
+    (tmp_path / "my-model" / "curves.png").touch()
+    assert "](curves.png)" in card().text
+
+
+def test_no_value_breaks_the_table(card):
+    settings = {"separator": "|", "prompt": "two\nlines", "labels": ["a", "b"], "lora": {"rank": 8, "alpha": None}}
+    assert rows(card(settings=settings).text, "setting | value") == [
+        ["separator", r"\|"], ["prompt", "two lines"], ["labels", "a, b"], ["lora.rank", "8"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["hub_token", "token", "HUB_TOKEN", "hubToken", "wandb_api_key", "password", "client-secret", "auth"]
+)
+def test_settings_named_like_secrets_are_left_out(name, card):
+    assert public({name: "x", "inner": {name: "x", "rank": 8}}) == {"inner.rank": 8}
+    assert "hunter2" not in str(card(settings={name: "hunter2", "trackers": [{name: "hunter2"}]}))
+
+
+@pytest.mark.parametrize("value", ["hf_" + "a" * 34, "https://jane:pw@host/x", ["x", "sk-" + "b" * 30]])
+def test_values_that_look_like_secrets_are_left_out(value):
+    assert public({"harmless": value, "url": "https://host/x"}) == {"url": "https://host/x"}
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "tokenizer_name", "tokens_per_batch", "monkey", "author"])
+def test_settings_that_only_sound_like_secrets_are_shown(name):
+    assert public({name: 5}) == {name: 5}
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        ("/home/jane/data/x.csv", "x.csv"), ("/home/Jane Doe/x.csv", "x.csv"), ("~/x.csv", "x.csv"),
+        (r"C:\Users\jane\x.csv", "x.csv"), ("file:///home/jane/x.csv", "x.csv"), (Path("/home/jane/out"), "out"),
+        ("data/x.csv", "data/x.csv"), ("user/model", "user/model"), ("https://host/a/b", "https://host/a/b"),
+        (["/a/x.csv", "y.csv"], "x.csv, y.csv"), ([{"path": "/home/jane/x"}], "path: x"), (3, 3), (False, False),
+    ],
+)  # fmt: skip
+def test_of_absolute_paths_the_last_part_is_shown(value, seen):
+    assert shown(value) == seen
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """The folder of a tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "text", "question", ".", "?"]
+    BertTokenizer(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(folder)
+    return folder
+
+
+def run_code(text: str, folder, monkeypatch) -> dict:
+    """The names that the card's code leaves, run beside the model's folder."""
+    monkeypatch.chdir(folder.parent)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)[1], names)
+    return names
+
+
+@pytest.mark.parametrize("short", sorted(model_card.EXAMPLES))
+def test_the_code_of_the_card_runs(short, card, words, tiny_config, tmp_path, monkeypatch, capsys):
+    name = f"ScratchBert{short}"
+    seq2seq = {"is_encoder_decoder": True, "decoder_start_token_id": 2, "eos_token_id": 3}
+    model = getattr(modeling_scratchbert, name)(tiny_config(**seq2seq if short == "ForConditionalGeneration" else {}))
+    model.save_pretrained(tmp_path / "my-model")
+    AutoTokenizer.from_pretrained(words).save_pretrained(tmp_path / "my-model")
+    found = card(model_class=name)
+    assert found.text.count('("my-model", trust_remote_code=True)') == 2  # without it, the tokenizer asks as well
+    names = run_code(found.text, tmp_path / "my-model", monkeypatch)
+    opened = "ForMaskedLM" if short == "ForPreTraining" else short
+    assert type(names["model"]).__name__ == f"ScratchBert{opened}"
+    ours = model.state_dict()
+    assert all(torch.equal(tensor, ours[key]) for key, tensor in names["model"].state_dict().items() if key in ours)
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_twin_needs_no_code_from_the_folder(card, words, tmp_path, monkeypatch):
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForSequenceClassification(BertConfig(vocab_size=101, **fields)).save_pretrained(tmp_path / "my-model")
+    AutoTokenizer.from_pretrained(words).save_pretrained(tmp_path / "my-model")
+    found = card(model_class="BertForSequenceClassification")
+    assert "trust_remote_code" not in found.text
+    assert "ScratchBert" not in found.text
+    assert "tags" not in found.data.to_dict()
+    names = run_code(found.text, tmp_path / "my-model", monkeypatch)
+    assert type(names["model"]) is BertForSequenceClassification
+
+
+def test_a_class_that_no_script_trains_is_refused(card):
+    with pytest.raises(ValueError, match="model_class is ScratchBertModel; expected one of ForSequence"):
+        card(model_class="ScratchBertModel")
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+@pytest.fixture
+def axes(monkeypatch):
+    """What was drawn: the figures stay open."""
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    yield lambda: pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def lines(axis) -> dict[str, list[tuple[float, float]]]:
+    return {line.get_label(): [(float(x), float(y)) for x, y in line.get_xydata()] for line in axis.lines}
+
+
+def test_the_picture_has_loss_rate_and_a_strip_for_each_metric(tmp_path, axes):
+    later = {"step": 1500, "epoch": 2.25, "validation": {"loss": 0.55, "accuracy": 0.8, "f1": math.nan}}
+    plot_curves(tmp_path / "curves.png", [*HISTORY, later], ["loss", "accuracy", "f1", "absent"])
+    loss, rate, accuracy, f1 = axes()
+    assert lines(loss) == {
+        "training": [(10, 0.9), (20, 0.5), (1500, 0.4)], "validation": [(20, 0.6), (1500, 0.55)],
+    }  # fmt: skip
+    assert next(iter(lines(rate).values())) == [(10, 2e-5), (20, 1e-5), (1500, 0)]
+    assert next(iter(lines(accuracy).values())) == [(20, 0.75), (1500, 0.8)]
+    assert [axis.get_title(loc="left") for axis in (accuracy, f1)] == ["accuracy", "f1"]
+    assert [axis.get_ylabel() for axis in (loss, rate)] == ["loss", "learning rate"]
+    assert rate.get_xlabel() == f1.get_xlabel() == "step"
+    assert [text.get_text() for text in accuracy.texts] == ["0.8"]
+    assert [text.get_text() for text in f1.texts] == []
+    assert len({axis.get_xlim() for axis in axes()}) == 1
+
+
+def test_nothing_of_the_picture_is_cut_off(tmp_path, axes):
+    evaluation = {
+        "step": 1500,
+        "epoch": 3,
+        "validation": {"perplexity": 30522.123456, "a_metric_of_a_long_name": -1e-9},
+    }
+    plot_curves(tmp_path / "curves.png", [*HISTORY, evaluation], ["perplexity", "a_metric_of_a_long_name"])
+    figure = pyplot.gcf()
+    box = figure.get_tightbbox()
+    width, height = figure.get_size_inches()
+    assert box.x0 >= 0
+    assert box.y0 >= 0
+    assert box.x1 <= width
+    assert box.y1 <= height
+
+
+@pytest.mark.parametrize(
+    ("history", "panels"),
+    [
+        ([], 2),
+        (HISTORY[:1], 2),
+        (HISTORY[:2], 2),
+        (HISTORY[2:3], 3),
+        ([{"step": 1, "epoch": 1, "loss": math.nan, "learning_rate": math.inf, "tokens_per_second": 0}], 2),
+        ([{"step": 1, "epoch": 1, "validation": {"accuracy": math.nan}}], 3),
+        ([{"step": 1, "epoch": 1, "loss": 1.0}], 2),
+    ],
+)
+def test_histories_of_little_are_drawn_without_a_warning(history, panels, tmp_path, axes, recwarn):
+    plot_curves(tmp_path / "curves.png", history, ["accuracy"])
+    assert len(axes()) == panels
+    assert image.imread(tmp_path / "curves.png").shape[0] > 400
+    assert [str(warning.message) for warning in recwarn] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+
+
+def test_many_points_are_smoothed(tmp_path, axes):
+    history = [{"step": i, "epoch": 1, "loss": float(i % 2), "learning_rate": 1e-5} for i in range(1, 501)]
+    plot_curves(tmp_path / "curves.png", history, [])
+    drawn = lines(axes()[0])
+    assert [y for _, y in drawn["training"]] == [i % 2 for i in range(1, 501)]
+    assert all(0.4 < y < 0.6 for _, y in drawn["training, smoothed"][100:])
+
+
+def test_smoothing_by_hand():
+    """Of 50 values each weighs half as much as the next."""
+    values = [4.0, 1.0, math.nan, 2.0] + [0.0] * 46
+    smooth = smoothed(values)
+    assert smooth[:2] == pytest.approx([4, (4 / 2 + 1) / (1 / 2 + 1)])
+    assert math.isnan(smooth[2])
+    assert smooth[3] == pytest.approx((4 / 4 + 1 / 2 + 2) / (1 / 4 + 1 / 2 + 1))
+    assert smoothed([3.0, 1.0, 2.0]) == [3, 1, 2]
+
+
+def test_without_matplotlib_a_line_says_so_once(tmp_path, monkeypatch, capsys):
+    training_report.open_pyplot.cache_clear()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for _ in range(2):
+        plot_curves(tmp_path / "curves.png", HISTORY, ["accuracy"])
+    training_report.open_pyplot.cache_clear()
+    assert capsys.readouterr().err.count("matplotlib is not installed") == 1
+    assert list(tmp_path.iterdir()) == []
