@@ -9,21 +9,10 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 
-from modeling_scratchbert import ScratchBertConfig
 from support.folders import DATA
 
 # Nearly all models here are tiny, and threads would only wait for one another; pytest-xdist runs one process a core.
 torch.set_num_threads(1)
-
-
-TINY = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 40,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -52,33 +41,6 @@ def said(caplog):
     caplog.set_level(logging.WARNING, logger="transformers")
     yield lambda: [record.getMessage() for record in caplog.records]
     logger.removeHandler(caplog.handler)
-
-
-@pytest.fixture(scope="session")
-def tiny_config():
-    """Makes the configuration of a model that runs in milliseconds; the arguments are the fields to change."""
-
-    def make(config_class=ScratchBertConfig, **fields):
-        return config_class(**{**TINY, **fields})
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def randomise():
-    """Draws every weight of a module anew, and large: as modules start out, biases are 0 and norms the identity, and
-    one that is left out would not show."""
-
-    @torch.no_grad()
-    def draw(module, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in module.named_parameters():
-            parameter.normal_(0, 0.1, generator=generator)
-            if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
-                parameter += 1
-        return module
-
-    return draw
 
 
 @pytest.fixture(scope="session")

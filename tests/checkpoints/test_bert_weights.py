@@ -17,17 +17,16 @@ from modeling_scratchbert.bert_weights import (
     to_bert,
     to_scratchbert,
 )
-from support.checkpoint_kinds import TINY, random_two_berts
-from support.heads import ONE_HALF, OURS, TWINS
+from support.models import BERTS, OURS, REFERENCES, TINY, random_encoder_decoder
 
 ALIASES = {leaf: alias for alias, leaf in TENSORFLOW_NAMES.items()}
 DECODER = {"is_decoder": True, "add_cross_attention": True}
 # Each of our models and its twin: every class, and with cross-attention those that may have it.
 PAIRS = {
-    **{head: (OURS[head], TWINS[head], {}) for head in ONE_HALF},
+    **{head: (OURS[head], REFERENCES[head], {}) for head in BERTS},
     "Model, decoder": (ScratchBertModel, transformers.BertModel, DECODER),
-    "ForCausalLM, decoder": (OURS["ForCausalLM"], TWINS["ForCausalLM"], DECODER),
-    "an activation with a weight": (OURS["ForPreTraining"], TWINS["ForPreTraining"], {"hidden_act": "prelu"}),
+    "ForCausalLM, decoder": (OURS["ForCausalLM"], REFERENCES["ForCausalLM"], DECODER),
+    "an activation with a weight": (OURS["ForPreTraining"], REFERENCES["ForPreTraining"], {"hidden_act": "prelu"}),
 }
 
 BERT_NAMES = st.builds(
@@ -120,12 +119,12 @@ def test_the_output_bias_has_two_names_and_the_decoder_s_goes_first():
     assert renamed({OUTPUT_BIAS, OUTPUT_BIAS_ALIAS}) == {OUTPUT_BIAS: ours, OUTPUT_BIAS_ALIAS: OUTPUT_BIAS_ALIAS}
 
 
-@pytest.mark.parametrize("head", ONE_HALF)
+@pytest.mark.parametrize("head", BERTS)
 def test_the_canonical_name_is_ours_as_in_a_model_with_a_head(head):
     ours = OURS[head](ScratchBertConfig(**TINY)).state_dict()
     wanted = {f"model.{name}" if head == "Model" else name for name in ours}
     assert {to_scratchbert(name, "scratchbert") for name in ours} == wanted
-    theirs = set(TWINS[head](transformers.BertConfig(**TINY)).state_dict()) - {OUTPUT_BIAS_ALIAS}
+    theirs = set(REFERENCES[head](transformers.BertConfig(**TINY)).state_dict()) - {OUTPUT_BIAS_ALIAS}
     assert {to_scratchbert(name, "bert") for name in theirs} == wanted
     for name in wanted:
         assert to_scratchbert(to_bert(name, "bert"), "bert") == name
@@ -140,7 +139,7 @@ def test_the_twin_of_a_class_is_known_by_name(head):
     if head == "Seq2SeqModel":
         assert not hasattr(transformers, reference_class(name))  # transformers has no such class without a head
     else:
-        assert reference_class(name) == TWINS.get(head, transformers.EncoderDecoderModel).__name__
+        assert reference_class(name) == REFERENCES.get(head, transformers.EncoderDecoderModel).__name__
 
 
 # --- two halves
@@ -150,7 +149,7 @@ OF_A_DECODER = "decoder.bert.embeddings.LayerNorm.weight"  # by which the checkp
 
 
 def names_of_two_berts():
-    return set(random_two_berts().state_dict())
+    return set(random_encoder_decoder().state_dict())
 
 
 def test_every_tensor_of_two_berts_has_its_place():

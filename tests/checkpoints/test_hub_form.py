@@ -18,26 +18,21 @@ import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertModel
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from support.checkpoint_kinds import (
-    SPECIAL,
-    TINY,
     assert_same_outputs,
     config_json,
     logged_warnings,
     outputs,
-    random_bert,
-    random_scratchbert,
-    random_two_berts,
     write_bert,
     write_hub_cache,
 )
-from support.heads import NEEDS, ONE_HALF
+from support.models import BERTS, NEEDS, SPECIAL, TINY, random_bert, random_encoder_decoder, random_scratchbert
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
 MODEL_CLASSES = {
     auto: path.split(".")[1]
     for auto, path in AUTO_MAP.items()
-    if path.split(".")[1].removeprefix("ScratchBert") in ONE_HALF
+    if path.split(".")[1].removeprefix("ScratchBert") in BERTS
 }
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 
@@ -442,9 +437,9 @@ Path("notes.json").write_text(json.dumps(notes))
 
 CHECKS = [
     "the package is out of reach",
-    *(f"opens {head} by {auto}" for head in ONE_HALF for auto in MODEL_CLASSES),
-    *(f"configuration and tokenizer {head}" for head in ONE_HALF),
-    *(f"saved again and opened again {head}" for head in ONE_HALF),
+    *(f"opens {head} by {auto}" for head in BERTS for auto in MODEL_CLASSES),
+    *(f"configuration and tokenizer {head}" for head in BERTS),
+    *(f"saved again and opened again {head}" for head in BERTS),
     "it asks for trust",
     "in shards",
     "by hub id",
@@ -481,7 +476,7 @@ def references_of_generators(root, batch):
     fields = {**SPECIAL, "num_decoder_layers": 1, "hidden_dropout_prob": 0.0}
     two_halves = random_scratchbert("ForConditionalGeneration", **fields)
     two_halves.save_pretrained(root / "two halves")
-    random_two_berts().save_pretrained(root / "two berts")
+    random_encoder_decoder().save_pretrained(root / "two berts")
     causal = random_scratchbert("ForCausalLM")
     generated = {
         name: model.generate(**batch, max_new_tokens=5, do_sample=False)
@@ -503,7 +498,7 @@ def notes(tmp_path_factory):
         "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2]),
     }
     reference = {"batch": batch}
-    for head in ONE_HALF:
+    for head in BERTS:
         model = random_scratchbert(head)
         model.save_pretrained(root / "saved" / head)
         add_tokenizer(root / "saved" / head)
@@ -519,7 +514,7 @@ def notes(tmp_path_factory):
     write_bert(root / "roberta", fields={"model_type": "roberta"})
     ScratchBertConfig(**TINY).save_pretrained(root / "config")
     write_hub_cache(root / "home" / "hub", "someone/scratch.bert-1", root / "saved" / "ForMaskedLM")
-    (root / "constants.json").write_text(json.dumps([AUTO_MAP, ONE_HALF, sorted(CODE)]))
+    (root / "constants.json").write_text(json.dumps([AUTO_MAP, BERTS, sorted(CODE)]))
     (root / "check.py").write_text(SCRIPT)
 
     environment = {

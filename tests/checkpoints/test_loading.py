@@ -24,7 +24,6 @@ from support.checkpoint_kinds import (
     DECODER_BIAS,
     DECODER_WEIGHT,
     OUTPUT_BIAS,
-    TINY,
     assert_same_outputs,
     bert_fields,
     bert_tensors,
@@ -34,16 +33,13 @@ from support.checkpoint_kinds import (
     logged_warnings,
     outputs,
     pairwise,
-    random_bert,
-    random_scratchbert,
-    random_two_berts,
     two_bert_tensors,
     write_bert,
     write_hub_cache,
     write_two_berts,
     write_weights,
 )
-from support.heads import ONE_HALF, OURS, TWINS
+from support.models import BERTS, OURS, REFERENCES, TINY, random_bert, random_encoder_decoder, random_scratchbert
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 SUPPORTED = ("'bert'", "'scratchbert'")
@@ -63,7 +59,7 @@ def load(source, head="ForPreTraining", **kwargs):
 
 
 def load_twin(source, head="ForPreTraining", **kwargs):
-    return TWINS[head].from_pretrained(source, output_loading_info=True, **kwargs)
+    return REFERENCES[head].from_pretrained(source, output_loading_info=True, **kwargs)
 
 
 def assert_refused(source, *parts, error=ValueError, head="Model", **kwargs):
@@ -102,7 +98,7 @@ def test_every_form_of_a_pretraining_checkpoint(tmp_path, form):
     assert not ours.training
     assert_same_outputs(ours, twin)
     # The twin itself against the weights that were written
-    assert_same_outputs(twin, load_bits(TWINS[head](bert.config), bert.to(dtype)))
+    assert_same_outputs(twin, load_bits(REFERENCES[head](bert.config), bert.to(dtype)))
 
     assert info["missing_keys"] == twin_info["missing_keys"] == set()
     unexpected = {name for name in twin_info["unexpected_keys"] if not name.endswith("position_ids")}
@@ -135,14 +131,14 @@ def test_a_bare_encoder_of_the_original_names(tmp_path, container, layer_norm):
 def every_head(tmp_path_factory):
     """A BERT checkpoint of every class, as `transformers` writes it today, the encoder's weights the same in all."""
     folders = {}
-    for head in ONE_HALF:
+    for head in BERTS:
         folders[head] = tmp_path_factory.mktemp(head)
         random_bert(head, num_labels=3 if "Classification" in head else 2).save_pretrained(folders[head])
     return folders
 
 
-@pytest.mark.parametrize("loaded", ONE_HALF)
-@pytest.mark.parametrize("stored", ONE_HALF)
+@pytest.mark.parametrize("loaded", BERTS)
+@pytest.mark.parametrize("stored", BERTS)
 def test_any_head_into_any_other(every_head, stored, loaded):
     fields = {"num_labels": 2} if loaded == "ForQuestionAnswering" else {}
     fields |= {"ignore_mismatched_sizes": True}
@@ -166,7 +162,7 @@ def renamed(names, bare):
     return {to_scratchbert(name).removeprefix("model." if bare else "") for name in names}
 
 
-@pytest.mark.parametrize("stored", ONE_HALF)
+@pytest.mark.parametrize("stored", BERTS)
 def test_any_head_of_our_own_into_any_other(tmp_path, stored):
     def names(model):
         held = {name.removeprefix("model.") for name in model.state_dict()}
@@ -177,7 +173,7 @@ def test_any_head_of_our_own_into_any_other(tmp_path, stored):
 
     model = random_scratchbert(stored)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    for loaded in ONE_HALF:
+    for loaded in BERTS:
         ours, info, warnings = load(tmp_path, loaded, ignore_mismatched_sizes=True)
         assert bare(info["missing_keys"]) == names(ours) - names(model)
         assert bare(info["unexpected_keys"]) == names(model) - names(ours)
@@ -262,7 +258,7 @@ def test_an_untied_head_whose_bias_has_its_old_name_alone(tmp_path):
     tensors = untied_checkpoint(tmp_path, DECODER_BIAS, tie=False)
     ours, info, _ = load(tmp_path)
     assert info == NOTHING
-    twin = TWINS["ForPreTraining"](transformers.BertConfig(**TINY, tie_word_embeddings=False))
+    twin = REFERENCES["ForPreTraining"](transformers.BertConfig(**TINY, tie_word_embeddings=False))
     twin.load_state_dict({**tensors, DECODER_BIAS: tensors[OUTPUT_BIAS]})
     assert_same_outputs(ours, twin.eval())
 
@@ -1161,7 +1157,7 @@ def load_their_twin(source, **kwargs):
 def test_every_form_of_two_berts(tmp_path, form):
     form = dict(form)
     container, layers = form.pop("container"), form.pop("layers")
-    twin = random_two_berts(decoder={"num_hidden_layers": layers})
+    twin = random_encoder_decoder(decoder={"num_hidden_layers": layers})
     dtype = str(form["dtype"]).removeprefix("torch.")
     write_two_berts(tmp_path, twin, container, fields={"dtype": dtype}, **form)
     ours, info, warnings = load_two_berts(tmp_path)
@@ -1181,7 +1177,7 @@ def test_every_form_of_two_berts(tmp_path, form):
 
 @pytest.mark.parametrize("head", ["Model", "Seq2SeqModel", "ForConditionalGeneration"])
 def test_two_berts_open_by_every_class_of_two_halves_and_are_ours_from_then_on(tmp_path, head):
-    random_two_berts().save_pretrained(tmp_path / "theirs")
+    random_encoder_decoder().save_pretrained(tmp_path / "theirs")
     ours, _, _ = load_two_berts(tmp_path / "theirs", head)
     assert type(ours) is OURS["Seq2SeqModel" if head == "Model" else head]
     ours.save_pretrained(tmp_path / "ours")
@@ -1198,7 +1194,7 @@ def test_two_berts_open_by_every_class_of_two_halves_and_are_ours_from_then_on(t
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("left_out", [(), (OUTPUT_BIAS,), (DECODER_BIAS,)], ids=["both", "new name", "old name"])
 def test_the_matrix_and_the_bias_of_two_berts(tmp_path, left_out, tied):
-    twin = random_two_berts(decoder={"tie_word_embeddings": tied})
+    twin = random_encoder_decoder(decoder={"tie_word_embeddings": tied})
     tensors = two_bert_tensors(twin, decoder="left out" if tied else "weight and bias")
     tensors["decoder." + OUTPUT_BIAS] = tensors["decoder." + DECODER_BIAS] = torch.randn(TINY["vocab_size"])
     write_two_berts(tmp_path, twin)
@@ -1224,7 +1220,7 @@ def shared_by_transformers_4(names, kept):
 @pytest.mark.parametrize("kept", ["encoder", "decoder", "both"])
 @pytest.mark.parametrize("container", ["safetensors", "bin", "sharded safetensors"])
 def test_two_berts_that_transformers_4_tied(tmp_path, container, kept):
-    twin = random_two_berts()
+    twin = random_encoder_decoder()
     twin.decoder.bert.load_state_dict(twin.encoder.state_dict(), strict=False)  # the pooler is not the decoder's
     tensors = two_bert_tensors(twin)
     dropped = shared_by_transformers_4(tensors, kept) if kept != "both" else set()
@@ -1243,9 +1239,9 @@ def test_two_berts_that_transformers_4_tied(tmp_path, container, kept):
 
 
 def test_two_berts_by_every_way_to_name_them(tmp_path):
-    twin = random_two_berts()
+    twin = random_encoder_decoder()
     folder = write_two_berts(tmp_path / "folder", twin, "sharded bin", layer_norm="gamma")
-    write_two_berts(folder / "inner", random_two_berts(seed=2))
+    write_two_berts(folder / "inner", random_encoder_decoder(seed=2))
     write_hub_cache(tmp_path, "someone/two-berts", folder)
     config = their_config(folder)
     for source, kwargs in (
@@ -1261,11 +1257,11 @@ def test_two_berts_by_every_way_to_name_them(tmp_path):
         assert not warnings
         assert_same_outputs(ours, twin, tolerance=1e-5)
     inner, _, _ = load_two_berts(folder, subfolder="inner")
-    assert_same_outputs(inner, random_two_berts(seed=2), tolerance=1e-5)
+    assert_same_outputs(inner, random_encoder_decoder(seed=2), tolerance=1e-5)
 
 
 def test_a_state_dict_of_two_berts():
-    twin = random_two_berts()
+    twin = random_encoder_decoder()
     for tensors in (twin.state_dict(), two_bert_tensors(twin), two_bert_tensors(twin, layer_norm="gamma")):
         ours, info, _ = load_two_berts(None, config=twin.config, state_dict=tensors)
         assert info == NOTHING
@@ -1278,7 +1274,7 @@ def test_a_state_dict_of_two_berts():
 def test_how_two_berts_generate_is_kept(tmp_path):
     """Whether it stands in generation_config.json, or, as transformers 4 left it, in config.json."""
     wanted = {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2}
-    twin = random_two_berts()
+    twin = random_encoder_decoder()
     twin.generation_config.update(**wanted)
     twin.save_pretrained(tmp_path / "new")
     write_two_berts(tmp_path / "old", twin, fields=wanted)
@@ -1353,7 +1349,7 @@ HALVES_THAT_DIFFER = {
 @pytest.mark.parametrize("field", HALVES_THAT_DIFFER)
 def test_two_berts_that_differ_in_more_than_depth_are_refused(tmp_path, field, head):
     value = HALVES_THAT_DIFFER[field]
-    random_two_berts(decoder={field: value}).save_pretrained(tmp_path)
+    random_encoder_decoder(decoder={field: value}).save_pretrained(tmp_path)
     usual = getattr(transformers.BertConfig(**TINY), field)
     parts = ("EncoderDecoderModel", field, f"{usual!r} in the encoder", f"{value!r} in the decoder")
     assert_refused(tmp_path, tmp_path, *parts, head=head)
@@ -1361,7 +1357,7 @@ def test_two_berts_that_differ_in_more_than_depth_are_refused(tmp_path, field, h
 
 
 def test_a_decoder_that_does_not_look_at_the_encoder_is_refused(tmp_path):
-    random_two_berts().save_pretrained(tmp_path)
+    random_encoder_decoder().save_pretrained(tmp_path)
     decoder = config_json(tmp_path)["decoder"]
     change_config(tmp_path, decoder={**decoder, "add_cross_attention": False})
     assert_refused(tmp_path, tmp_path, "add_cross_attention is False", head="ForConditionalGeneration")
@@ -1377,34 +1373,34 @@ OTHER_HALVES = {
 @pytest.mark.parametrize("half", ["encoder", "decoder"])
 @pytest.mark.parametrize("kind", OTHER_HALVES)
 def test_a_half_that_is_no_bert_is_refused(tmp_path, kind, half):
-    random_two_berts().save_pretrained(tmp_path)
+    random_encoder_decoder().save_pretrained(tmp_path)
     change_config(tmp_path, **{half: OTHER_HALVES[kind].to_dict()})
     assert_refused(tmp_path, tmp_path, "two BERTs", half, repr(kind), *SUPPORTED, head="ForConditionalGeneration")
 
 
 @pytest.mark.parametrize("half", ["encoder", "decoder"])
 def test_two_berts_with_relative_positions_are_refused(tmp_path, half):
-    random_two_berts().save_pretrained(tmp_path)
+    random_encoder_decoder().save_pretrained(tmp_path)
     fields = config_json(tmp_path)[half]
     change_config(tmp_path, **{half: {**fields, "position_embedding_type": "relative_key"}})
     assert_refused(tmp_path, tmp_path, "'relative_key'", "absolute", head="ForConditionalGeneration")
     change_config(tmp_path, **{half: fields})
-    tensors = two_bert_tensors(random_two_berts())
+    tensors = two_bert_tensors(random_encoder_decoder())
     before = "encoder." if half == "encoder" else "decoder.bert."
     tensors[f"{before}encoder.layer.0.attention.self.distance_embedding.weight"] = torch.zeros(39, 8)
     write_weights(tmp_path, tensors)
     assert_refused(tmp_path, tmp_path, "distance_embedding", "absolute", head="ForConditionalGeneration")
 
 
-@pytest.mark.parametrize("head", [head for head in ONE_HALF if head != "Model"])
+@pytest.mark.parametrize("head", [head for head in BERTS if head != "Model"])
 def test_two_berts_are_not_opened_as_one(tmp_path, head):
-    random_two_berts().save_pretrained(tmp_path)
+    random_encoder_decoder().save_pretrained(tmp_path)
     assert_refused(tmp_path, tmp_path, "is_encoder_decoder is True", "AutoModel", "get_encoder()", head=head)
 
 
 def test_two_berts_that_lack_a_weight_name_it(tmp_path):
     write_two_berts(tmp_path)
-    tensors = two_bert_tensors(random_two_berts())
+    tensors = two_bert_tensors(random_encoder_decoder())
     lost = "decoder.bert.encoder.layer.1.crossattention.self.query.weight"
     write_weights(tmp_path, {name: tensor for name, tensor in tensors.items() if name != lost})
     _, info, warnings = load_two_berts(tmp_path)

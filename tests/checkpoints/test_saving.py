@@ -25,19 +25,16 @@ from modeling_scratchbert import (
 )
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from support.checkpoint_kinds import (
-    TINY,
     assert_same_outputs,
     change_config,
     config_json,
     largest_difference,
     logged_warnings,
     outputs,
-    random_bert,
-    random_scratchbert,
     write_bert,
     write_weights,
 )
-from support.heads import NEEDS, ONE_HALF, OURS, TWINS
+from support.models import BERTS, NEEDS, OURS, REFERENCES, TINY, random_bert, random_scratchbert
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
@@ -318,7 +315,7 @@ def test_the_names_are_ours_whichever_way_a_model_is_saved(tmp_path, hub, way):
     assert_ours(tmp_path / "saved", model)
 
 
-@pytest.mark.parametrize("head", ONE_HALF)
+@pytest.mark.parametrize("head", BERTS)
 def test_every_class_comes_back_as_it_was(tmp_path, head):
     model = random_scratchbert(head)
     model.save_pretrained(tmp_path)
@@ -390,7 +387,7 @@ def test_matrices_that_the_config_ties_and_the_checkpoint_did_not_stay_apart(tmp
     model.save_pretrained(tmp_path / "ours")
     assert_same_outputs(ScratchBertForPreTraining.from_pretrained(tmp_path / "ours"), bert)
     model.save_as_bert(tmp_path / "out")
-    again, info = TWINS["ForPreTraining"].from_pretrained(tmp_path / "out", output_loading_info=True)
+    again, info = REFERENCES["ForPreTraining"].from_pretrained(tmp_path / "out", output_loading_info=True)
     assert info == NOTHING
     assert_same_outputs(again, bert)
 
@@ -413,7 +410,7 @@ def test_a_resized_vocabulary(tmp_path, length):
     model.save_pretrained(tmp_path / "saved")
     assert_ours(tmp_path / "saved", model)
     model.save_as_bert(tmp_path / "as bert")
-    twin, info = TWINS["ForPreTraining"].from_pretrained(tmp_path / "as bert", output_loading_info=True)
+    twin, info = REFERENCES["ForPreTraining"].from_pretrained(tmp_path / "as bert", output_loading_info=True)
     assert info == NOTHING
     assert_same_outputs(twin, model)
 
@@ -565,17 +562,17 @@ def test_a_copy_is_a_model_of_its_own(tmp_path, way):
 
 def canonical(folder, head, **fields):
     """The names under which `transformers` itself stores the twin."""
-    TWINS[head](transformers.BertConfig(**TINY, **NEEDS.get(head, {}), **fields)).save_pretrained(folder)
+    REFERENCES[head](transformers.BertConfig(**TINY, **NEEDS.get(head, {}), **fields)).save_pretrained(folder)
     return set(load_file(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("head", ONE_HALF)
+@pytest.mark.parametrize("head", BERTS)
 def test_as_bert_every_class_and_its_twin(tmp_path, head, tied):
     model = random_scratchbert(head, tie_word_embeddings=tied, num_labels=2)
     with logged_warnings() as warnings:
         model.save_as_bert(tmp_path)
-        twin, info = TWINS[head].from_pretrained(tmp_path, output_loading_info=True)
+        twin, info = REFERENCES[head].from_pretrained(tmp_path, output_loading_info=True)
     assert info == NOTHING
     assert not warnings
     assert_same_outputs(twin, model)
@@ -589,18 +586,20 @@ def test_as_bert_a_decoder(tmp_path, fields):
     fields = {"is_decoder": True, **fields}
     model = random_scratchbert("Model", **fields)
     model.save_as_bert(tmp_path)
-    twin, info = TWINS["Model"].from_pretrained(tmp_path, output_loading_info=True)
+    twin, info = REFERENCES["Model"].from_pretrained(tmp_path, output_loading_info=True)
     assert info == NOTHING
     assert_same_outputs(twin, model)
     assert set(load_file(tmp_path / "model.safetensors")) == canonical(tmp_path / "twin", "Model", **fields)
     for head in ("ForMaskedLM", "ForCausalLM"):
         causal = random_scratchbert(head, **fields)
         causal.save_as_bert(tmp_path / head)
-        twin, info = TWINS["ForCausalLM"].from_pretrained(tmp_path / head, output_loading_info=True)
+        twin, info = REFERENCES["ForCausalLM"].from_pretrained(tmp_path / head, output_loading_info=True)
         assert info == NOTHING
         assert_same_outputs(twin, causal)
     assert config_json(tmp_path / "ForCausalLM")["architectures"] == ["BertLMHeadModel"]
-    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ForCausalLM")) is TWINS["ForCausalLM"]
+    assert (
+        type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ForCausalLM")) is REFERENCES["ForCausalLM"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -640,7 +639,7 @@ def test_as_bert_the_configuration_is_one_that_others_read(tmp_path):
     assert not {"auto_map", *our_own} & set(fields) - {"position_embedding_type"}
     assert "scratch" not in json.dumps(fields).lower()
     auto = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(auto) is TWINS["ForSequenceClassification"]
+    assert type(auto) is REFERENCES["ForSequenceClassification"]
     assert auto.config.id2label == labels
 
 
@@ -656,7 +655,7 @@ def test_as_bert_the_file_is_one_that_others_read(tmp_path):
     assert embeddings.tobytes() == model.get_input_embeddings().weight.numpy(force=True).tobytes()
     assert not [name for name in names if "gamma" in name or "beta" in name]
     # A loader that knows no more than names
-    twin = TWINS["ForMaskedLM"](transformers.BertConfig(**TINY))
+    twin = REFERENCES["ForMaskedLM"](transformers.BertConfig(**TINY))
     left_out = twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert not left_out.unexpected_keys
     assert set(left_out.missing_keys) == {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
@@ -669,7 +668,7 @@ def test_as_bert_over_an_older_one(tmp_path):
     model = random_scratchbert(seed=2)
     model.save_as_bert(str(tmp_path))
     assert weights_in(tmp_path) == {"model.safetensors"}
-    assert_same_outputs(TWINS["ForPreTraining"].from_pretrained(tmp_path), model)
+    assert_same_outputs(REFERENCES["ForPreTraining"].from_pretrained(tmp_path), model)
 
 
 def test_as_bert_whatever_the_config_says_of_tying(tmp_path):
@@ -677,7 +676,7 @@ def test_as_bert_whatever_the_config_says_of_tying(tmp_path):
     model = random_scratchbert("ForMaskedLM")
     model.config.tie_word_embeddings = False
     model.save_as_bert(tmp_path)
-    twin, info = TWINS["ForMaskedLM"].from_pretrained(tmp_path, output_loading_info=True)
+    twin, info = REFERENCES["ForMaskedLM"].from_pretrained(tmp_path, output_loading_info=True)
     assert info == NOTHING
     assert_same_outputs(twin, model)
 
@@ -724,7 +723,7 @@ def test_as_bert_a_subclass_has_its_parent_s_twin(tmp_path):
     model = Unchanged(ScratchBertConfig(**TINY)).eval()
     model.save_as_bert(tmp_path)
     assert config_json(tmp_path)["architectures"] == ["BertForMaskedLM"]
-    assert_same_outputs(TWINS["ForMaskedLM"].from_pretrained(tmp_path), model)
+    assert_same_outputs(REFERENCES["ForMaskedLM"].from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize("way", ["save_pretrained", "save_as_bert"])
@@ -764,7 +763,7 @@ def test_as_bert_the_number_of_blocks_is_that_of_the_model(tmp_path):
     model = random_scratchbert("Model")
     model.encoder.blocks = model.encoder.blocks[:1]
     model.save_as_bert(tmp_path / "out")
-    assert_same_outputs(TWINS["Model"].from_pretrained(tmp_path / "out"), model)
+    assert_same_outputs(REFERENCES["Model"].from_pretrained(tmp_path / "out"), model)
 
 
 def test_as_bert_weights_that_are_not_here_are_refused(tmp_path):

@@ -16,18 +16,15 @@ from support.checkpoint_kinds import (
     DECODER_BIAS,
     DECODER_WEIGHT,
     OUTPUT_BIAS,
-    TINY,
     assert_same_outputs,
     bert_tensors,
     logged_warnings,
     pairwise,
-    random_bert,
-    random_scratchbert,
-    random_two_berts,
     write_bert,
     write_hub_cache,
     write_weights,
 )
+from support.models import TINY, random_bert, random_encoder_decoder, random_scratchbert
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]])
 MASK = (IDS != 0).long()
@@ -388,7 +385,7 @@ def test_another_model_is_refused(tmp_path, kind):
 
 def test_what_has_two_halves_already_is_refused(tmp_path):
     random_scratchbert("ForConditionalGeneration").save_pretrained(tmp_path / "ours")
-    random_two_berts().save_pretrained(tmp_path / "theirs")
+    random_encoder_decoder().save_pretrained(tmp_path / "theirs")
     for folder in (tmp_path / "ours", tmp_path / "theirs"):
         assert_refused(folder, folder, "an encoder and a decoder", "from_pretrained")
 

@@ -21,7 +21,7 @@ from modeling_scratchbert import (
     ScratchBertSeq2SeqModel,
 )
 from support.folders import SCRIPTS
-from support.heads import NEEDS, TWINS
+from support.models import NEEDS, REFERENCES, tiny_config
 from toolkit import parity
 from toolkit.checkpoint import classes_in
 
@@ -62,13 +62,12 @@ pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 def tiny(**fields):
     # Wider weights than BERT starts with: at 0.02 so small a model hardly attends to anything.
-    return BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4,
-                      intermediate_size=37, max_position_embeddings=40, initializer_range=0.2, **fields)  # fmt: skip
+    return tiny_config(BertConfig, num_hidden_layers=LAYERS, initializer_range=0.2, **fields)
 
 
 def bert_folder(folder: Path, name: str, **fields) -> Path:
     torch.manual_seed(0)
-    TWINS[name](tiny(**{**NEEDS.get(name, {}), **fields})).save_pretrained(folder)
+    REFERENCES[name](tiny(**{**NEEDS.get(name, {}), **fields})).save_pretrained(folder)
     return folder
 
 
@@ -177,7 +176,7 @@ def test_a_decoder_that_looks_at_itself_alone(tmp_path):
     assert what(found)[: len(BODY)] == BODY
 
 
-TWO_HALVES = [[*of_encoder, *of_decoder] for of_encoder, of_decoder in
+ENCODER_DECODERS = [[*of_encoder, *of_decoder] for of_encoder, of_decoder in
               zip(body(half="encoder "), body(LAYERS - 1, "decoder ", WITH_CROSS), strict=True)]  # fmt: skip
 
 
@@ -185,7 +184,7 @@ def test_two_berts(tmp_path, capsys):
     """As they are, converted, and converted back for want of a reference."""
     theirs = two_berts(tmp_path / "theirs")
     ours = converted(theirs, tmp_path / "ours", model_class=ScratchBertForConditionalGeneration)
-    rows, gradients = TWO_HALVES
+    rows, gradients = ENCODER_DECODERS
     for arguments, reference in (
         ([theirs], theirs),
         ([ours], f"{ours} exported to BERT"),

@@ -28,9 +28,18 @@ import convert_checkpoint
 import modeling_scratchbert
 from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert, to_scratchbert
 from modeling_scratchbert.pretrained import NOT_IN_BERT
-from support.checkpoint_kinds import assert_same_outputs, change_config, random_two_berts
+from support.checkpoint_kinds import assert_same_outputs, change_config
 from support.folders import SCRIPTS
-from support.heads import NEEDS, ONE_HALF, OURS, TWINS, TWO_HALVES
+from support.models import (
+    BERTS,
+    ENCODER_DECODERS,
+    NEEDS,
+    OURS,
+    REFERENCES,
+    random_encoder_decoder,
+    randomise,
+    tiny_config,
+)
 from toolkit import conversion as script
 from toolkit.model_card import BEGIN, END
 
@@ -41,12 +50,12 @@ REWRITTEN = {"config.json", "README.md", "model.safetensors"}
 
 
 @pytest.fixture
-def bert(tmp_path, tiny_config, randomise):
+def bert(tmp_path):
     """Makes a BERT checkpoint with random weights. `fields` go into its config.json as they are."""
 
     def make(name="Model", fields=None, edit=None, dtype=torch.float32, **config):
         folder = tmp_path / "bert"
-        model = TWINS[name](tiny_config(BertConfig, **{**NEEDS.get(name, {}), **config}))
+        model = REFERENCES[name](tiny_config(BertConfig, **{**NEEDS.get(name, {}), **config}))
         randomise(model).to(dtype).save_pretrained(folder)
         if fields is not None:
             path = folder / "config.json"
@@ -155,7 +164,7 @@ def test_minilm_computes_what_bert_model_does(minilm, minilm_there_and_back, rev
 CROSSED = {f"{name} with cross-attention": name for name in ("Model", "ForCausalLM")}
 
 
-@pytest.mark.parametrize("name", [*ONE_HALF, *CROSSED])
+@pytest.mark.parametrize("name", [*BERTS, *CROSSED])
 @torch.no_grad()
 def test_every_class_there_and_back(name, bert, tmp_path):
     crossed, name = name in CROSSED, CROSSED.get(name, name)
@@ -165,7 +174,7 @@ def test_every_class_there_and_back(name, bert, tmp_path):
     assert read_config(there)["architectures"] == [f"ScratchBert{name}"]
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
     config = read_config(back)
-    assert config["architectures"] == [TWINS[name].__name__]
+    assert config["architectures"] == [REFERENCES[name].__name__]
     assert (config["is_decoder"], config["add_cross_attention"]) == (crossed or name == "ForCausalLM", crossed)
     assert set(config) - set(read_config(source)) == {"position_embedding_type", "tokenizer_class"}
 
@@ -174,7 +183,7 @@ def test_every_class_there_and_back(name, bert, tmp_path):
     options = {"encoder_hidden_states": torch.randn(2, 3, 32)} if crossed else {}
     if crossed or name == "ForCausalLM":
         options["use_cache"] = False
-    expected = TWINS[name].from_pretrained(source)(ids, **options).to_tuple()
+    expected = REFERENCES[name].from_pretrained(source)(ids, **options).to_tuple()
     outputs = OURS[name].from_pretrained(there)(ids, **options).to_tuple()
     for own, twin in zip(outputs, expected, strict=True):
         torch.testing.assert_close(own, twin, atol=1e-5, rtol=0)
@@ -191,12 +200,12 @@ def test_heads_that_the_named_class_would_drop_are_kept(bert, tmp_path):
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", [name for name in ONE_HALF if name != "ForMultipleChoice"])
+@pytest.mark.parametrize("name", [name for name in BERTS if name != "ForMultipleChoice"])
 def test_without_architectures_the_tensors_decide(name, bert, tmp_path):
     source = bert(name, fields={"architectures": None})
     there, back, report, _ = there_and_back(source, tmp_path)
     assert report.model_class == f"ScratchBert{name}"
-    assert report.notes == [f"config.json names no architectures; the tensors are those of {TWINS[name].__name__}"]
+    assert report.notes == [f"config.json names no architectures; the tensors are those of {REFERENCES[name].__name__}"]
     assert read_config(there)["architectures"] == [f"ScratchBert{name}"]
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
 
@@ -207,7 +216,7 @@ def test_the_named_class_stands_whichever_way_it_looks(name, bert, tmp_path):
     source = bert(name, is_decoder=name == "ForMaskedLM")
     _, back, report, _ = there_and_back(source, tmp_path)
     assert (report.model_class, report.notes) == (f"ScratchBert{name}", [])
-    assert read_config(back)["architectures"] == [TWINS[name].__name__]
+    assert read_config(back)["architectures"] == [REFERENCES[name].__name__]
 
 
 def test_a_head_that_the_named_class_would_drop_is_a_decoders(bert, tmp_path):
@@ -307,7 +316,7 @@ def two_berts(tmp_path):
 
     def make(edit=None, dtype=torch.float32, **fields):
         folder = tmp_path / "bert2bert"
-        random_two_berts(decoder={"num_hidden_layers": 3}, **fields).to(dtype).save_pretrained(folder)
+        random_encoder_decoder(decoder={"num_hidden_layers": 3}, **fields).to(dtype).save_pretrained(folder)
         if edit is not None:
             rewrite(folder, edit)
         return folder
@@ -382,7 +391,7 @@ def test_two_berts_as_transformers_4_wrote_them(two_berts, tmp_path):
     """All fields of either half, settings of `generate` beside them; here, halves that are the same tensors."""
     source, there = tmp_path / "old", tmp_path / "there"
     source.mkdir()
-    model = random_two_berts()
+    model = random_encoder_decoder()
     for name, tensor in model.decoder.bert.state_dict().items():
         if ".crossattention." not in name:
             tensor.copy_(model.encoder.state_dict()[name])
@@ -457,12 +466,12 @@ def test_nothing_of_two_berts_is_filled_in_at_random(edit, says, two_berts, tmp_
 
 
 @pytest.mark.usefixtures("quiet_only_here")
-def test_two_halves_that_are_refused(two_berts, tmp_path, tiny_config, capsys):
+def test_two_halves_that_are_refused(two_berts, tmp_path, capsys):
     source, target = two_berts(), tmp_path / "there"
     assert_refused([source, target, "--to", "bert"], "is a Bert checkpoint already; --to scratchbert", capsys)
     change_config(source, decoder={**read_config(source)["decoder"], "hidden_size": 64})
     assert_refused([source, target], "hidden_size is 32 in the encoder and 64", capsys)
-    for name in TWO_HALVES:
+    for name in ENCODER_DECODERS:
         ours = tmp_path / name
         OURS[name](tiny_config(is_encoder_decoder=True)).save_pretrained(ours)
         assert_refused([ours, target], "is a ScratchBert checkpoint already; --to bert", capsys)
@@ -471,7 +480,7 @@ def test_two_halves_that_are_refused(two_berts, tmp_path, tiny_config, capsys):
 
 
 def test_each_name_in_a_file_of_two_berts_has_one_of_ours():
-    theirs, ours = random_two_berts(), OURS["ForConditionalGeneration"]
+    theirs, ours = random_encoder_decoder(), OURS["ForConditionalGeneration"]
     config = modeling_scratchbert.ScratchBertConfig.from_bert(theirs.config)
     names = {name: to_scratchbert(name, "encoder-decoder") for name in theirs.state_dict() if "pooler" not in name}
     del names[f"decoder.{OUTPUT_BIAS_ALIAS}"]  # one more name for the decoder's
@@ -579,7 +588,7 @@ def test_a_changed_weight_is_never_written(bert, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "there").exists()
 
 
-def test_what_bert_cannot_express_is_refused(tmp_path, tiny_config, capsys):
+def test_what_bert_cannot_express_is_refused(tmp_path, capsys):
     source, target = tmp_path / "source", tmp_path / "back"
     modeling_scratchbert.ScratchBertModel(tiny_config(norm_first=True)).save_pretrained(source)
     assert convert_checkpoint.main([str(source), str(target), "--to", "bert"]) == 2

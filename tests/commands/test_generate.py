@@ -33,6 +33,7 @@ from modeling_scratchbert import (
     ScratchBertSeq2SeqModel,
 )
 from support.folders import SCRIPTS
+from support.models import randomise, tiny_config
 from toolkit import generation
 from toolkit.generation import generate_text
 
@@ -64,7 +65,7 @@ def make_tokenizer(words=WORDS, **options) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tiny_config, randomise) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     """A checkpoint of each kind, with its tokenizer. With these seeds a model writes something else for each text."""
     tokenizer = make_tokenizer()
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
@@ -574,7 +575,7 @@ def test_prompt_lookup_takes_one_text_at_a_time(folders, kind, capsys):
     assert printed(capsys, *argv, "--option", "prompt_lookup_num_tokens=2") == printed(capsys, *argv)
 
 
-def test_the_assistants_positions_count_too(opened, kind, tiny_config, randomise):
+def test_the_assistants_positions_count_too(opened, kind):
     tokenizer, model = opened[kind]
     config = type(model.config)(**{**model.config.to_dict(), "max_position_embeddings": 12})
     assistant = randomise(type(model)(config)).eval()

@@ -22,6 +22,7 @@ from modeling_scratchbert import (
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
+from support.models import randomise, tiny_config
 from toolkit import attention_plot
 from toolkit.attention_plot import Attention, attention, draw, save
 from toolkit.attention_plot import open_for_attention as open_model
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tiny_config, randomise) -> dict[str, str]:
+def folders(tmp_path_factory) -> dict[str, str]:
     """A checkpoint of each kind, with its tokenizer: 2 layers of 4 heads, 40 positions."""
     tokenizer = make_tokenizer()
     fields = {"vocab_size": len(tokenizer), "num_decoder_layers": 1}

@@ -20,10 +20,9 @@ from huggingface_hub import constants
 import modeling_scratchbert
 import push_to_hub
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-from support.checkpoint_kinds import random_scratchbert
 from support.folders import SCRIPTS
-from support.heads import OURS, inputs_for
 from support.hub_server import serving, use
+from support.models import OURS, inputs_for, random_scratchbert
 from toolkit import publish
 
 TOKEN = "hf_" + "Ada" * 12  # may write to ada's and to the team's repositories

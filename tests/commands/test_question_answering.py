@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering, Be
 import question_answering
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from support.folders import SCRIPTS
+from support.models import randomise, tiny_config
 from toolkit.spans import (
     NO_ANSWER,
     Answer,
@@ -374,7 +375,7 @@ def test_answer_looks_in_every_window(tokenizer):
     assert max(width for _, width in model.shapes) == 40
 
 
-def test_answer_is_that_of_the_windows_one_by_one(tokenizer, tiny_config, randomise):
+def test_answer_is_that_of_the_windows_one_by_one(tokenizer):
     model = ScratchBertForQuestionAnswering(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=64))
     randomise(model).eval()
     questions, contexts = [QUESTION, "Why?", "Where did it come from, and when?"], [LONG, SENTENCES[1], LONG[:300]]
@@ -398,7 +399,7 @@ def test_answer_is_that_of_the_windows_one_by_one(tokenizer, tiny_config, random
             assert [span.score for span in spans] == pytest.approx([span.score for span in own], abs=1e-4)
 
 
-def test_answer_refuses(tokenizer, tiny_config):
+def test_answer_refuses(tokenizer):
     model = ScratchBertForQuestionAnswering(tiny_config(vocab_size=len(tokenizer)))
     with pytest.raises(ValueError, match="max_length is 384; expected at most 40"):
         answer(model, tokenizer, ["Who?"], ["It."])
@@ -411,7 +412,7 @@ def test_answer_refuses(tokenizer, tiny_config):
 
 
 @pytest.fixture(scope="module")
-def folders(tokenizer, tiny_config, randomise, tmp_path_factory):
+def folders(tokenizer, tmp_path_factory):
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 400}
     models = {
         "ours": ScratchBertForQuestionAnswering(tiny_config(**fields)),

@@ -22,8 +22,8 @@ import push_to_hub
 import question_answering
 import sentence_similarity
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
-from support.checkpoint_kinds import random_scratchbert
 from support.hub_server import serving, use
+from support.models import random_scratchbert
 from toolkit.hub import check_source, has_tokenizer
 
 # The scripts quieten their whole process.

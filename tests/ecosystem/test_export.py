@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizer, Ro
 
 import export
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-from support.heads import HEADS, NEEDS, OURS
+from support.models import HEADS, NEEDS, OURS, randomise, tiny_config
 from toolkit import exporting as script
 
 EXTRAS = ["onnx", "openvino"]
@@ -51,7 +51,7 @@ def needs():
 
 
 @pytest.fixture
-def folder(tmp_path, tiny_config, randomise):
+def folder(tmp_path):
     """Makes a checkpoint of ours with random weights, and opens it as it stands there."""
 
     def make(head="Model", **fields):
@@ -195,7 +195,7 @@ def test_other_blocks(fields, folder, tmp_path):
     assert_same(runtime(tmp_path / "out", "torch")(**inputs), {"logits": expected}, inputs["attention_mask"])
 
 
-def test_a_bert(tmp_path, tiny_config, randomise):
+def test_a_bert(tmp_path):
     """Without a word of ScratchBert in its folder, and without a pooler."""
     bert = randomise(BertModel(tiny_config(BertConfig), add_pooling_layer=False)).eval()
     bert.save_pretrained(tmp_path / "bert")
@@ -331,7 +331,7 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def one_model(tmp_path_factory, tiny_config, randomise):
+def one_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "model"
     randomise(ScratchBertModel(tiny_config(num_hidden_layers=1))).save_pretrained(folder)
     return folder
@@ -453,7 +453,7 @@ def assert_refused(arguments, words, capsys, out=None):
     assert out is None or not out.exists()
 
 
-def test_a_checkpoint_that_cannot_be_exported(folder, tmp_path, tiny_config, capsys):
+def test_a_checkpoint_that_cannot_be_exported(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert_refused([tmp_path / "nowhere", out, "--format", "torch"], ["no such folder", "nowhere"], capsys, out)
 

@@ -10,8 +10,7 @@ pytest.importorskip("peft", reason="PEFT is not installed")
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-from support.checkpoint_kinds import SPECIAL, random_scratchbert
-from support.heads import OURS, inputs_for
+from support.models import OURS, SPECIAL, inputs_for, random_scratchbert
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to fetch remote file")
 

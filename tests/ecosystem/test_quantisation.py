@@ -10,8 +10,7 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8Weig
 from transformers import AutoModel, AutoTokenizer, BertModel, TorchAoConfig
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
-from support.checkpoint_kinds import random_scratchbert
-from support.heads import inputs_for
+from support.models import inputs_for, random_scratchbert
 
 # How close, by the cosine of a text's embedding, each stays to float32.
 KINDS = {

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_scratchbert.attention import MultiHeadAttention
-from support.checkpoint_kinds import random_scratchbert
+from support.models import random_scratchbert
 
 LENGTHS = [5, 1, 17, 9, 20]
 NAME = "served by another"

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from support import sharded
-from support.checkpoint_kinds import SPECIAL, random_bert, random_scratchbert
 from support.comparison import assert_same_gradients, assert_same_tensors
-from support.heads import OURS, inputs_for
+from support.models import OURS, SPECIAL, inputs_for, random_bert, random_scratchbert
 
 FIELDS = {
     "ForMaskedLM-untied": {"tie_word_embeddings": False, "norm_first": True, "position_embedding_type": "sinusoidal"},

@@ -11,6 +11,7 @@ from torch import nn
 
 from modeling_scratchbert.attention import MultiHeadAttention, eager_attention, scaled_dot_product_attention
 from support.folders import DATA
+from support.models import randomise, tiny_config
 
 WORKED = json.loads((DATA / "worked_attention.json").read_text(encoding="utf-8"))
 
@@ -332,7 +333,7 @@ def from_torch(theirs: nn.MultiheadAttention, config) -> MultiHeadAttention:
 @pytest.mark.parametrize("source", ["self", "cross"])
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("mask", [None, "boolean", "additive", "per head"])
-def test_equals_torchs_multi_head_attention(mask, padding, source, implementation, tiny_config, randomise):
+def test_equals_torchs_multi_head_attention(mask, padding, source, implementation):
     config = tiny_config(hidden_size=40, num_attention_heads=5, attn_implementation=implementation)
     theirs = randomise(nn.MultiheadAttention(40, 5, batch_first=True)).eval()
     ours = from_torch(theirs, config)
@@ -369,7 +370,7 @@ def test_equals_torchs_multi_head_attention(mask, padding, source, implementatio
     assert (told is None) == (implementation == "sdpa")
 
 
-def test_dropout_only_in_training(tiny_config):
+def test_dropout_only_in_training():
     layer = MultiHeadAttention(tiny_config(attention_probs_dropout_prob=0.5, attn_implementation="eager"))
     x = torch.randn(2, 12, 32)
     dropped = layer.train()(x)[1] == 0

@@ -14,30 +14,22 @@ from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig
-from support.heads import HEADS, NEEDS, OURS, TWO_HALVES, inputs_for
+from support.models import ENCODER_DECODERS, HEADS, NEEDS, NO_DROPOUT, OURS, inputs_for, tiny_config
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,  # compiling takes a second a block
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "max_position_embeddings": 40,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+FIELDS = {
+    **NO_DROPOUT,
+    "num_hidden_layers": 1,  # compiling takes a second for each block
     "use_cache": False,
-    # What is compiled or exported computes the padding, as BERT does, and is compared with such a pass. (That the
-    # others agree with it is for test_unpadding to say.)
+    # A compiled or exported model computes the padding, and is compared with a model that does.
     "padding_free": False,
-    "bos_token_id": 1,  # what a decoder starts with
+    "bos_token_id": 1,  # the first token of a decoder
 }
 SHAPES = ((3, 7), (2, 5), (5, 12), (4, 40))  # batch, length; the last at the length's limit
 PACKAGE = Path(modeling_scratchbert.__file__).parent
 
 
 def make(head="Model", **fields):
-    return OURS[head](ScratchBertConfig(**{**SIZES, **NEEDS.get(head, {}), **fields})).eval()
+    return OURS[head](tiny_config(**{**FIELDS, **NEEDS.get(head, {}), **fields})).eval()
 
 
 def make_twin(model):
@@ -219,7 +211,7 @@ def test_inductor_compiles_the_base_model_for_all_shapes():
 def dynamic_shapes(head, inputs, batch, length):
     last = 2 if head == "ForMultipleChoice" else 1
     shapes = {name: {0: batch, last: length} for name in inputs}
-    if head in TWO_HALVES and length is not Dim.AUTO:
+    if head in ENCODER_DECODERS and length is not Dim.AUTO:
         shapes["decoder_input_ids"] = {0: batch, 1: Dim("target", max=40)}
     return shapes
 

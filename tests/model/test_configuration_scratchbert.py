@@ -16,7 +16,8 @@ from transformers.activations import ACT2FN
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-from support.checkpoint_kinds import TINY, config_json, random_bert, write_bert
+from support.checkpoint_kinds import config_json, write_bert
+from support.models import TINY, random_bert
 
 OUR_OWN = {
     "norm_first": False,

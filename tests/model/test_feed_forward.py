@@ -9,6 +9,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.transformer import TransformerBlock
+from support.models import randomise, tiny_config
 
 ACTIVATIONS = {
     "gelu": lambda x: x / 2 * (1 + torch.erf(x / math.sqrt(2))),
@@ -19,7 +20,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_is_the_formula(activation, tiny_config, randomise):
+def test_is_the_formula(activation):
     layer = randomise(FeedForward(tiny_config(hidden_act=activation)))
     w1, b1, w2, b2 = (
         tensor.double() for linear in (layer.intermediate, layer.output) for tensor in (linear.weight.T, linear.bias)
@@ -30,7 +31,7 @@ def test_is_the_formula(activation, tiny_config, randomise):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 6])
-def test_chunks_give_what_the_whole_gives(chunk_size, tiny_config, randomise):
+def test_chunks_give_what_the_whole_gives(chunk_size):
     whole = randomise(FeedForward(tiny_config()))
     chunked = FeedForward(tiny_config(chunk_size_feed_forward=chunk_size))
     chunked.load_state_dict(whole.state_dict())
@@ -48,7 +49,7 @@ def test_chunks_give_what_the_whole_gives(chunk_size, tiny_config, randomise):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_chunks_that_do_not_fit_are_refused_as_the_twin_refuses_them(tiny_config):
+def test_chunks_that_do_not_fit_are_refused_as_the_twin_refuses_them():
     x = torch.randn(2, 6, 32)
     messages = []
     for block in (

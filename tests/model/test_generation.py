@@ -40,8 +40,9 @@ from modeling_scratchbert import (
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
+from support.models import VOCABULARY, randomise, tiny_config
 
-PAD, START, VOCABULARY = 0, 1, 101
+PAD, START = 0, 1
 LIMIT = 80  # positions
 NEW = 16  # tokens to generate, where not otherwise said
 LENGTHS = (9, 5, 1, 7)  # of the sources or prompts
@@ -142,7 +143,7 @@ def empty_cache(kind, model):
 
 
 @pytest.fixture(scope="module")
-def twins(tiny_config, randomise, tmp_path_factory):
+def twins(tmp_path_factory):
     """Makes a pair; ours is opened from the folder that the twin was saved to."""
     made = {}
 
@@ -286,7 +287,7 @@ def test_a_row_that_has_ended_stays_ended(options, kind, twins):
         assert options or torch.equal(line[:length], other[:length])
 
 
-def test_start_end_and_padding_come_from_the_configuration(tiny_config, randomise, twins):
+def test_start_end_and_padding_come_from_the_configuration(twins):
     """A model that is made, not opened, has no generation_config.json."""
     end = twins("seq2seq").end
     fields = {"is_encoder_decoder": True, "decoder_start_token_id": 7, "eos_token_id": end, "pad_token_id": 3}
@@ -315,7 +316,7 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def variants(tiny_config, randomise):
+def variants():
     """Makes a model of float64, where no rounding decides between two words. Most have no twin."""
     made = {}
 
@@ -916,7 +917,7 @@ def test_labels_may_be_a_part_of_a_tensor(twins):
 
 
 @pytest.fixture(scope="module")
-def stranger(tiny_config):
+def stranger():
     """Makes a decoder of another shape, and gives the cache that it fills for these inputs."""
 
     def filled(with_encoder, lengths=LENGTHS, encoder_length=9, **fields):
@@ -1012,7 +1013,7 @@ def test_an_encoders_output_that_does_not_fit(twins):
         (ScratchBertForMaskedLM, {}),
     ],
 )
-def test_a_model_without_a_head_has_no_generate(model_class, fields, tiny_config):
+def test_a_model_without_a_head_has_no_generate(model_class, fields):
     model = model_class(tiny_config(**fields))
     assert not hasattr(model, "generate")
     assert not model.can_generate()
@@ -1034,6 +1035,6 @@ def test_no_target(twins):
             model(**pair.inputs)
 
 
-def test_a_model_that_sees_what_comes_next_is_warned_of(tiny_config, said):
+def test_a_model_that_sees_what_comes_next_is_warned_of(said):
     ScratchBertForCausalLM(tiny_config())
     assert any("is_decoder is False" in line and "is_decoder=True" in line for line in said())

@@ -12,20 +12,19 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from modeling_scratchbert import unpadding
 from modeling_scratchbert.attention import MultiHeadAttention
 from support.comparison import assert_same_gradients, assert_same_tensors
-from support.heads import OURS, TWINS, VOCABULARY
+from support.models import NO_DROPOUT, OURS, REFERENCES, VOCABULARY, randomise, tiny_config
 
 LENGTHS = [4, 9, 1, 4, 6]
-DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @pytest.fixture
-def pair(tiny_config, randomise, tmp_path):
+def pair(tmp_path):
     """Makes a model and its reference, of the same large random weights."""
 
     def make(head="Model", **fields):
-        ours = randomise(OURS[head](tiny_config(**{**DROPLESS, **fields}))).eval()
+        ours = randomise(OURS[head](tiny_config(**{**NO_DROPOUT, **fields}))).eval()
         ours.save_as_bert(tmp_path)
-        return ours, TWINS[head].from_pretrained(tmp_path).eval()
+        return ours, REFERENCES[head].from_pretrained(tmp_path).eval()
 
     return make
 
@@ -243,7 +242,7 @@ def test_a_hook_on_a_head_sees_one_whole_tensor_with_sparse_prediction_too(pair)
     ours.lm_head.register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape[:2])))
     outputs = ours(**inputs, labels=labels)
     assert shapes == [(5, 9)]
-    assert outputs.logits.shape == expected.logits.shape == ((labels != -100).sum(), 101)
+    assert outputs.logits.shape == expected.logits.shape == ((labels != -100).sum(), VOCABULARY)
     assert_same_tensors({"": outputs.logits, "loss": outputs.loss}, {"": expected.logits, "loss": expected.loss})
 
 

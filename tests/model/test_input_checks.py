@@ -24,17 +24,9 @@ from modeling_scratchbert import (
     ScratchBertModel,
 )
 from modeling_scratchbert.input_checks import check_inputs, check_mask
-from support.heads import HEADS
+from support.models import HEADS, TINY
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "max_position_embeddings": 40,
-    "type_vocab_size": 3,
-}
+SIZES = {**TINY, "num_hidden_layers": 1, "type_vocab_size": 3}
 BATCH, CHOICES, LENGTH, WIDTH = 3, 2, 5, 32
 # What may hold ids, how many rows its table has, and the configuration's name for that number.
 TABLES = {

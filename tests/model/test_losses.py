@@ -13,7 +13,7 @@ from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.modeling_scratchbert import average
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients
-from support.heads import NEEDS, OURS
+from support.models import NEEDS, NO_DROPOUT, OURS, randomise, tiny_config
 
 ROWS, T, L = 8, 9, 3
 LENGTHS = torch.tensor([9, 3, 8, 4, 7, 9, 4, 5])[:, None]
@@ -39,9 +39,8 @@ class Task:
     counted: str = "labels"
     fields: dict = field(default_factory=dict)
 
-    def model(self, tiny_config, randomise, **fields):
-        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        config = tiny_config(**{"num_labels": L, **dropout, **NEEDS.get(self.head, {}), **self.fields, **fields})
+    def model(self, **fields):
+        config = tiny_config(**{"num_labels": L, **NO_DROPOUT, **NEEDS.get(self.head, {}), **self.fields, **fields})
         config.decoder_start_token_id = 1
         return randomise(OURS[self.head](config)).train()
 
@@ -109,8 +108,8 @@ def loss_and_gradients(model, batches, **arguments):
 
 
 @tasks
-def test_four_batches_of_two_add_up_to_one_of_eight(task, tiny_config, randomise):
-    model, batch = task.model(tiny_config, randomise), task.batch()
+def test_four_batches_of_two_add_up_to_one_of_eight(task):
+    model, batch = task.model(), task.batch()
     expected_loss, expected = loss_and_gradients(model, [batch])
     items = task.items(batch)
     for batches, number in ((in_twos(batch), items), ([batch], torch.tensor(items))):
@@ -122,17 +121,17 @@ def test_four_batches_of_two_add_up_to_one_of_eight(task, tiny_config, randomise
 
 
 @pytest.mark.parametrize("number", [20, 20.0, torch.tensor(20), torch.tensor([[20.0]])], ids=str)
-def test_the_number_of_items_may_be_of_any_kind(number, tiny_config, randomise):
+def test_the_number_of_items_may_be_of_any_kind(number):
     """With several GPUs and one process each replica is given a tensor, (1, 1)."""
     task = TASKS["masked LM"]
-    model, batch = task.model(tiny_config, randomise), task.batch()
+    model, batch = task.model(), task.batch()
     assert model(**batch, num_items_in_batch=number).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 
 
-def test_next_sentences_count_for_their_batch_s_share_of_the_masked_words(tiny_config, randomise):
+def test_next_sentences_count_for_their_batch_s_share_of_the_masked_words():
     """Batches of 2, 9, 2 and 7 masked words."""
     task = TASKS["pre-training"]
-    model, batch = task.model(tiny_config, randomise), task.batch() | {"labels": word_labels(UNEQUAL, 99)}
+    model, batch = task.model(), task.batch() | {"labels": word_labels(UNEQUAL, 99)}
     losses = [model(**part).loss for part in in_twos(batch)]
     loss, _ = loss_and_gradients(model, in_twos(batch), num_items_in_batch=20)
     expected = sum(words / 20 * each.item() for words, each in zip([2, 9, 2, 7], losses, strict=True))
@@ -140,10 +139,10 @@ def test_next_sentences_count_for_their_batch_s_share_of_the_masked_words(tiny_c
 
 
 @pytest.mark.parametrize("name", ["pre-training", "masked LM", "token labels", "single label", "next word"])
-def test_a_batch_without_labels_adds_nothing(name, tiny_config, randomise):
+def test_a_batch_without_labels_adds_nothing(name):
     """Its mean is 0 / 0."""
     task = TASKS[name]
-    model, batch = task.model(tiny_config, randomise), task.batch()
+    model, batch = task.model(), task.batch()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     assert model(**batch).loss.isnan()
     loss, gradient = loss_and_gradients(model, [batch], num_items_in_batch=torch.tensor(20))
@@ -154,11 +153,11 @@ def test_a_batch_without_labels_adds_nothing(name, tiny_config, randomise):
 @pytest.mark.parametrize("fields", [{"sparse_prediction": True}, {"padding_free": False}], ids=lambda f: next(iter(f)))
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["pre-training", "masked LM"])
-def test_the_ways_to_compute_less_add_up_too(name, fields, checkpointing, tiny_config, randomise):
+def test_the_ways_to_compute_less_add_up_too(name, fields, checkpointing):
     task = TASKS[name]
     batch = task.batch()
-    expected_loss, expected = loss_and_gradients(task.model(tiny_config, randomise), [batch])
-    model = task.model(tiny_config, randomise, **fields)
+    expected_loss, expected = loss_and_gradients(task.model(), [batch])
+    model = task.model(**fields)
     if checkpointing:
         model.activation_checkpointing_enable()
     loss, gradient = loss_and_gradients(model, in_twos(batch), num_items_in_batch=torch.tensor(20))
@@ -167,8 +166,8 @@ def test_the_ways_to_compute_less_add_up_too(name, fields, checkpointing, tiny_c
 
 
 @tasks
-def test_blocks_and_attention_are_not_told(task, tiny_config, randomise):
-    model, batch = task.model(tiny_config, randomise), task.batch()
+def test_blocks_and_attention_are_not_told(task):
+    model, batch = task.model(), task.batch()
     seen = []
     for module in model.modules():
         if isinstance(module, TransformerBlock | MultiHeadAttention):
@@ -180,9 +179,9 @@ def test_blocks_and_attention_are_not_told(task, tiny_config, randomise):
         assert not any("num_items_in_batch" in names for names in seen)
 
 
-def test_compiled_once_for_all_numbers(tiny_config, randomise):
+def test_compiled_once_for_all_numbers():
     task = TASKS["masked LM"]
-    model, batch = task.model(tiny_config, randomise), task.batch()
+    model, batch = task.model(), task.batch()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for stance, number in (("default", 20), ("fail_on_recompile", 31)):
         with torch.compiler.set_stance(stance):
@@ -221,10 +220,10 @@ def one_step(model, batch, folder, **arguments):
 
 
 @tasks
-def test_trainer_accumulates_the_gradient_of_the_large_batch(task, tiny_config, randomise, tmp_path):
+def test_trainer_accumulates_the_gradient_of_the_large_batch(task, tmp_path):
     """Question answering has no `labels`, of which alone `Trainer` takes the number: it divides the batches' means by
     the number of batches, which comes to the same where each has as many answers."""
-    model, batch = task.model(tiny_config, randomise), task.batch()
+    model, batch = task.model(), task.batch()
     expected_loss, expected = loss_and_gradients(model, [batch])
     loss, gradient = one_step(model, batch, tmp_path)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -232,10 +231,10 @@ def test_trainer_accumulates_the_gradient_of_the_large_batch(task, tiny_config, 
 
 
 @pytest.mark.parametrize("name", ["single label", "masked LM", "token labels", "next word", "target"])
-def test_trainer_smooths_labels(name, tiny_config, randomise, tmp_path):
+def test_trainer_smooths_labels(name, tmp_path):
     """It computes that loss itself, of the logits; torch has the same one."""
     task = TASKS[name]
-    model, batch = task.model(tiny_config, randomise), task.batch()
+    model, batch = task.model(), task.batch()
     if name == "target":  # `DataCollatorForSeq2Seq` does so
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     labels, logits = batch["labels"], model(**batch).logits

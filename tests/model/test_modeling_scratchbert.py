@@ -42,18 +42,9 @@ from modeling_scratchbert import (
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.transformer import TransformerBlock
-from support.heads import HEADS, inputs_for
+from support.models import HEADS, NO_DROPOUT, TINY, inputs_for
 
-TINY = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "max_position_embeddings": 40,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+FIELDS = {**TINY, **NO_DROPOUT}
 LANGUAGE_MODELS = ("ForMaskedLM", "ForPreTraining")
 BATCH, LENGTH = 3, 7
 
@@ -65,7 +56,7 @@ def our_class(head):
 def twins(head="Model", attention="sdpa", **fields):
     """Our model and BERT's with the same weights; every one is away from its initial value, so that a bias or a norm
     that is left out shows."""
-    twin = getattr(transformers, f"Bert{head}")(BertConfig(**{**TINY, **fields}, attn_implementation=attention))
+    twin = getattr(transformers, f"Bert{head}")(BertConfig(**{**FIELDS, **fields}, attn_implementation=attention))
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -145,12 +136,12 @@ def test_return_dict_of_the_configuration_gives_way_to_the_call(head):
     assert type(ours(**inputs)) is tuple
     assert len(ours(**inputs)) == len(twin(**inputs))
     assert not isinstance(ours(**inputs, return_dict=True), tuple)
-    assert not isinstance(our_class(head)(ScratchBertConfig(**TINY))(**inputs, return_dict=None), tuple)
+    assert not isinstance(our_class(head)(ScratchBertConfig(**FIELDS))(**inputs, return_dict=None), tuple)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_hidden_states_are_the_embeddings_and_what_each_block_makes_of_the_one_before(norm_first):
-    model = ScratchBertModel(ScratchBertConfig(**TINY, norm_first=norm_first)).eval()
+    model = ScratchBertModel(ScratchBertConfig(**FIELDS, norm_first=norm_first)).eval()
     inputs = inputs_for()
     del inputs["attention_mask"]
     output = model(**inputs, output_hidden_states=True)
@@ -496,7 +487,7 @@ def test_attention_can_be_chosen_while_loading(recorder, tmp_path):
         model(**inputs)
         assert len(calls) == expected
     assert type(ours).from_pretrained(tmp_path).config._attn_implementation == "sdpa"
-    assert type(ours)(ScratchBertConfig(**TINY, attn_implementation="eager")).config._attn_implementation == "eager"
+    assert type(ours)(ScratchBertConfig(**FIELDS, attn_implementation="eager")).config._attn_implementation == "eager"
 
 
 def test_an_attention_of_the_users_own_computes_the_same_in_both(recorder):
@@ -600,7 +591,7 @@ def test_autocast_computes_what_the_twin_does(attention):
 @pytest.mark.parametrize("position_embedding_type", ["absolute", "sinusoidal"])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_model_made_without_memory_takes_weights_afterwards(head, position_embedding_type):
-    config = ScratchBertConfig(**TINY, position_embedding_type=position_embedding_type)
+    config = ScratchBertConfig(**FIELDS, position_embedding_type=position_embedding_type)
     full = our_class(head)(config).eval()
     with torch.device("meta"):
         empty = our_class(head)(config).eval()
@@ -633,7 +624,7 @@ def test_device_map_loads_the_same_model(head, device_map, tmp_path):
 @pytest.mark.parametrize("position_embedding_type", ["absolute", "sinusoidal"])
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
 def test_blocks_can_stay_on_disk(head, position_embedding_type, tmp_path):
-    model = our_class(head)(ScratchBertConfig(**TINY, position_embedding_type=position_embedding_type)).eval()
+    model = our_class(head)(ScratchBertConfig(**FIELDS, position_embedding_type=position_embedding_type)).eval()
     model.save_pretrained(tmp_path / "model")
     inputs = inputs_for(head)
     expected = model(**inputs)[0]
@@ -833,7 +824,7 @@ def test_a_derived_head_saves_loads_and_starts_from_a_bert(tmp_path):
 
 
 def test_a_derived_model_with_its_own_configuration_saves_and_loads(tmp_path):
-    config = ScaledConfig(**TINY, scale=3.0, num_labels=4)
+    config = ScaledConfig(**FIELDS, scale=3.0, num_labels=4)
     model = MeanClassifier(config).eval()
     inputs = inputs_for()
     del inputs["token_type_ids"]
@@ -871,7 +862,7 @@ def test_a_derived_model_takes_the_encoder_of_a_bert(tmp_path):
 
 
 def test_a_changed_block_is_recorded_checkpointed_and_saved(tmp_path, block_runs):
-    model = DoublingModel(ScratchBertConfig(**TINY)).eval()
+    model = DoublingModel(ScratchBertConfig(**FIELDS)).eval()
     inputs = inputs_for()
     output = model(**inputs, output_hidden_states=True, output_attentions=True)
     assert len(output.hidden_states) == 3

@@ -19,7 +19,7 @@ from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.bert_weights import to_scratchbert
 from support import comparison
 from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, flat, of_real_tokens
-from support.heads import NEEDS, ONE_HALF, OURS, TWINS
+from support.models import BERTS, NEEDS, OURS, REFERENCES, randomise, tiny_config
 
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
 
@@ -42,12 +42,12 @@ def copy_weights(twin, ours) -> None:
 
 
 @pytest.fixture
-def twins(tiny_config, randomise):
+def twins():
     """Makes our model and its twin, with the same large random weights, ready for inference."""
 
     def make(head="Model", attention="eager", **fields):
         fields = {"attn_implementation": attention, **NEEDS.get(head, {}), **fields}
-        twin = randomise(TWINS[head](tiny_config(BertConfig, **fields)))
+        twin = randomise(REFERENCES[head](tiny_config(BertConfig, **fields)))
         ours = OURS[head](tiny_config(**fields))
         copy_weights(twin, ours)
         return ours.eval(), twin.eval()
@@ -193,9 +193,9 @@ def signature(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize("head", ONE_HALF)
+@pytest.mark.parametrize("head", BERTS)
 def test_signatures(head):
-    ours, twin = OURS[head], TWINS[head]
+    ours, twin = OURS[head], REFERENCES[head]
     assert signature(ours.forward) == signature(twin.forward)
     assert signature(ours.__init__) == signature(twin.__init__)
 
@@ -403,7 +403,7 @@ def test_flex_attention(padding, is_decoder, twins, uncompiled):
 @pytest.mark.parametrize("how", ["argument", "configuration", "configuration from the start"])
 @paddings
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-def test_maps_are_true(attention, padding, how, twins, tiny_config, uncompiled):
+def test_maps_are_true(attention, padding, how, twins, uncompiled):
     """Asked for its attention maps under a kernel that does not tell them, a model computes them. The twin leaves them
     out, or refuses."""
     ours, twin = twins("Model", attention)
@@ -586,7 +586,7 @@ def test_the_loss_is_that_of_the_next_word(twins):
     assert "past_key_values" not in outputs  # training has no use for one
 
 
-def test_a_causal_model_that_sees_what_it_is_to_predict_is_warned_of(tiny_config, caplog):
+def test_a_causal_model_that_sees_what_it_is_to_predict_is_warned_of(caplog):
     OURS["ForCausalLM"](tiny_config(is_decoder=True))
     assert not caplog.records
     OURS["ForCausalLM"](tiny_config())
@@ -683,7 +683,7 @@ def train(model, batches, steps) -> torch.Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
 @attentions
-def test_learning_curve(attention, head, dropout, batches, tiny_config):
+def test_learning_curve(attention, head, dropout, batches):
     """50 steps of AdamW on real text, from the same weights; with dropout, from the same seed too."""
     fields = {
         "hidden_size": 64,
@@ -693,7 +693,7 @@ def test_learning_curve(attention, head, dropout, batches, tiny_config):
         "attention_probs_dropout_prob": dropout,
         "attn_implementation": attention,
     }
-    twin, ours = TWINS[head](tiny_config(BertConfig, **fields)), OURS[head](tiny_config(**fields))
+    twin, ours = REFERENCES[head](tiny_config(BertConfig, **fields)), OURS[head](tiny_config(**fields))
     copy_weights(twin, ours)
     ours.config.padding_free = dropout == 0  # else fewer random numbers are drawn
     actual, expected = (train(model, batches[head], steps=50) for model in (ours, twin))

@@ -29,20 +29,11 @@ from modeling_scratchbert import (
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.bert_weights import to_scratchbert
 from modeling_scratchbert.feed_forward import FeedForward
-from support.checkpoint_kinds import (
-    SPECIAL,
-    TINY,
-    assert_same_outputs,
-    config_json,
-    logged_warnings,
-    random_scratchbert,
-    random_two_berts,
-)
+from support.checkpoint_kinds import assert_same_outputs, config_json, logged_warnings
 from support.comparison import TOLERANCE, assert_same_gradients, assert_same_tensors, flat
-from support.heads import inputs_for
+from support.models import NO_DROPOUT, SPECIAL, TINY, inputs_for, random_encoder_decoder, random_scratchbert
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 START, END, PAD = SPECIAL.values()
 
 B, S, T = 4, 9, 6  # 4 sources of up to 9 words, 4 targets of up to 6
@@ -68,7 +59,7 @@ def twins(tmp_path_factory):
         key = (layers, *fields.items())
         if key not in made:
             made[key] = tmp_path_factory.mktemp("two_berts")
-            random_two_berts(decoder={"num_hidden_layers": layers}, **fields).save_pretrained(made[key])
+            random_encoder_decoder(decoder={"num_hidden_layers": layers}, **fields).save_pretrained(made[key])
         return (
             ScratchBertForConditionalGeneration.from_pretrained(made[key], attn_implementation=attention),
             EncoderDecoderModel.from_pretrained(made[key], attn_implementation=attention),

@@ -22,18 +22,17 @@ from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
-from support.heads import HEADS, NEEDS, OURS, TWINS, VOCABULARY, inputs_for
+from support.models import HEADS, NEEDS, NO_DROPOUT, OURS, REFERENCES, VOCABULARY, inputs_for, randomise, tiny_config
 
-DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LENGTHS = [4, 9, 1, 4, 6]
 
 
 @pytest.fixture
-def make(tiny_config, randomise):
+def make():
     """Makes a model of large random weights, for inference."""
 
     def make(cls=ScratchBertModel, *args, attention="sdpa", **fields):
-        fields = {"attn_implementation": attention, **DROPLESS, **fields}
+        fields = {"attn_implementation": attention, **NO_DROPOUT, **fields}
         return randomise(cls(tiny_config(**fields), *args)).eval()
 
     return make
@@ -113,8 +112,8 @@ def test_padding_before_the_first_token_is_what_the_pooler_reads(make):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6), st.booleans())
-def test_any_mask(tiny_config, randomise, rows, position_ids):
-    ours = randomise(ScratchBertModel(tiny_config(**DROPLESS), add_pooling_layer=False)).eval()
+def test_any_mask(rows, position_ids):
+    ours = randomise(ScratchBertModel(tiny_config(**NO_DROPOUT), add_pooling_layer=False)).eval()
     mask = torch.tensor(rows)
     mask[0, 3] = True  # some token there is
     batch = {"input_ids": torch.randint(1, VOCABULARY, mask.shape), "attention_mask": mask.long()}
@@ -516,7 +515,7 @@ WITH_POSITIONS = ["Model", *(head for head in HEADS if head not in ("Model", "Fo
 def test_a_row_with_a_mask_is_one_sequence_whatever_its_positions(head, positions, make, tmp_path):
     ours = make(OURS[head])
     ours.save_as_bert(tmp_path)
-    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    reference = REFERENCES[head].from_pretrained(tmp_path).eval()
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, 6)), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
     batch["position_ids"] = torch.tensor([positions])
     with torch.no_grad():
@@ -539,7 +538,7 @@ def test_positions_that_are_all_zero_are_one_sequence(length, make, tmp_path, co
 def test_a_loss_over_padding_is_the_references(head, make, tmp_path):
     ours = make(OURS[head], num_labels=3, is_decoder=False)
     ours.save_as_bert(tmp_path)
-    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    reference = REFERENCES[head].from_pretrained(tmp_path).eval()
     batch = draw()
     batch["labels"] = torch.randint(0, 3, batch["input_ids"].shape)
     if head == "ForPreTraining":
@@ -551,7 +550,7 @@ def test_a_loss_over_padding_is_the_references(head, make, tmp_path):
 def test_labels_in_one_dimension_count_at_padding_as_well(head, make, tmp_path):
     ours = make(OURS[head], num_labels=3)
     ours.save_as_bert(tmp_path)
-    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    reference = REFERENCES[head].from_pretrained(tmp_path).eval()
     batch = draw()
     batch["labels"] = torch.randint(0, 3, (45,))
     assert_same_tensors({"loss": ours(**batch).loss}, {"loss": reference(**batch).loss})
@@ -595,7 +594,7 @@ def test_the_label_after_the_last_token_is_predicted_from_padding_by_a_causal_he
 def test_vmap_over_labels(head, make, tmp_path):
     ours = make(OURS[head], num_labels=3)
     ours.save_as_bert(tmp_path)
-    reference = TWINS[head].from_pretrained(tmp_path).eval()
+    reference = REFERENCES[head].from_pretrained(tmp_path).eval()
     batch = draw()
     shape = (4, 5) if head == "ForSequenceClassification" else (4, 5, 9)
     labels = torch.randint(0, 3, shape)

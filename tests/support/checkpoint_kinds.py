@@ -11,21 +11,11 @@ from itertools import combinations, product
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import nn
 
 import modeling_scratchbert
-from support.heads import NEEDS, OURS, TWINS
-
-TINY = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "max_position_embeddings": 20,
-}
+from support.models import random_bert, random_encoder_decoder
 
 DECODER_WEIGHT, DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 OUTPUT_BIAS = "cls.predictions.bias"
@@ -39,41 +29,6 @@ CONTAINERS = (
     "sharded bin",
     "sharded legacy bin",
 )
-
-
-@torch.no_grad()
-def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
-    """`model` with every weight drawn anew: as it starts out, biases are 0 and norms the identity, and one that is left
-    out or swapped would not show."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(0, 0.2, generator=generator)
-        if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
-            parameter += 1
-    return model.eval()
-
-
-def random_bert(head: str = "ForPreTraining", seed: int = 0, **fields) -> transformers.PreTrainedModel:
-    return randomised(TWINS[head](transformers.BertConfig(**{**TINY, **NEEDS.get(head, {}), **fields})), seed)
-
-
-def random_scratchbert(head: str = "ForPreTraining", seed: int = 0, **fields):
-    fields = {**TINY, **NEEDS.get(head, {}), **fields}
-    return randomised(OURS[head](modeling_scratchbert.ScratchBertConfig(**fields)), seed)
-
-
-# What a seq2seq model of this vocabulary, which is too small for Google's ids, starts, ends and pads with.
-SPECIAL = {"decoder_start_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
-
-
-def random_two_berts(seed: int = 0, decoder: dict | None = None, **fields) -> transformers.EncoderDecoderModel:
-    """Two random BERTs, with the fields of `decoder` where the second is not like the first."""
-    encoder = transformers.BertConfig(**{**TINY, **fields})
-    decoder = {**TINY, **fields, "is_decoder": True, "add_cross_attention": True, **(decoder or {})}
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        encoder, transformers.BertConfig(**decoder), **SPECIAL
-    )
-    return randomised(transformers.EncoderDecoderModel(config), seed)
 
 
 # --- what a model computes
@@ -200,7 +155,7 @@ def write_bert(folder: Path, model=None, container="safetensors", variant=None, 
 
 def write_two_berts(folder: Path, model=None, container="safetensors", fields=None, **form) -> Path:
     """An `EncoderDecoderModel` of two BERTs, random ones if left out; `form` as in `bert_tensors`."""
-    model = random_two_berts() if model is None else model
+    model = random_encoder_decoder() if model is None else model
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     write_weights(folder, two_bert_tensors(model, **form), container)

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, BertTokenizer
 
+from support.models import tiny_config
 from toolkit.training.loop import Training
 from toolkit.training.settings import parse
 
@@ -17,10 +18,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def save_tiny(folder, words: list[str]) -> str:
     """A BertModel with 64 positions, and a tokenizer of SPECIAL and these words."""
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
-    config = BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, hidden_dropout_prob=0.1, initializer_range=0.2,
-    )  # fmt: skip
+    config = tiny_config(BertConfig, vocab_size=len(vocabulary), max_position_embeddings=64, initializer_range=0.2)
     BertModel(config).save_pretrained(folder)
     BertTokenizer(vocab=vocabulary).save_pretrained(folder)
     return str(folder)

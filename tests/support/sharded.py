@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel
 from transformers.distributed import DistributedConfig
 
-from support.heads import OURS
+from support.models import OURS
 
 # Each head by its class; and more of the same classes, to what their names have before the dash.
 CASES = (*OURS, "ForMaskedLM-of-BERT", "ForMaskedLM-untied", "ForCausalLM-crossed", "ForConditionalGeneration-tied")

@@ -23,6 +23,7 @@ import train_tokenizer
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
 from support.finetuning import read_settings
 from support.folders import CONFIGURATION
+from support.models import tiny_config
 from toolkit.generation import generate_text
 from toolkit.training.seq2seq import Seq2Seq, items
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
@@ -181,7 +182,7 @@ def test_label_smoothing_gives_the_whole_vocabulary_its_share(make_task):
         torch.testing.assert_close(task.losses(task.model, batch)[0].double(), nll, rtol=1e-5, atol=0)
 
 
-def test_a_bert_starts_both_halves(make_task, tiny_config, folder, tmp_path):
+def test_a_bert_starts_both_halves(make_task, folder, tmp_path):
     vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
     bert = ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary))
     bert.save_pretrained(tmp_path)

@@ -26,6 +26,7 @@ from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBe
 from support.comparison import assert_same_gradients
 from support.finetuning import assert_one_line, read_settings
 from support.folders import DATA, ROOT
+from support.models import randomise, tiny_config
 from toolkit import publish
 from toolkit.files import find_shipped
 from toolkit.training import loop as training
@@ -57,7 +58,7 @@ def alone():
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory, tiny_config, randomise) -> dict[str, Path]:
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
     """A tiny model with a tokenizer that spells, as ScratchBert and as BERT."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), *".,!?'-"]

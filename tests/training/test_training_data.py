@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
 from support.folders import DATA
+from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit.training import rows as training_rows
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
 from toolkit.training.rows import (
@@ -34,8 +35,6 @@ from toolkit.training.rows import (
     stream_rows,
     text_of,
 )
-
-DROPLESS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 # Any text but what counts as bad.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -746,10 +745,8 @@ def test_padding_is_quiet(tokenizer, examples, said):
     [([2, 0, 1], (3,), torch.long), ([[1.0, 0.0, 1.0], [0.0] * 3, [1.0] * 3], (3, 3), torch.float)],
     ids=["single label", "multi label"],
 )
-def test_sequence_classification_padded_and_flattened(
-    labels, shape, dtype, attention, tiny_config, randomise, tokenizer, examples
-):
-    config = tiny_config(num_labels=3, attn_implementation=attention, **DROPLESS)
+def test_sequence_classification_padded_and_flattened(labels, shape, dtype, attention, tokenizer, examples):
+    config = tiny_config(num_labels=3, attn_implementation=attention, **NO_DROPOUT)
     model = randomise(ScratchBertForSequenceClassification(config)).eval()
     batches = [
         PadOrFlatten(tokenizer, flatten, per_sequence=["labels"])(with_labels(examples, labels))
@@ -764,8 +761,8 @@ def test_sequence_classification_padded_and_flattened(
 
 
 @pytest.mark.parametrize("token_types", [False, True])
-def test_token_classification_padded_and_flattened(token_types, tiny_config, randomise, tokenizer, examples):
-    model = randomise(ScratchBertForTokenClassification(tiny_config(num_labels=3, **DROPLESS))).eval()
+def test_token_classification_padded_and_flattened(token_types, tokenizer, examples):
+    model = randomise(ScratchBertForTokenClassification(tiny_config(num_labels=3, **NO_DROPOUT))).eval()
     if not token_types:
         examples = [{"input_ids": example["input_ids"]} for example in examples]
     labels = [[-100, *(n % 3 for n in example["input_ids"][1:])] for example in examples]

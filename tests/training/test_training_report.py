@@ -15,6 +15,7 @@ from matplotlib import image, pyplot
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
 
 import modeling_scratchbert
+from support.models import tiny_config
 from toolkit import model_card
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
@@ -227,7 +228,7 @@ def run_code(text: str, folder, monkeypatch) -> dict:
 
 
 @pytest.mark.parametrize("short", sorted(model_card.EXAMPLES))
-def test_the_code_of_the_card_runs(short, card, words, tiny_config, tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_card_runs(short, card, words, tmp_path, monkeypatch, capsys):
     name = f"ScratchBert{short}"
     seq2seq = {"is_encoder_decoder": True, "decoder_start_token_id": 2, "eos_token_id": 3}
     model = getattr(modeling_scratchbert, name)(tiny_config(**seq2seq if short == "ForConditionalGeneration" else {}))
