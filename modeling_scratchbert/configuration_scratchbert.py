@@ -187,7 +187,7 @@ class ScratchBertConfig(PreTrainedConfig):
             return self
         return self.decoder_config() if decoder else self.encoder_config()
 
-    # The base class refuses `output_attentions=True` beside "sdpa". Here it is supported: the call runs the eager path.
+    # The base class raises for `output_attentions=True` beside "sdpa". Here the call runs the eager path.
     @PreTrainedConfig.output_attentions.setter  # type: ignore[attr-defined]
     def output_attentions(self, value: bool | None):
         self._output_attentions = value

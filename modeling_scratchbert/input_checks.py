@@ -188,7 +188,7 @@ def check_labels(labels, decoder_inputs) -> None:
 
 def check_choices(**tensors) -> int:
     """Checks the arguments of `ScratchBertForMultipleChoice.forward`, which have a dimension of choices, and returns
-    the number of choices; 0 without tokens, which the model refuses."""
+    the number of choices; 0 without tokens, for which the model raises."""
     shape: tuple = ("batch", "choices", "length")
     for name, tensor in tensors.items():
         if tensor is not None:
