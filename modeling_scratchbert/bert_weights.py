@@ -1,4 +1,4 @@
-"""The names of BERT's tensors and ours: one table, read in both directions. It knows names, never modules.
+"""The names of BERT's tensors and ours: one table, read in both directions. It holds names, no modules.
 
 `{i}` is the number of a layer. Names are those of a model with a head: BERT's encoder is `bert`, ours is `model`. The
 checkpoint of a bare encoder leaves this first part out. The kinds of checkpoints are "bert", "encoder-decoder" (an

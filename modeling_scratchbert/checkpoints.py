@@ -3,8 +3,7 @@
 import os
 import re
 import shutil
-import stat
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,29 +143,22 @@ def staged(folder) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; expected a folder to save the model in.")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
-        yield Path(temporary)
-        written = sorted(Path(temporary).iterdir())
-        mode = _default_mode(Path(temporary))
+    temporary = folder / f".saving-{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        written = sorted(temporary.iterdir())
         for path in written:
-            if path.is_file():
-                path.chmod(mode)  # safetensors creates files that only their owner can read
+            if path.is_file():  # safetensors creates files that only their owner can read
+                path.chmod(temporary.stat().st_mode & 0o666)
             os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     names = {path.name for path in written}
     families = {_family(name) for name in names} - {None}
     for path in folder.iterdir():
         if path.name not in names and _family(path.name) in families:
             path.unlink()
-
-
-def _default_mode(folder: Path) -> int:
-    """Return the permissions of a new file in `folder`. `os.umask` returns the mask only by setting another one, under
-    which other threads would create their files."""
-    file = folder / ".new"
-    file.touch()
-    mode = stat.S_IMODE(file.stat().st_mode)
-    file.unlink()
-    return mode
 
 
 def _family(name: str) -> str | None:

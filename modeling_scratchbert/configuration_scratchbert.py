@@ -167,19 +167,18 @@ class ScratchBertConfig(PreTrainedConfig):
 
     def encoder_config(self) -> Self:
         """Return the configuration of the encoder of a seq2seq model."""
-        return self._without_seq2seq()
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder = config.tie_encoder_decoder = False
+        config.num_decoder_layers = config.architectures = None
+        return config
 
     def decoder_config(self) -> Self:
         """Return the configuration of the decoder of a seq2seq model."""
-        depth = self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
-        return self._without_seq2seq(num_hidden_layers=depth, is_decoder=True, add_cross_attention=True)
-
-    def _without_seq2seq(self, **fields) -> Self:
-        config = copy.deepcopy(self)
-        fields |= {"is_encoder_decoder": False, "num_decoder_layers": None, "tie_encoder_decoder": False}
-        for name, value in fields.items():
-            setattr(config, name, value)
-        config.architectures = None
+        config = self.encoder_config()
+        config.is_decoder = config.add_cross_attention = True
+        config.num_hidden_layers = (
+            self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
+        )
         return config
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
@@ -188,7 +187,7 @@ class ScratchBertConfig(PreTrainedConfig):
             return self
         return self.decoder_config() if decoder else self.encoder_config()
 
-    # The base class refuses `output_attentions=True` beside "sdpa". Here it is supported: the call runs the eager path.
+    # The base class raises for `output_attentions=True` beside "sdpa". Here the call runs the eager path.
     @PreTrainedConfig.output_attentions.setter  # type: ignore[attr-defined]
     def output_attentions(self, value: bool | None):
         self._output_attentions = value

@@ -186,18 +186,12 @@ def check_labels(labels, decoder_inputs) -> None:
     check_tensor("labels", labels, *(decoder_inputs.shape[:2] if is_given else ("batch", "length")))
 
 
-def check_choices(input_ids, inputs_embeds, **others) -> int:
+def check_choices(**tensors) -> int:
     """Checks the arguments of `ScratchBertForMultipleChoice.forward`, which have a dimension of choices, and returns
-    the number of choices; 0 without tokens, which the model refuses."""
-    if input_ids is None and inputs_embeds is None:
-        return 0
-    dimensions = ("batch", "choices", "length")
-    if input_ids is not None:
-        check_tensor("input_ids", input_ids, *dimensions)
-    else:
-        check_tensor("inputs_embeds", inputs_embeds, *dimensions, "width")
-    tokens = inputs_embeds if input_ids is None else input_ids
-    for name, tensor in others.items():
+    the number of choices; 0 without tokens, for which the model raises."""
+    shape: tuple = ("batch", "choices", "length")
+    for name, tensor in tensors.items():
         if tensor is not None:
-            check_tensor(name, tensor, *tokens.shape[:3])
-    return tokens.shape[1]
+            check_tensor(name, tensor, *shape, *(["width"] if name == "inputs_embeds" else []))
+            shape = tensor.shape[:3]
+    return 0 if isinstance(shape[1], str) else shape[1]

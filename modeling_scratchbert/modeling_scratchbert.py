@@ -746,13 +746,11 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, N)`.
         """
-        masks = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        choices = check_choices(input_ids, inputs_embeds, **masks)
-        flat = [
-            None if tensor is None else tensor.flatten(0, 1)
-            for tensor in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        ]
-        outputs = self.model(*flat, return_dict=True, **kwargs)
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+        inputs |= {"token_type_ids": token_type_ids, "position_ids": position_ids}
+        choices = check_choices(**inputs)
+        flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
+        outputs = self.model(**flat, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
         loss = None
         if labels is not None:

@@ -416,7 +416,7 @@ def test_bad_usage(hub, folder, push):
     assert_one_line(push("m"), "REPO is 'm'", "user/m")
     assert_one_line(push("ada/m/x"), "ada/m/x")
     assert_one_line(push("ada/m", "--parity", str(folder / "config.json")), "check_parity.py --json")
-    assert_one_line(push("ada/m", "--revision", "refs/pr/7"), "no such revision", "404")
+    assert_one_line(push("ada/m", "--revision", "refs/pr/7"), "its revision does not exist", "404")
     (folder / "attention.py").rename(folder / "modeling.py")
     (folder / "modeling_scratchbert.py").unlink()
     assert_one_line(push(), "no modeling_scratchbert.py", "auto_map")

@@ -476,7 +476,10 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
             ["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "999"],
             "expected at most 400, the positions",
         ),
-        (["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "64"], "stride 128 + 1"),
+        (
+            ["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "64"],
+            "expected at least 134: 5 tokens around the text",
+        ),
         (["MODEL", "--question", "Who?", "--context-file", "gone.txt"], "gone.txt: .*No such file"),
         (["MODEL", "--question", "Who?", "--context-file", "LATIN"], "latin.txt: .*can't decode byte 0xe9"),
         (["./gone", "--question", "Who?", "--context", "It."], "./gone: There is no such folder"),

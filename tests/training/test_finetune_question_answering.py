@@ -129,7 +129,10 @@ BAD_ROWS = {
     ),
     "a question that is empty": (row("x", " ", []), "'question' is empty"),
     "a question without tokens": (row("x", "\u200b", []), "question 0 is empty"),
-    "a question without end": (row("x", "who " * 40, []), "question 0 has 40 tokens"),
+    "a question without end": (
+        row("x", "who " * 40, []),
+        "question 0: max_length is 32; expected at least 48: 43 tokens",
+    ),
     "a text that is empty": (row("x", "Who?", [], ""), "'context' is empty"),
     "an answer without tokens": (row("x", "Who?", [("\u200b", 2)], "a \u200b b"), "has no token in any window"),
 }
