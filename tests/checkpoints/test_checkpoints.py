@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -275,24 +273,3 @@ def test_the_umask_of_the_process_is_left_alone(tmp_path, monkeypatch):
     with staged(tmp_path / "model") as folder:
         write_weights(folder, TENSORS)
     assert tensor_names(tmp_path / "model") == set(TENSORS)
-
-
-WRITE_UNDER_A_UMASK = """
-import os, sys
-from pathlib import Path
-import torch
-from safetensors.torch import save_file
-from modeling_scratchbert.checkpoints import staged
-
-os.umask(0o027)
-with staged(sys.argv[1]) as folder:
-    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-print({path.name: oct(path.stat().st_mode & 0o777) for path in sorted(Path(sys.argv[1]).iterdir())})
-"""
-
-
-def test_files_have_the_mode_that_the_umask_gives(tmp_path):
-    command = [sys.executable, "-c", WRITE_UNDER_A_UMASK, str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == str({"config.json": "0o640", "model.safetensors": "0o640"})

@@ -2,11 +2,9 @@
 
 import copy
 import gc
-import importlib.util
 import io
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import weakref
@@ -21,23 +19,9 @@ from transformers.activations import ACT2FN
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
 from modeling_scratchbert.inference import PrepackedLinear, PrepackedWeight
-from support.comparison import assert_same_tensors, flat
-from support.folders import ROOT
-from support.models import ENCODER_DECODERS, NEEDS, OURS, TINY, inputs_for, randomise
-
-# A width that no vector register divides.
-ODD = {**TINY, "hidden_size": 36, "bos_token_id": 1}
-TIED = {"tie_encoder_decoder": True}
-KINDS = [*((head, {}) for head in OURS), *((head, TIED) for head in ENCODER_DECODERS)]
-every_model = pytest.mark.parametrize(("head", "fields"), KINDS, ids=lambda value: str(value) if value else "")
-
-
-@pytest.fixture
-def make():
-    def make(head="ForMaskedLM", **fields):
-        return randomise(OURS[head](ScratchBertConfig(**{**ODD, **NEEDS.get(head, {}), **fields}))).eval()
-
-    return make
+from support.comparison import assert_same_tensors
+from support.models import ENCODER_DECODERS, OURS, inputs_for
+from support.prepacked import ODD, TIED, all_prepacked, compute, every_model, layers, make
 
 
 @pytest.fixture
@@ -47,21 +31,6 @@ def no_onednn(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(torch.backends.mkldnn, "is_available", lambda: False)
         yield patched
-
-
-def layers(model):
-    return [module for module in model.modules() if isinstance(module, PrepackedLinear)]
-
-
-def all_prepacked(model):
-    return {layer.prepacked is not None for layer in layers(model)} == {True}
-
-
-def compute(model, inputs):
-    """Every output; for whole sentences, so that padding, of which a model may say anything, is left out."""
-    whole = {name: torch.ones_like(value) if name == "attention_mask" else value for name, value in inputs.items()}
-    with torch.no_grad():
-        return flat(model(**whole))
 
 
 def assert_same_state(actual, expected):
@@ -85,7 +54,7 @@ def shared(state):
 
 
 @every_model
-def test_the_same_numbers(make, head, fields):
+def test_the_same_numbers(head, fields):
     model, inputs = make(head, **fields), inputs_for(head)
     expected = compute(model, inputs)
     assert model.optimize_for_inference() is model
@@ -97,7 +66,7 @@ def test_the_same_numbers(make, head, fields):
 
 
 @pytest.mark.parametrize("head", OURS)
-def test_the_same_numbers_in_bfloat16(make, head):
+def test_the_same_numbers_in_bfloat16(head):
     model, inputs = make(head), inputs_for(head)
     exact = compute(model, inputs)
     before = compute(model.to(torch.bfloat16), inputs)
@@ -112,7 +81,7 @@ def test_the_same_numbers_in_bfloat16(make, head):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu"])
-def test_gelu_is_fused_where_it_is_the_same(make, activation):
+def test_gelu_is_fused_where_it_is_the_same(activation):
     model, inputs = make(hidden_act=activation), inputs_for("ForMaskedLM")
     expected = compute(model, inputs)
     block = model.optimize_for_inference().model.encoder.blocks[0]
@@ -149,7 +118,7 @@ def test_any_shape(shape):
     ("head", "fields"), [("ForCausalLM", {}), ("ForConditionalGeneration", {}), (ENCODER_DECODERS[1], TIED)]
 )
 @pytest.mark.parametrize("beams", [1, 3])
-def test_it_generates_the_same(make, head, fields, beams):
+def test_it_generates_the_same(head, fields, beams):
     model = make(head, **fields)
     batch = {name: inputs_for("Model")[name] for name in ("input_ids", "attention_mask")}
     batch["attention_mask"] = batch["attention_mask"].flip(1)
@@ -159,7 +128,7 @@ def test_it_generates_the_same(make, head, fields, beams):
 
 
 @every_model
-def test_prepacked_layers_compute_in_the_weights_dtype_under_autocast(make, head, fields):
+def test_prepacked_layers_compute_in_the_weights_dtype_under_autocast(head, fields):
     model, inputs = make(head, **fields), inputs_for(head)
     expected = compute(model, inputs)
     model.optimize_for_inference()
@@ -178,7 +147,7 @@ def test_prepacked_layers_compute_in_the_weights_dtype_under_autocast(make, head
 
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_and_saved_files_are_as_before(make, tmp_path, head, fields, dtype):
+def test_state_and_saved_files_are_as_before(tmp_path, head, fields, dtype):
     model = make(head, **fields).to(dtype)
     before = copy.deepcopy(model.state_dict())
     model.save_pretrained(tmp_path / "before")
@@ -194,7 +163,7 @@ def test_state_and_saved_files_are_as_before(make, tmp_path, head, fields, dtype
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_saved_as_bert(make, tmp_path, head, tied):
+def test_saved_as_bert(tmp_path, head, tied):
     model = make(head, tie_word_embeddings=tied)
     model.save_as_bert(tmp_path / "before")
     model.optimize_for_inference().save_as_bert(tmp_path / "after")
@@ -215,7 +184,7 @@ def through_torch(model):
 
 @every_model
 @pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_torch])
-def test_copies_are_prepacked_too(make, head, fields, way):
+def test_copies_are_prepacked_too(head, fields, way):
     model, inputs = make(head, **fields), inputs_for(head)
     before = copy.deepcopy(model.state_dict())
     model.optimize_for_inference()
@@ -229,7 +198,7 @@ def test_copies_are_prepacked_too(make, head, fields, way):
     assert_same_tensors(compute(again, inputs), compute(model, inputs))
 
 
-def test_the_weight_of_a_layer_is_given_as_a_copy(make):
+def test_the_weight_of_a_layer_is_given_as_a_copy():
     model = make()
     layer = model.model.encoder.blocks[0].attention.query
     weight, state = layer.weight.detach().clone(), copy.deepcopy(model.state_dict())
@@ -245,7 +214,7 @@ def test_the_weight_of_a_layer_is_given_as_a_copy(make):
 
 
 @every_model
-def test_one_copy_in_memory_all_along(make, monkeypatch, head, fields):
+def test_one_copy_in_memory_all_along(monkeypatch, head, fields):
     model = make(head, **fields)
     weights = {id(m.weight): weakref.ref(m.weight) for m in model.modules() if type(m) is nn.Linear}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -277,7 +246,7 @@ def test_a_weight_that_another_model_shares_and_trains():
         torch.testing.assert_close(packed(x), nn.functional.linear(x, weight / 2, one.bias))
 
 
-def test_nothing_is_left_of_a_model_that_is_gone(make):
+def test_nothing_is_left_of_a_model_that_is_gone():
     model = make().optimize_for_inference()
     matrices = [weakref.ref(layer.prepacked) for layer in layers(model)]
     del model
@@ -289,7 +258,7 @@ def test_nothing_is_left_of_a_model_that_is_gone(make):
 
 
 @every_model
-def test_where_onednn_is_missing_the_layers_are_dense(make, no_onednn, said, head, fields):
+def test_where_onednn_is_missing_the_layers_are_dense(no_onednn, said, head, fields):
     model, inputs = make(head, **fields), inputs_for(head)
     expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
     model.optimize_for_inference()
@@ -305,7 +274,7 @@ def test_where_onednn_is_missing_the_layers_are_dense(make, no_onednn, said, hea
 
 
 @every_model
-def test_to_the_cpu_prepacks_again(make, no_onednn, head, fields):
+def test_to_the_cpu_prepacks_again(no_onednn, head, fields):
     model, inputs = make(head, **fields).optimize_for_inference(), inputs_for(head)
     expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
     no_onednn.undo()
@@ -317,7 +286,7 @@ def test_to_the_cpu_prepacks_again(make, no_onednn, head, fields):
     assert len({id(layer.prepacked) for layer in layers(model)}) <= len(weights)
 
 
-def test_pickle_is_dense_where_onednn_is_missing(make, monkeypatch):
+def test_pickle_is_dense_where_onednn_is_missing(monkeypatch):
     model, inputs = make().optimize_for_inference(), inputs_for()
     stored = pickle.dumps(model)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
@@ -328,7 +297,7 @@ def test_pickle_is_dense_where_onednn_is_missing(make, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_other_dtypes_stay_dense(make, said, dtype):
+def test_other_dtypes_stay_dense(said, dtype):
     inference.logging.logging.Logger.warning_once.cache_clear()
     model, inputs = make().to(dtype), inputs_for()
     expected = compute(model, inputs)
@@ -338,7 +307,7 @@ def test_other_dtypes_stay_dense(make, said, dtype):
 
 
 @every_model
-def test_to_another_device_and_back(make, head, fields):
+def test_to_another_device_and_back(head, fields):
     """To "meta", which has no values, for want of another device."""
     model = make(head, **fields)
     names = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
@@ -354,7 +323,7 @@ def test_to_another_device_and_back(make, head, fields):
 
 
 @every_model
-def test_to_a_device_that_torch_moves_parameters_to_in_place(make, monkeypatch, head, fields):
+def test_to_a_device_that_torch_moves_parameters_to_in_place(monkeypatch, head, fields):
     """As to a GPU: the model is told that here is elsewhere."""
     model, inputs = make(head, **fields), inputs_for(head)
     expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
@@ -373,7 +342,7 @@ def test_to_a_device_that_torch_moves_parameters_to_in_place(make, monkeypatch, 
     assert_same_tensors(compute(model, inputs), expected)
 
 
-def test_a_move_to_the_same_device_keeps_prepacked_weights(make):
+def test_a_move_to_the_same_device_keeps_prepacked_weights():
     model = make().optimize_for_inference()
     matrices = [layer.prepacked for layer in layers(model)]
     model.to("cpu").float().cpu()
@@ -390,7 +359,7 @@ def test_a_move_to_the_same_device_keeps_prepacked_weights(make):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @every_model
-def test_another_dtype_is_refused_before_anything_changed(make, head, fields, dtype):
+def test_another_dtype_is_refused_before_anything_changed(head, fields, dtype):
     model = make(head, **fields)
     before = copy.deepcopy(model.state_dict())
     model.optimize_for_inference()
@@ -402,7 +371,7 @@ def test_another_dtype_is_refused_before_anything_changed(make, head, fields, dt
     assert all_prepacked(model)
 
 
-def test_training_is_refused(make):
+def test_training_is_refused():
     model = make().optimize_for_inference()
     with pytest.raises(RuntimeError, match="training"):
         model.train()
@@ -411,7 +380,7 @@ def test_training_is_refused(make):
     assert model.train(False) is model
 
 
-def test_gradients_are_refused(make):
+def test_gradients_are_refused():
     model = make("Model").optimize_for_inference()
     embeds = torch.randn(2, 5, ODD["hidden_size"], requires_grad=True)
     with pytest.raises(RuntimeError, match=r"torch.no_grad\(\)"):
@@ -423,7 +392,7 @@ def test_gradients_are_refused(make):
     model(inputs_embeds=embeds.detach())
 
 
-def test_loading_weights_is_refused(make):
+def test_loading_weights_is_refused():
     other, model = make("Model").state_dict(), make("Model")
     before = copy.deepcopy(model.state_dict())
     model.optimize_for_inference()
@@ -434,21 +403,21 @@ def test_loading_weights_is_refused(make):
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForConditionalGeneration"])
-def test_resizing_is_refused(make, head):
+def test_resizing_is_refused(head):
     model = make(head).optimize_for_inference()
     with pytest.raises(RuntimeError, match=r"resize_token_embeddings\(\) before optimize_for_inference\(\)"):
         model.resize_token_embeddings(120)
     assert model.config.vocab_size == ODD["vocab_size"]
 
 
-def test_twice_is_once(make):
+def test_twice_is_once():
     model = make().optimize_for_inference()
     modules = list(model.modules())
     assert model.optimize_for_inference() is model
     assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
 
 
-def test_a_part_and_then_the_whole(make):
+def test_a_part_and_then_the_whole():
     model, inputs = make(), inputs_for()
     expected, before = compute(model, inputs), copy.deepcopy(model.state_dict())
     model.model.optimize_for_inference()
@@ -460,7 +429,7 @@ def test_a_part_and_then_the_whole(make):
     assert_same_state(model.state_dict(), before)
 
 
-def test_adapters_are_refused_until_they_are_merged(make):
+def test_adapters_are_refused_until_they_are_merged():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["query", "value", "intermediate"], init_lora_weights=False)
     model, inputs = peft.get_peft_model(make(), config), inputs_for()
@@ -477,7 +446,7 @@ def test_adapters_are_refused_until_they_are_merged(make):
         peft.get_peft_model(merged, config)
 
 
-def test_offloaded_and_quantised_models_are_refused(make):
+def test_offloaded_and_quantised_models_are_refused():
     accelerate = pytest.importorskip("accelerate")
     with torch.device("meta"):
         empty = OURS["Model"](ScratchBertConfig(**ODD))
@@ -523,7 +492,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("modify", MODIFICATIONS)
-def test_layers_and_activations_with_hooks_or_a_patched_forward_do_not_change(make, modify, place):
+def test_layers_and_activations_with_hooks_or_a_patched_forward_do_not_change(modify, place):
     model, inputs = make(), inputs_for()
     unmodified = compute(model, inputs)
     modified = model.get_submodule(place)
@@ -536,7 +505,7 @@ def test_layers_and_activations_with_hooks_or_a_patched_forward_do_not_change(ma
     assert all_prepacked(model)
 
 
-def test_gelu_is_not_fused_if_the_forward_around_it_is_patched(make):
+def test_gelu_is_not_fused_if_the_forward_around_it_is_patched():
     model, inputs = make(), inputs_for()
     feed_forward = model.model.encoder.blocks[0].feed_forward
     feed_forward.forward = lambda x: feed_forward.output(feed_forward.intermediate(x))
@@ -567,7 +536,7 @@ def in_threads(function, arguments):
 
 
 @pytest.mark.usefixtures("_frequent_thread_switches")
-def test_models_optimised_in_threads_keep_their_own_weights(make):
+def test_models_optimised_in_threads_keep_their_own_weights():
     models = [make("Model", num_hidden_layers=1, hidden_size=4, intermediate_size=5) for _ in range(120)]
     in_threads(lambda model: model.optimize_for_inference(), models)
     prepacked = [layer.prepacked for model in models for layer in layers(model)]
@@ -577,7 +546,7 @@ def test_models_optimised_in_threads_keep_their_own_weights(make):
 
 
 @pytest.mark.usefixtures("_frequent_thread_switches")
-def test_one_model_optimised_in_threads(make):
+def test_one_model_optimised_in_threads():
     for _ in range(10):
         model, inputs = make(), inputs_for()
         expected = compute(model, inputs)
@@ -587,32 +556,6 @@ def test_one_model_optimised_in_threads(make):
 
 
 # --- row counts, and the memory that oneDNN's cache takes for each
-
-
-@pytest.mark.usefixtures("_forget_graphs")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_row_counts_that_onednn_computes_are_bounded(monkeypatch, dtype, compiled):
-    layer = nn.Linear(36, 5).to(dtype)
-    prepacked = PrepackedLinear(layer, keeps_weight=True)
-    operator, computed = torch.ops.mkldnn._linear_pointwise, set()
-
-    def record(x, *args):
-        computed.add(x.shape[:-1].numel())
-        return operator.default(x, *args)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=record))
-    run = torch.compile(prepacked, backend="eager", dynamic=True) if compiled else prepacked
-    x = torch.randn(1, 1024, 36, dtype=dtype)
-    for rows in range(1, 1025):
-        tokens = x[:, :rows].clone() if rows % 2 else x[:, 1024 - rows :]
-        with torch.no_grad():
-            actual, expected = run(tokens), layer(tokens)
-        assert actual.stride() == expected.stride()
-        torch.testing.assert_close(actual, expected)
-    # 48 exact ones, which include all up to 16; 8 for each power of two up to 128; 16 for each up to 1,024
-    assert set(range(1, 17)) <= computed
-    assert len(computed) <= 48 + 3 * 8 + 3 * 16
 
 
 def test_the_first_row_counts_are_exact(monkeypatch):
@@ -647,40 +590,8 @@ def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
     assert inference._extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
 
 
-RAGGED_BATCHES = """
-import sys, torch
-from support.folders import ROOT
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
-model = ScratchBertModel(ScratchBertConfig(vocab_size=101, **sizes)).eval()
-if sys.argv[1] == "optimised":
-    model.optimize_for_inference()
-for call in range(1, 601):
-    lengths = torch.randint(2, 60, (int(torch.randint(2, 24, ())),))
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-    with torch.inference_mode():
-        model(torch.randint(1, 101, mask.shape), attention_mask=mask)
-    if call in (200, 600):
-        [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
-        print(line.split()[1])
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc/self/status")
-def test_ragged_batches_do_not_fill_memory():
-    grown = {}
-    for kind in ("optimised", "dense"):
-        command = [sys.executable, "-c", RAGGED_BATCHES, kind]
-        lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-        grown[kind] = (int(lines[-1]) - int(lines[-2])) / 1024
-    assert grown["optimised"] < grown["dense"] + 40, grown  # MiB; 280 more without rounding
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")
-def test_a_mapped_file_does_not_stay_in_memory(make, tmp_path):
+def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
     make("Model", hidden_size=512, intermediate_size=2048).save_pretrained(tmp_path)
     model = ScratchBertModel.from_pretrained(tmp_path)
     query = model.encoder.blocks[0].attention.query.weight
@@ -705,95 +616,5 @@ def test_a_mapped_file_does_not_stay_in_memory(make, tmp_path):
 
 # --- pickled by value, as dill does with code from a checkpoint's folder
 
-LOAD_WITHOUT_THE_MODULE = """
-import sys, dill, torch
-
-with open(sys.argv[1], "rb") as file:
-    layer, classes, x, expected = dill.load(file)
-assert "modeling_scratchbert" not in sys.modules and "remote_code.inference" not in sys.modules
-with torch.no_grad():
-    assert layer.prepacked is not None
-    assert torch.equal(layer(x), expected)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
-print("same")
-"""
-
-
-def test_dill_pickles_the_module_by_value(monkeypatch, tmp_path):
-    dill = pytest.importorskip("dill")
-    spec = importlib.util.spec_from_file_location("remote_code.inference", inference.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    layer, x = module.PrepackedLinear(nn.Linear(4, 3), "none").requires_grad_(False), torch.randn(2, 4)
-    classes = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    assert {module.InferenceMixin, module.PrepackedWeight, module.PrepackedLinear} <= set(classes)
-    (tmp_path / "layer.dill").write_bytes(dill.dumps((layer, classes, x, layer(x))))
-    command = [sys.executable, "-c", LOAD_WITHOUT_THE_MODULE, str(tmp_path / "layer.dill")]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.stdout == "same\n", run.stderr
-
 
 # --- torch.compile
-
-
-@pytest.fixture
-def _forget_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_forget_graphs")
-@every_model
-def test_it_compiles_whole(make, head, fields):
-    model = make(head, **fields, use_cache=False, num_hidden_layers=1).optimize_for_inference()
-    compiled, inputs = torch.compile(model, fullgraph=True, backend="eager"), inputs_for(head)
-    assert_same_tensors(compute(compiled, inputs), compute(model, inputs))
-
-
-@pytest.mark.usefixtures("_forget_graphs")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiler_traces_and_the_operator_is_sound(dtype):
-    layer = PrepackedLinear(nn.Linear(36, 5, dtype=dtype), "none").requires_grad_(False)
-    inputs = (torch.randn(2, 3, 36, dtype=dtype), layer.bias, layer.prepacked.key, "none")
-    torch.library.opcheck(torch.ops.scratchbert.prepacked_linear, inputs)
-    x = torch.randn(3, 2, 36).transpose(0, 1)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-        assert actual.dtype == dtype
-        assert torch.equal(actual, layer(x))
-
-
-@pytest.mark.usefixtures("_forget_graphs")
-def test_a_compiled_model_s_copy_computes_with_its_own_weights(make):
-    compiled = {}
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        layer = PrepackedLinear(nn.Linear(4, 3))
-        compiled[layer] = torch.compile(layer, fullgraph=True, backend="eager")
-    x = torch.randn(2, 4)
-    for layer, graph in compiled.items():
-        assert torch.equal(graph(x), layer(x))
-
-
-@pytest.mark.usefixtures("_forget_graphs")
-def test_two_copies_of_the_package_in_one_process(monkeypatch):
-    spec = importlib.util.spec_from_file_location("another_copy_of_inference", inference.__file__)
-    other = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, other)
-    spec.loader.exec_module(other)
-    spec.loader.exec_module(other)
-    assert other.PrepackedLinear is not PrepackedLinear
-    x = torch.randn(2, 4)
-    kinds = [PrepackedLinear, other.PrepackedLinear] * 2
-    made = [kind(nn.Linear(4, 3)) for kind in kinds]
-    assert len({layer.prepacked.key for layer in made}) == len(made)
-    for layer in made:
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
-
-
-def test_export_and_tracing_are_refused(make):
-    model, ids = make("Model", return_dict=False).optimize_for_inference(), inputs_for()["input_ids"]
-    for export in (lambda: torch.export.export(model, (ids,), strict=False), lambda: torch.jit.trace(model, (ids,))):
-        with pytest.raises(RuntimeError, match=r"[Ee]xport.* before optimize_for_inference\(\)"):
-            export()

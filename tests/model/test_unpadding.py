@@ -2,8 +2,6 @@
 padded."""
 
 import copy
-import importlib
-import shutil
 import traceback
 from pathlib import Path
 
@@ -13,55 +11,15 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import modeling_scratchbert
 from modeling_scratchbert import ScratchBertModel, ScratchBertPreTrainedModel, unpadding
 from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
 from support.models import HEADS, NEEDS, NO_DROPOUT, OURS, REFERENCES, VOCABULARY, inputs_for, randomise, tiny_config
-
-LENGTHS = [4, 9, 1, 4, 6]
-
-
-@pytest.fixture
-def make():
-    """Makes a model of large random weights, for inference."""
-
-    def make(cls=ScratchBertModel, *args, attention="sdpa", **fields):
-        fields = {"attn_implementation": attention, **NO_DROPOUT, **fields}
-        return randomise(cls(tiny_config(**fields), *args)).eval()
-
-    return make
-
-
-@pytest.fixture
-def compiled():
-    torch._dynamo.reset()
-    yield lambda model: torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch._dynamo.reset()
-
-
-def draw(kind="right", batch=5, width=9) -> dict:
-    """A batch and its mask."""
-    mask = torch.arange(width) < torch.tensor(LENGTHS[:batch])[:, None]
-    if kind == "left":
-        mask = mask.flip(1)
-    elif kind == "scattered":
-        mask = torch.rand(batch, width) < 0.5
-        mask[:, 0] = True
-    return {"input_ids": torch.randint(1, VOCABULARY, (batch, width)), "attention_mask": mask.long()}
-
-
-def flattened(batch: dict, **options) -> dict:
-    """The same sequences as transformers' padding-free collator packs them."""
-    rows = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    packed = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": row} for row in rows])
-    packed.pop("labels")
-    return packed
+from support.unpadded import FLASH, LENGTHS, draw, flattened, make
 
 
 @pytest.fixture
@@ -88,7 +46,7 @@ def shapes_seen(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["right", "left", "scattered"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_blocks_see_the_real_tokens_alone(kind, attention, make, tmp_path, shapes_seen):
+def test_the_blocks_see_the_real_tokens_alone(kind, attention, tmp_path, shapes_seen):
     ours = make(ScratchBertModel, False, attention=attention)
     ours.save_as_bert(tmp_path)
     twin = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
@@ -101,7 +59,7 @@ def test_the_blocks_see_the_real_tokens_alone(kind, attention, make, tmp_path, s
     assert not states[~real].any()
 
 
-def test_padding_before_the_first_token_is_what_the_pooler_reads(make):
+def test_padding_before_the_first_token_is_what_the_pooler_reads():
     ours, batch = make(), draw("left")
     outputs, padded = ours(**batch), ours(**batch, padding_free=False)
     real = batch["attention_mask"].bool()
@@ -127,7 +85,7 @@ def test_any_mask(rows, position_ids):
 
 @pytest.mark.parametrize("labels", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("head", HEADS)
-def test_every_head(head, labels, make, shapes_seen):
+def test_every_head(head, labels, shapes_seen):
     ours = make(OURS[head])
     batch = inputs_for(head, labels=labels)
     real = batch["attention_mask"].flatten(0, -2).bool()
@@ -153,7 +111,7 @@ def test_every_head(head, labels, make, shapes_seen):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_compute_the_padding_and_return_zeros_there(head, make, shapes_seen):
+def test_chunks_compute_the_padding_and_return_zeros_there(head, shapes_seen):
     whole, chunked = make(OURS[head]), make(OURS[head], chunk_size_feed_forward=7)
     batch, seen = inputs_for(head), shapes_seen(chunked)
     real = batch["attention_mask"].flatten(0, -2).bool()
@@ -165,7 +123,7 @@ def test_chunks_compute_the_padding_and_return_zeros_there(head, make, shapes_se
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
-def test_the_vocabulary_is_scored_for_the_tokens_in_chunks(head, make, monkeypatch):
+def test_the_vocabulary_is_scored_for_the_tokens_in_chunks(head, monkeypatch):
     ours, batch = make(OURS[head]), draw()
     shapes, forward = [], LanguageModelHead.forward
     monkeypatch.setattr(
@@ -182,7 +140,7 @@ def test_the_vocabulary_is_scored_for_the_tokens_in_chunks(head, make, monkeypat
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForPreTraining"])
-def test_labels_on_padding_count_as_in_bert(head, make, shapes_seen):
+def test_labels_on_padding_count_as_in_bert(head, shapes_seen):
     ours, batch = make(OURS[head]), inputs_for(head, labels=True)
     batch["labels"] = torch.randint(0, 2, batch["input_ids"].shape)
     seen = shapes_seen(ours)
@@ -191,7 +149,7 @@ def test_labels_on_padding_count_as_in_bert(head, make, shapes_seen):
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
-def test_sparse_prediction(head, make):
+def test_sparse_prediction(head):
     dense = make(OURS[head])
     sparse = make(OURS[head], sparse_prediction=True)
     batch = inputs_for(head, labels=True)
@@ -216,7 +174,7 @@ REASONS = {
 
 @pytest.mark.parametrize("options", REASONS.values(), ids=REASONS)
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
-def test_padding_stays_where_it_is_wanted(head, options, make, shapes_seen):
+def test_padding_stays_where_it_is_wanted(head, options, shapes_seen):
     ours, batch = make(OURS[head]), inputs_for(head)
     seen = shapes_seen(ours)
     outputs = ours(**batch, **options)
@@ -227,14 +185,14 @@ def test_padding_stays_where_it_is_wanted(head, options, make, shapes_seen):
 
 
 @pytest.mark.parametrize("field", ["padding_free", "output_hidden_states", "output_attentions"])
-def test_the_configuration_may_ask_for_padding_too(field, make, shapes_seen):
+def test_the_configuration_may_ask_for_padding_too(field, shapes_seen):
     ours = make(**({field: False} if field == "padding_free" else {"attention": "eager", field: True}))
     seen = shapes_seen(ours)
     ours(**draw())
     assert seen == [(5, 9, 32)]
 
 
-def test_a_full_mask_or_none(make, shapes_seen):
+def test_a_full_mask_or_none(shapes_seen):
     ours, batch = make(), draw()
     batch["attention_mask"] = torch.ones(5, 9)
     seen = shapes_seen(ours)
@@ -255,7 +213,7 @@ class Mixing(FeedForward):
         return super().forward(hidden_states + hidden_states.mean(1, keepdim=True))
 
 
-def test_another_ones_block_is_given_the_padding(make, shapes_seen):
+def test_another_ones_block_is_given_the_padding(shapes_seen):
     ours, batch = make(), draw()
     ours.encoder.blocks[1].feed_forward = Mixing(ours.config)
     seen = shapes_seen(ours)
@@ -263,7 +221,7 @@ def test_another_ones_block_is_given_the_padding(make, shapes_seen):
     assert set(seen) == {(5, 9, 32)}
 
 
-def test_a_kernel_of_another_ones_own_is_given_the_mask(make, monkeypatch):
+def test_a_kernel_of_another_ones_own_is_given_the_mask(monkeypatch):
     masks = []
 
     def attend(module, query, key, value, attention_mask, **kwargs):
@@ -278,7 +236,7 @@ def test_a_kernel_of_another_ones_own_is_given_the_mask(make, monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, make, shapes_seen):
+def test_gradient_checkpointing(reentrant, shapes_seen):
     ours, batch = make(ScratchBertModel, False), draw()
 
     def gradients():
@@ -293,7 +251,7 @@ def test_gradient_checkpointing(reentrant, make, shapes_seen):
     assert set(seen) == {(1, sum(LENGTHS), 32)}
 
 
-def test_256_short_sequences_are_not_256_calls(make, monkeypatch):
+def test_256_short_sequences_are_not_256_calls(monkeypatch):
     calls = []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(
@@ -312,7 +270,7 @@ def test_256_short_sequences_are_not_256_calls(make, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 9, 0, 5, 0], [3], [20, 1], [0, 20]])
-def test_much_at_once_goes_through_in_parts(lengths, make, monkeypatch, shapes_seen):
+def test_much_at_once_goes_through_in_parts(lengths, monkeypatch, shapes_seen):
     ours = make()
     cu_seqlens = unpadding.cumulative(lengths).int()
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, sum(lengths))), "cu_seq_lens_q": cu_seqlens}
@@ -332,7 +290,7 @@ def test_much_at_once_goes_through_in_parts(lengths, make, monkeypatch, shapes_s
     assert seen == [(1, sum(lengths), 32)]
 
 
-def test_pickled_and_copied_models_still_pack(make, shapes_seen):
+def test_pickled_and_copied_models_still_pack(shapes_seen):
     ours, batch = make(), draw()
     seen = shapes_seen(copied := copy.deepcopy(ours))
     assert torch.equal(copied(**batch).last_hidden_state, ours(**batch).last_hidden_state)
@@ -342,12 +300,10 @@ def test_pickled_and_copied_models_still_pack(make, shapes_seen):
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches that come packed
 
-FLASH = {"return_flash_attn_kwargs": True}
-
 
 @pytest.mark.parametrize("given", ["both", "cu_seq_lens", "position_ids", "maps", "states", "unpacked", "embeddings"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_batches(given, attention, make):
+def test_packed_batches(given, attention):
     ours, batch = make(attention=attention), draw()
     expected = ours(**batch)
     packed = flattened(batch, return_flash_attn_kwargs=given != "position_ids")
@@ -369,7 +325,7 @@ def test_packed_batches(given, attention, make):
         )
 
 
-def test_packed_labels(make):
+def test_packed_labels():
     ours = make(OURS["ForTokenClassification"], num_labels=3)
     batch = draw()
     labels = torch.randint(0, 3, (5, 9)).masked_fill(batch["attention_mask"] == 0, -100)
@@ -382,7 +338,7 @@ def test_packed_labels(make):
     assert_same_tensors({"": logits}, {"": classes(**batch).logits})
 
 
-def test_one_sequence_is_not_packed(make, shapes_seen):
+def test_one_sequence_is_not_packed(shapes_seen):
     ours = make()
     ids, positions = torch.randint(1, VOCABULARY, (1, 6)), torch.tensor([[3, 0, 7, 1, 0, 2]])
     seen = shapes_seen(ours)
@@ -406,7 +362,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_packings(change, message, make):
+def test_wrong_packings(change, message):
     given = {"input_ids": torch.ones(1, 6).long(), "cu_seq_lens_q": torch.tensor([0, 2, 6]).int()}
     with pytest.raises(ValueError, match=message):
         make()(**{**given, **change})
@@ -428,7 +384,7 @@ def one_by_one(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
     return torch.cat(contexts)
 
 
-def test_the_variable_length_kernel(make, monkeypatch):
+def test_the_variable_length_kernel(monkeypatch):
     ours, batch = make(), draw()
     expected = ours(**batch).last_hidden_state
     calls = []
@@ -440,7 +396,7 @@ def test_the_variable_length_kernel(make, monkeypatch):
     assert len(calls) == 4
 
 
-def test_flash_attention_is_given_the_lengths(make, monkeypatch):
+def test_flash_attention_is_given_the_lengths(monkeypatch):
     def flash(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **kwargs):
         assert mask is None
         heads = (each[0].transpose(0, 1) for each in (query, key, value))
@@ -473,7 +429,7 @@ def test_one_kernel_call_for_each_run_of_a_length():
 
 
 @pytest.mark.parametrize("watch", ["states", "maps", "hook"])
-def test_much_at_once_stays_whole_if_somebody_looks(watch, make, monkeypatch):
+def test_much_at_once_stays_whole_if_somebody_looks(watch, monkeypatch):
     ours, packed = make(), flattened(draw(), **FLASH)
     options = {"states": {"output_hidden_states": True}, "maps": {"output_attentions": True}}.get(watch, {})
     shapes = []
@@ -486,7 +442,7 @@ def test_much_at_once_stays_whole_if_somebody_looks(watch, make, monkeypatch):
     assert shapes == [(1, sum(LENGTHS), 32)] * (2 if watch == "hook" else 0)
 
 
-def test_a_row_of_packed_sequences_may_be_longer_than_the_table_of_positions(make):
+def test_a_row_of_packed_sequences_may_be_longer_than_the_table_of_positions():
     ours, lengths = make(), [30, 25, 40]
     rows = [torch.randint(1, VOCABULARY, (1, length)) for length in lengths]
     cu_seqlens = unpadding.cumulative(lengths).int()
@@ -497,7 +453,7 @@ def test_a_row_of_packed_sequences_may_be_longer_than_the_table_of_positions(mak
         ours(torch.cat(rows, 1), cu_seq_lens_q=torch.tensor([0, 55, 95]).int())
 
 
-def test_cu_seqlens_of_any_integer_dtype(make):
+def test_cu_seqlens_of_any_integer_dtype():
     ours, packed = make(), flattened(draw(), **FLASH)
     long = {**packed, "cu_seq_lens_q": packed["cu_seq_lens_q"].long()}
     assert_same_tensors(flat(ours(**long)), flat(ours(**packed)))
@@ -512,7 +468,7 @@ WITH_POSITIONS = ["Model", *(head for head in HEADS if head not in ("Model", "Fo
 
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("head", WITH_POSITIONS)
-def test_a_row_with_a_mask_is_one_sequence_whatever_its_positions(head, positions, make, tmp_path):
+def test_a_row_with_a_mask_is_one_sequence_whatever_its_positions(head, positions, tmp_path):
     ours = make(OURS[head])
     ours.save_as_bert(tmp_path)
     reference = REFERENCES[head].from_pretrained(tmp_path).eval()
@@ -523,7 +479,7 @@ def test_a_row_with_a_mask_is_one_sequence_whatever_its_positions(head, position
 
 
 @pytest.mark.parametrize("length", [1, 2, 6])
-def test_positions_that_are_all_zero_are_one_sequence(length, make, tmp_path, compiled):
+def test_positions_that_are_all_zero_are_one_sequence(length, tmp_path, compiled):
     ours = make()
     ours.save_as_bert(tmp_path)
     reference = transformers.BertModel.from_pretrained(tmp_path).eval()
@@ -535,7 +491,7 @@ def test_positions_that_are_all_zero_are_one_sequence(length, make, tmp_path, co
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForCausalLM"])
-def test_a_loss_over_padding_is_the_references(head, make, tmp_path):
+def test_a_loss_over_padding_is_the_references(head, tmp_path):
     ours = make(OURS[head], num_labels=3, is_decoder=False)
     ours.save_as_bert(tmp_path)
     reference = REFERENCES[head].from_pretrained(tmp_path).eval()
@@ -547,7 +503,7 @@ def test_a_loss_over_padding_is_the_references(head, make, tmp_path):
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
-def test_labels_in_one_dimension_count_at_padding_as_well(head, make, tmp_path):
+def test_labels_in_one_dimension_count_at_padding_as_well(head, tmp_path):
     ours = make(OURS[head], num_labels=3)
     ours.save_as_bert(tmp_path)
     reference = REFERENCES[head].from_pretrained(tmp_path).eval()
@@ -559,7 +515,7 @@ def test_labels_in_one_dimension_count_at_padding_as_well(head, make, tmp_path):
             model(**{**batch, "labels": batch["labels"].repeat(2)})
 
 
-def test_a_replaced_head_is_given_the_batch(make):
+def test_a_replaced_head_is_given_the_batch():
     ours, shapes = make(OURS["ForMaskedLM"]), []
 
     class Head(nn.Module):
@@ -574,7 +530,7 @@ def test_a_replaced_head_is_given_the_batch(make):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_label_after_the_last_token_is_predicted_from_padding_by_a_causal_head(place, make, shapes_seen):
+def test_the_label_after_the_last_token_is_predicted_from_padding_by_a_causal_head(place, shapes_seen):
     """The logits of a token predict the label of the next: only a label after a padding position reads padding."""
     ours = make(OURS["ForCausalLM"], is_decoder=False)
     batch = {"input_ids": torch.randint(1, VOCABULARY, (2, 5)), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]] * 2)}
@@ -591,7 +547,7 @@ def test_the_label_after_the_last_token_is_predicted_from_padding_by_a_causal_he
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
-def test_vmap_over_labels(head, make, tmp_path):
+def test_vmap_over_labels(head, tmp_path):
     ours = make(OURS[head], num_labels=3)
     ours.save_as_bert(tmp_path)
     reference = REFERENCES[head].from_pretrained(tmp_path).eval()
@@ -608,7 +564,7 @@ def test_vmap_over_labels(head, make, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["padded", "packed", "positions"])
-def test_index_tensors_are_on_the_device_of_the_inputs(given, make):
+def test_index_tensors_are_on_the_device_of_the_inputs(given):
     ours, batch = make(), draw()
     inputs = {"padded": batch, "packed": flattened(batch, **FLASH), "positions": flattened(batch)}[given]
     with torch.no_grad():
@@ -624,7 +580,7 @@ def test_index_tensors_are_on_the_device_of_the_inputs(given, make):
 
 
 @pytest.mark.parametrize("head", [*HEADS, "ForCausalLM", "Seq2SeqModel", "ForConditionalGeneration"])
-def test_a_row_without_a_token_is_the_same_in_eager_and_sdpa(head, make):
+def test_a_row_without_a_token_is_the_same_in_eager_and_sdpa(head):
     batch = inputs_for(head)
     batch["attention_mask"][1] = 0
     models = [make(OURS[head], attention=attention, **NEEDS.get(head, {})) for attention in ("eager", "sdpa")]
@@ -641,7 +597,7 @@ def test_a_row_without_a_token_is_the_same_in_eager_and_sdpa(head, make):
 
 
 @pytest.mark.parametrize(("batch", "most"), [("padded", 6), ("unpadded", 7)])
-def test_few_frames(batch, most, make, monkeypatch):
+def test_few_frames(batch, most, monkeypatch):
     """Our own frames above `scaled_dot_product_attention`; those of torch and transformers are not counted."""
     ours, folder, counts = make(), str(Path(unpadding.__file__).parent), []
     sdpa = nn.functional.scaled_dot_product_attention
@@ -661,81 +617,3 @@ def test_few_frames(batch, most, make, monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiled
-
-
-optimised = pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
-
-
-@optimised
-def test_compiled_with_a_mask(optimised, make, compiled):
-    ours, graphs = make(), []
-    ours = ours.optimize_for_inference() if optimised else ours
-    run = compiled(ours)
-    for width in (9, 7, 8):
-        batch = {name: tensor[:, :width].clone() for name, tensor in draw().items()}
-        real = batch["attention_mask"].bool()
-        assert_same_tensors(flat(run(**batch)), flat(ours(**batch)), real)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[2]
-
-
-@optimised
-@pytest.mark.parametrize("given", ["lengths", "positions"])
-def test_compiled_packed(given, optimised, make, compiled):
-    ours, graphs = make(ScratchBertModel, False), []
-    ours = ours.optimize_for_inference() if optimised else ours
-    run = compiled(ours)
-    for batch in (draw(), draw("scattered"), draw("scattered", batch=3)):
-        packed = flattened(batch, return_flash_attn_kwargs=given == "lengths")
-        expected = ours(**packed).last_hidden_state
-        outputs = run(**packed).last_hidden_state
-        assert_same_tensors({"": outputs}, {"": expected})
-        if not optimised:
-            gradients = (
-                torch.autograd.grad(states.square().sum(), ours.get_input_embeddings().weight)[0]
-                for states in (outputs, expected)
-            )
-            assert_same_gradients(*({"": gradient} for gradient in gradients))
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[1] == graphs[2]
-
-
-@pytest.mark.parametrize("given", ["lengths", "positions"])
-def test_compiled_packed_training_drops_attention(given, make, compiled):
-    packed = flattened(draw(), return_flash_attn_kwargs=given == "lengths")
-    for dropout, same in ((1e-9, True), (0.5, False)):
-        ours = make(ScratchBertModel, False, attention_probs_dropout_prob=dropout)
-        expected = ours(**packed).last_hidden_state
-        torch._dynamo.reset()
-        outputs = compiled(ours.train())(**packed).last_hidden_state
-        assert torch.allclose(outputs, expected, atol=1e-5) == same
-
-
-def test_compiled_much_at_once(make, compiled, monkeypatch):
-    monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 0)
-    ours, packed = make(ScratchBertModel, False), flattened(draw(), **FLASH)
-    with torch.no_grad():
-        assert_same_tensors(flat(compiled(ours)(**packed)), flat(ours(**packed)))
-
-
-def test_compiled_positions_that_do_not_count_sequences(make, compiled):
-    ours = make(ScratchBertModel, False)
-    batch = {"input_ids": torch.randint(1, VOCABULARY, (1, 6)), "position_ids": torch.tensor([[0, 1, 2, 0, 5, 6]])}
-    assert_same_tensors(flat(compiled(ours)(**batch)), flat(ours(**batch)))
-    assert_same_tensors(flat(ours(**batch)), flat(ours(**batch, attention_mask=torch.ones(1, 6))))
-
-
-def test_a_second_copy_of_the_package_compiles_too(make, compiled, tmp_path, monkeypatch):
-    """As remote code comes with a checkpoint, beside the package itself."""
-    shutil.copytree(Path(unpadding.__file__).parent, tmp_path / "second_copy")
-    monkeypatch.syspath_prepend(tmp_path)
-    second = importlib.import_module("second_copy")
-    importlib.reload(modeling_scratchbert)  # whose classes are again the ones that the Auto classes open
-    first = make()
-    other = second.ScratchBertModel(second.ScratchBertConfig(**first.config.to_diff_dict())).eval()
-    other.load_state_dict(first.state_dict())
-    packed = flattened(draw(), **FLASH)
-    expected = first(**packed).last_hidden_state
-    for model in (other, first):
-        assert_same_tensors({"": compiled(model)(**packed).last_hidden_state}, {"": expected})
-    assert transformers.AutoConfig.for_model("scratchbert").__class__ is modeling_scratchbert.ScratchBertConfig

@@ -46,15 +46,6 @@ def assert_same(output, expected, atol=1e-6):
         assert_close(output[name], expected[name], rtol=0, atol=atol)
 
 
-@pytest.fixture(autouse=True)
-def forget_graphs():
-    """What one test compiled must not count in the next."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

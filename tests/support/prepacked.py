@@ -1,0 +1,40 @@
+"""What the tests of `optimize_for_inference` share."""
+
+import pytest
+import torch
+
+from modeling_scratchbert import ScratchBertConfig
+from modeling_scratchbert.inference import PrepackedLinear
+from support.comparison import flat
+from support.models import ENCODER_DECODERS, NEEDS, OURS, TINY, randomise
+
+# A width that no vector register divides.
+ODD = {**TINY, "hidden_size": 36, "bos_token_id": 1}
+
+
+TIED = {"tie_encoder_decoder": True}
+
+
+KINDS = [*((head, {}) for head in OURS), *((head, TIED) for head in ENCODER_DECODERS)]
+
+
+every_model = pytest.mark.parametrize(("head", "fields"), KINDS, ids=lambda value: str(value) if value else "")
+
+
+def make(head="ForMaskedLM", **fields):
+    return randomise(OURS[head](ScratchBertConfig(**{**ODD, **NEEDS.get(head, {}), **fields}))).eval()
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, PrepackedLinear)]
+
+
+def all_prepacked(model):
+    return {layer.prepacked is not None for layer in layers(model)} == {True}
+
+
+def compute(model, inputs):
+    """Every output; for whole sentences, so that padding, of which a model may say anything, is left out."""
+    whole = {name: torch.ones_like(value) if name == "attention_mask" else value for name, value in inputs.items()}
+    with torch.no_grad():
+        return flat(model(**whole))

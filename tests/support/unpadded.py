@@ -1,0 +1,37 @@
+"""Batches with padding, and the same sequences packed."""
+
+import torch
+from transformers import DataCollatorWithFlattening
+
+from modeling_scratchbert import ScratchBertModel
+from support.models import NO_DROPOUT, VOCABULARY, randomise, tiny_config
+
+LENGTHS = [4, 9, 1, 4, 6]
+
+
+def make(cls=ScratchBertModel, *args, attention="sdpa", **fields):
+    """A model of large random weights, for inference."""
+    fields = {"attn_implementation": attention, **NO_DROPOUT, **fields}
+    return randomise(cls(tiny_config(**fields), *args)).eval()
+
+
+def draw(kind="right", batch=5, width=9) -> dict:
+    """A batch and its mask."""
+    mask = torch.arange(width) < torch.tensor(LENGTHS[:batch])[:, None]
+    if kind == "left":
+        mask = mask.flip(1)
+    elif kind == "scattered":
+        mask = torch.rand(batch, width) < 0.5
+        mask[:, 0] = True
+    return {"input_ids": torch.randint(1, VOCABULARY, (batch, width)), "attention_mask": mask.long()}
+
+
+def flattened(batch: dict, **options) -> dict:
+    """The same sequences as transformers' padding-free collator packs them."""
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    packed = DataCollatorWithFlattening(return_tensors="pt", **options)([{"input_ids": row} for row in rows])
+    packed.pop("labels")
+    return packed
+
+
+FLASH = {"return_flash_attn_kwargs": True}
