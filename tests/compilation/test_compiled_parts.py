@@ -1,5 +1,7 @@
 """Models of which a part is compiled."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -73,3 +75,14 @@ def test_a_module_replaced_by_torch_compile_gets_padded_tensors(path, pair, kern
     outputs = ours(**inputs)
     assert set(kernel_shapes) <= {(5, 9, 32)}
     assert_same_tensors({"": outputs.last_hidden_state}, {"": expected.last_hidden_state}, real)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled, and there is no compiler")
+def test_flex_attention_agrees(pair):
+    ours, reference = pair()
+    inputs = draw()
+    ours.set_attn_implementation("flex_attention")
+    with torch.no_grad():  # on the CPU it has no backward pass
+        outputs, expected = ours(**inputs).last_hidden_state, reference(**inputs).last_hidden_state
+        assert_same_tensors({"": outputs}, {"": expected}, inputs["attention_mask"].bool())
+        assert ours(**inputs, output_attentions=True).attentions[0].shape == (5, 4, 9, 9)

@@ -69,11 +69,12 @@ def test_compiled_much_at_once(compiled, monkeypatch):
         assert_same_tensors(flat(compiled(ours)(**packed)), flat(ours(**packed)))
 
 
-def test_compiled_positions_that_do_not_count_sequences(compiled):
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 5, 6], [0, 0, 0, 0, 0, 0], [0]])
+def test_compiled_positions_that_do_not_count_sequences(positions, compiled):
     ours = make(ScratchBertModel, False)
-    batch = {"input_ids": torch.randint(1, VOCABULARY, (1, 6)), "position_ids": torch.tensor([[0, 1, 2, 0, 5, 6]])}
+    batch = {"input_ids": torch.randint(1, VOCABULARY, (1, len(positions))), "position_ids": torch.tensor([positions])}
     assert_same_tensors(flat(compiled(ours)(**batch)), flat(ours(**batch)))
-    assert_same_tensors(flat(ours(**batch)), flat(ours(**batch, attention_mask=torch.ones(1, 6))))
+    assert_same_tensors(flat(ours(**batch)), flat(ours(**batch, attention_mask=torch.ones(1, len(positions)))))
 
 
 def test_a_second_copy_of_the_package_compiles_too(compiled, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import shutil
 from collections import Counter
 from tempfile import TemporaryDirectory
 
@@ -539,17 +538,6 @@ def test_a_kernel_is_told_of_dropout_in_training_only(recorder):
     ours.train()(**inputs_for())
     assert [call["kwargs"]["dropout"] for call in calls] == [0.0, 0.0, 0.25, 0.25]
     assert {call["kwargs"]["scaling"] for call in calls} == {8**-0.5}
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled, and there is no compiler")
-def test_flex_attention_agrees():
-    ours, twin = twins(attention="sdpa")
-    inputs = inputs_for()
-    ours.set_attn_implementation("flex_attention")
-    with torch.no_grad():  # on the CPU it has no backward pass
-        output, expected = ours(**inputs).last_hidden_state, twin(**inputs).last_hidden_state
-        assert_close(real_tokens(output, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-5)
-        assert ours(**inputs, output_attentions=True).attentions[0].shape == (BATCH, 4, LENGTH, LENGTH)
 
 
 # Number formats and devices

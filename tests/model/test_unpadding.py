@@ -479,15 +479,13 @@ def test_a_row_with_a_mask_is_one_sequence_whatever_its_positions(head, position
 
 
 @pytest.mark.parametrize("length", [1, 2, 6])
-def test_positions_that_are_all_zero_are_one_sequence(length, tmp_path, compiled):
+def test_positions_that_are_all_zero_are_one_sequence(length, tmp_path):
     ours = make()
     ours.save_as_bert(tmp_path)
     reference = transformers.BertModel.from_pretrained(tmp_path).eval()
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, length)), "position_ids": torch.zeros(1, length).long()}
     with torch.no_grad():
-        expected = flat(reference(**batch))
-        assert_same_tensors(flat(ours(**batch)), expected)
-        assert_same_tensors(flat(compiled(ours)(**batch)), expected)
+        assert_same_tensors(flat(ours(**batch)), flat(reference(**batch)))
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForCausalLM"])
