@@ -568,9 +568,9 @@ def test_words_of_the_source_may_be_given_as_embeddings(model):
             ("encoder_hidden_states", "(4, 9, 32)", "(3, length, 32)"),
         ),
         (
-            {"labels": torch.ones(B, 21, dtype=torch.long)},
+            {"labels": torch.ones(B, 41, dtype=torch.long)},
             {},
-            ("", "21 tokens", "max_position_embeddings is 20", "truncation=True", "max_length=20"),
+            ("", "41 tokens", "max_position_embeddings is 40", "truncation=True", "max_length=40"),
         ),
         ({"labels": torch.full((B, T), 99)}, {}, ("input_ids", " 99; ", "0 to 98", "vocab_size is 99")),
     ],
