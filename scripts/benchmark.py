@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Times the model, transformers' BertModel and other runtimes with the same weights.
 
-    benchmark.py --json speed.json --plot speed.png
+    benchmark.py --output speed                        also writes speed/report.json and speed/report.png
     benchmark.py --quick
     benchmark.py --workloads reviews single --variants openvino ours-optimised --memory
 
@@ -23,7 +23,7 @@ import os
 import sys
 
 from toolkit.benchmark import VARIANT_NAMES, WORKLOADS
-from toolkit.cli import Parser, file_in_existing_folder, integer_from, require
+from toolkit.cli import Parser, integer_from, open_report_output
 
 FULL = {
     "workloads": list(WORKLOADS),
@@ -48,7 +48,9 @@ def make_parser() -> Parser:
     parser.group("data").add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="some of "
                                       f"{', '.join(WORKLOADS)}")  # fmt: skip
     model = parser.group("model")
-    model.add_argument("--model", help="a BERT or ScratchBert: a folder or hub id; default: BERT-base, random weights")
+    model.add_argument(
+        "--model", metavar="MODEL", help="a BERT or ScratchBert: a folder or hub id; default: BERT-base, random weights"
+    )
     model.add_argument("--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", help="some of "
                        f"{', '.join(VARIANT_NAMES)}")  # fmt: skip
     evaluation = parser.group("evaluation")
@@ -61,11 +63,8 @@ def make_parser() -> Parser:
     evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
     evaluation.add_argument("--memory", action="store_true", help="also measure the peak memory of each variant, in a "
                             "new process")  # fmt: skip
-    evaluation.add_argument("--seed", type=int, default=0, help="the seed of weights, ids and lengths")
-    output = parser.group("output")
-    output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all numbers")
-    output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help="draw tokens per second, and "
-                        "time against tokens")  # fmt: skip
+    evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of weights, ids and lengths")
+    parser.add_report_output("write all numbers", "draw tokens per second, and time against tokens")
     return parser
 
 
@@ -75,8 +74,9 @@ def parse(parser: Parser, argv: list[str] | None):
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if args.plot is not None and set(args.workloads) <= {"training", "decoding"}:
-        parser.error(f"--plot draws none of {' and '.join(args.workloads)}; leave it out, or name more --workloads")
+    if (args.plot or args.output) is not None and set(args.workloads) <= {"training", "decoding"}:
+        flag = "plot" if args.plot else "output"
+        parser.error(f"--{flag} draws none of {' and '.join(args.workloads)}; give --json alone, or more --workloads")
     return args
 
 
@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(parser, argv)
 
     def work() -> int:
-        if args.plot is not None:
-            require("matplotlib")
+        open_report_output(args)
         from toolkit.benchmark.measure import benchmark, print_lines
         from toolkit.benchmark.plot import plot
         from toolkit.files import write_json

@@ -52,7 +52,7 @@ def measure(variants: dict, texts: list[str], batch_size: int, repetitions: int)
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__)
+    parser = Parser(__file__, __doc__, usage="%(prog)s MODEL [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a sentence-transformers model, a BERT: a folder or a hub id")
     number = {"type": integer_from(1), "metavar": "N"}
     parser.group("data").add_argument("--texts", **number, default=512, help="number of texts")

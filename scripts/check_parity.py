@@ -4,6 +4,7 @@
     check_parity.py path/to/bert                       a BERT opened by ScratchBert, with the Bert class itself
     check_parity.py path/to/scratchbert                a ScratchBert, with its own export to BERT
     check_parity.py path/to/scratchbert path/to/bert   a converted folder, with its source
+    check_parity.py path/to/bert --output parity       also writes parity/report.json and parity/report.png
 
 A BERT may be an EncoderDecoderModel of two as well; encoder, decoder and cross-attention are then compared.
 
@@ -17,20 +18,16 @@ Exit code: 0 the models are equal, 1 they differ, 2 bad usage or a checkpoint th
 import sys
 from dataclasses import asdict
 
-from toolkit.cli import Parser, file_in_existing_folder, require
+from toolkit.cli import Parser, open_report_output
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__)
+    parser = Parser(__file__, __doc__, usage="%(prog)s MODEL [OTHER] [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a BERT or ScratchBert checkpoint: a folder or a hub id")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="the checkpoint to compare with; default: as above")
-    parser.group("evaluation").add_argument("--seed", type=int, default=0, help="the seed of the random ids, and of "
-                                            "the scalar whose gradients are compared")  # fmt: skip
-    output = parser.group("output")
-    output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all rows, the verdict and "
-                        "the versions")  # fmt: skip
-    output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help="draw the differences from "
-                        "layer to layer")  # fmt: skip
+    parser.group("evaluation").add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the "
+                                            "random ids, and of the scalar whose gradients are compared")  # fmt: skip
+    parser.add_report_output("write all rows, the verdict and the versions", "draw the differences from layer to layer")
     return parser
 
 
@@ -40,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> int:
-        if args.plot is not None:
-            require("matplotlib")
+        open_report_output(args)
         from toolkit.files import write_json
         from toolkit.hub import silence_libraries
         from toolkit.parity import check, plot, table

@@ -64,10 +64,10 @@ def write(words: Pronunciations, path: Path) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__)
+    parser = Parser(__file__, __doc__, usage="%(prog)s OUTPUT [--FLAG VALUE …]")
     data = parser.group("data")
-    data.add_argument("--words", type=int, help="the number of words to take; default: all")
-    data.add_argument("--seed", type=int, default=0, help="the seed of the split")
+    data.add_argument("--words", type=int, metavar="N", help="the number of words to take; default: all")
+    data.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the split")
     parser.add_output("OUTPUT", help="the folder to write; new or empty")
     return parser
 

@@ -36,7 +36,7 @@ from toolkit.cli import Parser
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__)
+    parser = Parser(__file__, __doc__, usage="%(prog)s MODEL OUTPUT --format FORMAT [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a ScratchBert or BERT checkpoint: a folder or a hub id")
     parser.add_output("OUTPUT", help="the folder to write")
     output = parser.group("output")

@@ -31,7 +31,9 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL --question TEXT --context TEXT [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     data = parser.group("data")
-    data.add_argument("--question", action="append", required=True, metavar="TEXT", help="may be given several times")
+    data.add_argument(
+        "--question", action="append", required=True, metavar="TEXT", help="a question; may be given several times"
+    )
     where = data.add_mutually_exclusive_group(required=True)
     where.add_argument("--context", metavar="TEXT", help="the text with the answers")
     where.add_argument("--context_file", metavar="FILE", help="a UTF-8 file with the text; - for standard input")

@@ -120,8 +120,8 @@ def makes_sense(similarities: torch.Tensor) -> bool:
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="a checkpoint with a tokenizer: a folder or a hub id")
+    parser = Parser(__file__, __doc__, usage="%(prog)s MODEL [SENTENCE …] [--FLAG VALUE …]")
+    parser.add_argument("folder", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     parser.add_argument("sentences", metavar="SENTENCE", nargs="*", help="two or more; default: six of our own")
     parser.group("model").add_argument("--without_package", action="store_true", help=f"hide the package {PACKAGE}: "
                                        "shows that the folder alone is enough")  # fmt: skip

@@ -45,13 +45,13 @@ def summary(name: str, reports: list[dict]) -> str:
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__)
+    parser = Parser(__file__, __doc__, usage="%(prog)s MODEL FOLDER [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a BERT: a folder or hub id")
     implementations = ("scratchbert", "bert")
-    parser.group("model").add_argument("--implementations", nargs="+", choices=implementations,
-                                       default=list(implementations), help="the implementations to train")  # fmt: skip
+    parser.group("model").add_argument("--implementations", nargs="+", choices=implementations, metavar="NAME",
+                                       default=list(implementations), help="some of scratchbert, bert")  # fmt: skip
     parser.group("training").add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="the seeds, with a run for each"
+        "--seeds", type=int, nargs="+", metavar="N", default=[0, 1, 2], help="the seeds, with a run for each"
     )
     parser.group("evaluation").add_argument("--at_least", type=float, default=0.0, metavar="ACCURACY", help="the "
                                             "accuracy on the test set that each of our models must reach")  # fmt: skip

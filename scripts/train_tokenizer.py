@@ -35,7 +35,9 @@ def make_parser() -> Parser:
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
                       ".csv, .tsv, .jsonl, .parquet")  # fmt: skip
-    data.add_argument("--column", nargs="+", help='the columns of the texts, each a text of its own; default: "text"')
+    data.add_argument(
+        "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
+    )
     data.add_argument("--on_bad_row", choices=("stop", "skip"), default="stop", help="what to do with an invalid row; "
                       "skipped ones are listed")  # fmt: skip
     number = {"type": integer_from(1), "metavar": "N"}

@@ -36,6 +36,9 @@ EXTRAS = {
 }
 
 
+REPORT = "report"  # the name of the files that `Parser.add_report_output` adds
+
+
 class CommandError(Exception):
     """Ends a command with a message of one line and an exit code."""
 
@@ -51,8 +54,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Keeps the lines of the description, and shows defaults that carry information."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == []:
+        if action.default is None or isinstance(action.default, bool) or action.default == []:
             return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
 
@@ -81,6 +86,18 @@ class Parser(argparse.ArgumentParser):
         """Adds `--output`, which may also be given as the last positional argument."""
         self.add_argument("positional_output", metavar=metavar, nargs="?", type=Path, help="the same as --output")
         self.group("output").add_argument("--output", metavar=metavar, type=Path, help=help)
+
+    def add_report_output(self, numbers: str, picture: str) -> None:
+        """Adds `--json`, `--plot`, and `--output`, which stands for both, to a command that prints a report.
+
+        Args:
+            numbers, picture: what is written, for `--help`.
+        """
+        output = self.group("output")
+        output.add_argument("--output", metavar="FOLDER", type=Path, help=f"write {REPORT}.json and {REPORT}.png into "
+                            "this folder, as --json and --plot do")  # fmt: skip
+        output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help=numbers)
+        output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help=picture)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         return self._with_output(super().parse_args(with_underscores(args), namespace))
@@ -135,6 +152,22 @@ class Parser(argparse.ArgumentParser):
                 raise
             self.report(missing_library(error) or error)
             return 2
+
+
+def open_report_output(args: argparse.Namespace) -> None:
+    """Creates the folder of `--output`, if it is given, and sets `json` and `plot` to files in it, unless they are set.
+
+    Raises:
+        CommandError: matplotlib, which draws the picture, is not installed.
+        OSError: the folder cannot be created.
+    """
+    if args.output is not None:
+        args.json = args.json or args.output / f"{REPORT}.json"
+        args.plot = args.plot or args.output / f"{REPORT}.png"
+    if args.plot is not None:
+        require("matplotlib")
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
 
 
 def with_underscores(arguments: Sequence[str] | None) -> list[str]:

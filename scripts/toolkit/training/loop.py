@@ -42,7 +42,7 @@ from toolkit.model_card import write_training_card
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.checkpoints import Checkpoints, Progress
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
-from toolkit.training.report import plot_curves, write_metrics
+from toolkit.training.report import headline, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings, changed_flags, recipe_of
 
@@ -370,9 +370,9 @@ class Training:
             progress.finished |= progress.without_better >= (self.settings.early_stopping or math.inf)
         progress.history.append({"step": progress.step, "epoch": self.epochs_done(), "validation": metrics})
         self.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
-        values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         if self.accelerator.is_main_process:
-            bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {values}{'  (best)' if better else ''}")
+            best = "  (best)" if better else ""
+            bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {in_words(metrics)}{best}")
 
     def epochs_done(self) -> float:
         batches = self.task.batches_per_epoch()
@@ -465,7 +465,7 @@ class Training:
         model.save_pretrained(unfinished, state_dict=weights)
         self.task.tokenizer.save_pretrained(unfinished)
         write_metrics(unfinished, report)
-        plot_curves(unfinished / "curves.png", self.progress.history, list(report.get("validation", {})))
+        plot_curves(unfinished / "curves.png", self.progress.history, list(headline(report.get("validation", {}))))
         write_training_card(
             unfinished,
             task=self.task.name,
@@ -481,6 +481,9 @@ class Training:
         for path in sorted(unfinished.iterdir()):
             path.replace(self.output / path.name)
         unfinished.rmdir()
+        print(f"{self.output}: the model is saved, with the weights of {report['checkpoint']}")
+        for split in self.task.splits:
+            print(f"{split}: {in_words(report[split])}")
         if self.settings.push_to_hub:
             self.push()
 

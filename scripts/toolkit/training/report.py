@@ -15,6 +15,11 @@ from toolkit.cli import how_to_install
 from toolkit.files import atomic_file, to_json, write_json
 from toolkit.model_card import History, cell
 
+# Metrics of each label, such as DATE_precision, that are left out of progress lines and curves, where they would be
+# most of the text. Each label's F1 is shown; metrics.json and the model card have all metrics.
+DETAILS = ("_precision", "_recall", "_number")
+MOST_CURVES = 12  # the metrics that are drawn at most
+
 # A loss curve with more points than this is smoothed.
 MOST_UNSMOOTHED = 25
 
@@ -22,6 +27,16 @@ MOST_UNSMOOTHED = 25
 def write_metrics(folder: Path, metrics: Mapping) -> None:
     """Writes metrics.json into `folder`. NaN, which JSON does not have, becomes null."""
     write_json(Path(folder) / "metrics.json", metrics)
+
+
+def headline(metrics: Mapping) -> dict:
+    """The metrics without those of `DETAILS`."""
+    return {name: value for name, value in metrics.items() if not name.endswith(DETAILS)}
+
+
+def in_words(metrics: Mapping) -> str:
+    """The metrics of a progress line: `accuracy 0.8312, f1 0.8290`."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in headline(metrics).items())
 
 
 def plot_curves(path: Path, history: History, metric_names: Sequence[str]) -> None:
@@ -39,6 +54,7 @@ def plot_curves(path: Path, history: History, metric_names: Sequence[str]) -> No
     evaluations = [(point["step"], to_json(point["validation"])) for point in history if "validation" in point]
     log = [point for point in history if "loss" in point]
     drawn = [name for name in metric_names if name != "loss" and any(name in values for _, values in evaluations)]
+    drawn = drawn[:MOST_CURVES]
     figure = pyplot.figure(figsize=(13 if drawn else 7, max(4.8, 1.8 * len(drawn))), layout="constrained")
     left, *right = figure.subfigures(1, 2 if drawn else 1, squeeze=False)[0]
     draw_training(left, log, evaluations)

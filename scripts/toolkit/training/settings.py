@@ -26,6 +26,10 @@ GROUPS = ("most used", "data", "model", "training", "evaluation", "output")
 FILES = ("train_file", "validation_file", "test_file", "config_file", "output")
 FOLDERS_OR_HUB_IDS = ("model", "tokenizer", "dataset")
 
+# How `--help` shows the values of these flags; others are VALUE, or N or X for numbers.
+METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL", "tokenizer": "TOKENIZER",
+                                           "dataset": "DATASET", "push_to_hub": "REPO"}  # fmt: skip
+
 # Flags that may differ between a run and its continuation: they change no weight.
 FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps"}
 
@@ -243,7 +247,7 @@ class QuestionAnsweringSettings(Settings):
     task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
 
     max_length: int = flag(384, "data", "tokens per window, including the question; longer texts are read in several")
-    stride: int = flag(128, "data", "context tokens that two windows share; also --doc_stride", "--doc_stride")
+    stride: int = flag(128, "data", "context tokens that two windows share", "--doc_stride")
     max_answer_length: int = flag(30, "evaluation", "maximum tokens of an answer")
     null_threshold: str | None = flag(None, "evaluation", "the score that an answer must exceed: a number; best: that "
                                       "with the best F1 on the validation set; never: there always is an answer. "
@@ -417,23 +421,26 @@ def make_parser(file: str, description: str, settings_class: type[Settings]) -> 
         for name in MOST_USED if title == "most used" else [name for name in by_name if name not in MOST_USED]:
             metadata = by_name[name].metadata
             if title in ("most used", metadata["group"]):
-                parser.group(title).add_argument(f"--{name}", *metadata["aliases"], default=by_name[name].default,
-                                                 help=metadata["help"], **argument_of(types_of[name]))  # fmt: skip
+                parser.group(title).add_argument(
+                    f"--{name}", *metadata["aliases"], default=by_name[name].default, help=metadata["help"],
+                    **argument_of(name, types_of[name]),
+                )  # fmt: skip
     return parser
 
 
-def argument_of(annotation) -> dict:
-    """The arguments of `add_argument` for a field of this type: `str`, `int`, `float`, `bool`, a list or a literal of
-    strings, or one of these and None."""
+def argument_of(name: str, annotation) -> dict:
+    """The arguments of `add_argument` for the field `name` of this type: `str`, `int`, `float`, `bool`, a list or a
+    literal of strings, or one of these and None."""
+    metavar = METAVARS.get(name, "VALUE")
     if get_origin(annotation) in (types.UnionType, Union):
         (annotation,) = set(get_args(annotation)) - {type(None)}
     if get_origin(annotation) is Literal:
         return {"choices": get_args(annotation)}
     if get_origin(annotation) is list:
-        return {"nargs": "+", "type": get_args(annotation)[0], "metavar": "VALUE"}
+        return {"nargs": "+", "type": get_args(annotation)[0], "metavar": metavar}
     if annotation is bool:
         return {"nargs": "?", "const": True, "type": boolean, "metavar": "true|false"}
-    return {"type": annotation, "metavar": {int: "N", float: "X"}.get(annotation, "VALUE")}
+    return {"type": annotation, "metavar": {int: "N", float: "X"}.get(annotation, metavar)}
 
 
 def boolean(text: str) -> bool:
