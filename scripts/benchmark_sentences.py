@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             with about(args.model):
                 variants = open_variants(args.model, Path(folder, "converted"))
             seconds, differences = measure(variants, texts, args.batch_size, args.repetitions)
-        print(f"{len(texts)} texts, in batches of {args.batch_size}, {torch.get_num_threads()} threads")
+        print(f"{len(texts)} texts, in batches of {args.batch_size}, threads: {torch.get_num_threads()}")
         first = next(iter(variants))
         for name, took in seconds.items():
             print(f"{name:10} {len(texts) / took:8.1f} texts/s  ×{seconds[first] / took:.2f}  {differences[name]:.1e}")

@@ -165,7 +165,7 @@ def print_machine(machine: dict) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
     print_lines(
         f"{machine['processor']} ({', '.join(machine['flags'])}), {machine['cores']} cores, "
-        f"{machine['threads']} threads",
+        f"threads: {machine['threads']}",
         f"matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
         f"Python {machine['python']}, {libraries}",
     )

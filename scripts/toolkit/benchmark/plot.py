@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from toolkit.cli import shortened
 from toolkit.files import atomic_file
 
 
@@ -20,7 +21,8 @@ def plot(report: dict, path: Path) -> None:
     for draw, axis in zip(panels, axes[0], strict=True):
         draw(axis, report)
     machine = report["machine"]
-    figure.suptitle(f"{report['model']}; {machine['processor']}, {machine['threads']} threads", fontsize="medium")
+    title = f"{shortened(report['model'], 80)}\n{machine['processor']}, threads: {machine['threads']}"
+    figure.suptitle(title, fontsize="medium")
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120)
     pyplot.close(figure)
@@ -48,7 +50,7 @@ def bars(axis, report: dict) -> None:
     axis.set_axisbelow(True)
     axis.set_xlabel("non-padding tokens per second")
     axis.set_title("throughput, with the speed-up over BertModel (sdpa, float32)", fontsize="medium")
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, which it would cover
 
 
 def lines(axis, report: dict) -> None:
