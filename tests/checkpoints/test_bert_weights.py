@@ -21,7 +21,7 @@ from support.models import BERTS, OURS, REFERENCES, TINY, random_encoder_decoder
 
 ALIASES = {leaf: alias for alias, leaf in TENSORFLOW_NAMES.items()}
 DECODER = {"is_decoder": True, "add_cross_attention": True}
-# Each of our models and its twin: every class, and with cross-attention those that may have it.
+# Each of our models and its reference: every class, and with cross-attention those that may have it.
 PAIRS = {
     **{head: (OURS[head], REFERENCES[head], {}) for head in BERTS},
     "Model, decoder": (ScratchBertModel, transformers.BertModel, DECODER),
@@ -43,9 +43,9 @@ def bare(name: str, prefix: str) -> str:
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_the_table_covers_exactly_the_tensors_of_both_models(kind):
-    ours, twin, fields = PAIRS[kind]
+    ours, reference, fields = PAIRS[kind]
     ours = ours(ScratchBertConfig(**TINY, **fields)).state_dict()
-    theirs = twin(transformers.BertConfig(**TINY, **fields)).state_dict()
+    theirs = reference(transformers.BertConfig(**TINY, **fields)).state_dict()
     theirs.pop(OUTPUT_BIAS_ALIAS, None)  # the same tensor as the decoder's bias
     headless = kind.startswith("Model")
 
@@ -134,7 +134,7 @@ def test_the_canonical_name_is_ours_as_in_a_model_with_a_head(head):
 
 
 @pytest.mark.parametrize("head", OURS)
-def test_the_twin_of_a_class_is_known_by_name(head):
+def test_the_reference_of_a_class_is_known_by_name(head):
     name = OURS[head].__name__
     if head == "Seq2SeqModel":
         assert not hasattr(transformers, reference_class(name))  # transformers has no such class without a head

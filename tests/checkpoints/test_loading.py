@@ -1,4 +1,4 @@
-"""`from_pretrained`: every form of BERT checkpoint gives the twin's numbers, and whatever is no BERT is refused."""
+"""`from_pretrained`: every form of BERT checkpoint gives the reference's numbers; any other raises an error."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def load(source, head="ForPreTraining", **kwargs):
     return model, info, "\n".join(warnings)
 
 
-def load_twin(source, head="ForPreTraining", **kwargs):
+def load_reference(source, head="ForPreTraining", **kwargs):
     return REFERENCES[head].from_pretrained(source, output_loading_info=True, **kwargs)
 
 
@@ -92,16 +92,16 @@ def test_every_form_of_a_pretraining_checkpoint(tmp_path, form):
     bert = random_bert()
     write_bert(tmp_path, bert, container, fields=fields, dtype=dtype, **form)
     ours, info, warnings = load(tmp_path, head)
-    twin, twin_info = load_twin(tmp_path, head)
+    reference, reference_info = load_reference(tmp_path, head)
 
-    assert ours.dtype == twin.dtype == dtype
+    assert ours.dtype == reference.dtype == dtype
     assert not ours.training
-    assert_same_outputs(ours, twin)
-    # The twin itself against the weights that were written
-    assert_same_outputs(twin, load_bits(REFERENCES[head](bert.config), bert.to(dtype)))
+    assert_same_outputs(ours, reference)
+    # The reference itself against the weights that were written
+    assert_same_outputs(reference, load_bits(REFERENCES[head](bert.config), bert.to(dtype)))
 
-    assert info["missing_keys"] == twin_info["missing_keys"] == set()
-    unexpected = {name for name in twin_info["unexpected_keys"] if not name.endswith("position_ids")}
+    assert info["missing_keys"] == reference_info["missing_keys"] == set()
+    unexpected = {name for name in reference_info["unexpected_keys"] if not name.endswith("position_ids")}
     assert info["unexpected_keys"] == {to_scratchbert(name) for name in unexpected}
     assert not info["mismatched_keys"]
     if head == "ForPreTraining":
@@ -122,7 +122,7 @@ def load_bits(model, source):
 def test_a_bare_encoder_of_the_original_names(tmp_path, container, layer_norm):
     write_bert(tmp_path, random_bert("Model"), container, layer_norm=layer_norm, position_ids=True)
     ours, info, warnings = load(tmp_path, "Model")
-    assert_same_outputs(ours, load_twin(tmp_path, "Model")[0])
+    assert_same_outputs(ours, load_reference(tmp_path, "Model")[0])
     assert info == NOTHING
     assert not warnings
 
@@ -143,11 +143,11 @@ def test_any_head_into_any_other(every_head, stored, loaded):
     fields = {"num_labels": 2} if loaded == "ForQuestionAnswering" else {}
     fields |= {"ignore_mismatched_sizes": True}
     ours, info, warnings = load(every_head[stored], loaded, **fields)
-    twin, twin_info = load_twin(every_head[stored], loaded, **fields)
+    reference, reference_info = load_reference(every_head[stored], loaded, **fields)
 
-    assert info["missing_keys"] == renamed(twin_info["missing_keys"], bare=loaded == "Model")
-    assert info["unexpected_keys"] == renamed(twin_info["unexpected_keys"], bare=False)
-    assert {key for key, *_ in info["mismatched_keys"]} == {key for key, *_ in twin_info["mismatched_keys"]}
+    assert info["missing_keys"] == renamed(reference_info["missing_keys"], bare=loaded == "Model")
+    assert info["unexpected_keys"] == renamed(reference_info["unexpected_keys"], bare=False)
+    assert {key for key, *_ in info["mismatched_keys"]} == {key for key, *_ in reference_info["mismatched_keys"]}
     new = info["missing_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if stored == loaded:
         assert info == NOTHING
@@ -155,7 +155,7 @@ def test_any_head_into_any_other(every_head, stored, loaded):
     for name in new:
         assert name in warnings
     # Everything that both have agrees; a new head is random in both.
-    assert_same_outputs(ours, twin, only="" if not new else "hidden_states")
+    assert_same_outputs(ours, reference, only="" if not new else "hidden_states")
 
 
 def renamed(names, bare):
@@ -182,7 +182,7 @@ def test_any_head_of_our_own_into_any_other(tmp_path, stored):
     assert_same_outputs(load(tmp_path, stored)[0], model)
 
 
-def test_a_new_head_starts_as_the_twin_s_does(every_head):
+def test_a_new_head_starts_as_the_reference_s_does(every_head):
     torch.manual_seed(0)
     new = load(every_head["ForPreTraining"], "ForSequenceClassification", num_labels=5)[0]
     assert new.classifier.weight.shape == (5, 32)
@@ -196,7 +196,7 @@ def test_a_decoder(tmp_path, fields):
     fields = {"is_decoder": True, **fields}
     write_bert(tmp_path, random_bert("Model", **fields), "sharded safetensors", layer_norm="gamma")
     ours, info, warnings = load(tmp_path, "Model")
-    assert_same_outputs(ours, load_twin(tmp_path, "Model")[0])
+    assert_same_outputs(ours, load_reference(tmp_path, "Model")[0])
     assert info == NOTHING
     assert not warnings
 
@@ -204,8 +204,8 @@ def test_a_decoder(tmp_path, fields):
 def test_cross_attention_added_while_loading_is_new_and_named(every_head):
     fields = {"is_decoder": True, "add_cross_attention": True}
     ours, info, warnings = load(every_head["Model"], "Model", **fields)
-    _, twin_info = load_twin(every_head["Model"], "Model", **fields)
-    assert info["missing_keys"] == renamed(twin_info["missing_keys"], bare=True)
+    _, reference_info = load_reference(every_head["Model"], "Model", **fields)
+    assert info["missing_keys"] == renamed(reference_info["missing_keys"], bare=True)
     assert all(".cross_attention" in name for name in info["missing_keys"])
     assert len(info["missing_keys"]) == 2 * 10
     assert "cross_attention" in warnings
@@ -246,21 +246,21 @@ def untied_checkpoint(folder, *left_out, tie):
 def test_an_untied_head(tmp_path, head, left_out):
     tensors = untied_checkpoint(tmp_path, *left_out, tie=False)
     ours, info, _ = load(tmp_path, head)
-    assert_same_outputs(ours, load_twin(tmp_path, head)[0])
+    assert_same_outputs(ours, load_reference(tmp_path, head)[0])
     assert not info["missing_keys"]
     assert torch.equal(ours.lm_head.decoder.bias, tensors[DECODER_BIAS])
     assert torch.equal(ours.lm_head.decoder.weight, tensors[DECODER_WEIGHT])
 
 
 def test_an_untied_head_whose_bias_has_its_old_name_alone(tmp_path):
-    """So transformers 4 stored it, where the two biases were one parameter. Today's twin takes that one for missing and
-    computes without an output bias; the weights that were stored say otherwise."""
+    """As stored by transformers 4, where the two biases were one parameter. Today's reference reports it as missing and
+    computes without an output bias."""
     tensors = untied_checkpoint(tmp_path, DECODER_BIAS, tie=False)
     ours, info, _ = load(tmp_path)
     assert info == NOTHING
-    twin = REFERENCES["ForPreTraining"](transformers.BertConfig(**TINY, tie_word_embeddings=False))
-    twin.load_state_dict({**tensors, DECODER_BIAS: tensors[OUTPUT_BIAS]})
-    assert_same_outputs(ours, twin.eval())
+    reference = REFERENCES["ForPreTraining"](transformers.BertConfig(**TINY, tie_word_embeddings=False))
+    reference.load_state_dict({**tensors, DECODER_BIAS: tensors[OUTPUT_BIAS]})
+    assert_same_outputs(ours, reference.eval())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_an_untied_head_whose_bias_has_its_old_name_alone(tmp_path):
 def test_a_config_that_ties_what_the_weights_do_not(tmp_path, left_out):
     untied_checkpoint(tmp_path, *left_out, tie=True)
     ours, info, warnings = load(tmp_path)
-    assert_same_outputs(ours, load_twin(tmp_path)[0])
+    assert_same_outputs(ours, load_reference(tmp_path)[0])
     assert info == NOTHING
     if DECODER_WEIGHT in left_out:
         assert ours.lm_head.decoder.weight is ours.get_input_embeddings().weight
@@ -312,16 +312,16 @@ def test_every_way_to_name_a_folder(tmp_path, monkeypatch, every_head, kind):
         "named like a hub id": "user/model",
     }[kind]
     ours, info, warnings = load(source)
-    assert_same_outputs(ours, load_twin(source)[0])
+    assert_same_outputs(ours, load_reference(source)[0])
     assert info == NOTHING
     assert not warnings
 
 
 @pytest.mark.skipif(is_peft_available(), reason="with PEFT transformers looks for adapters in the file, and raises")
 def test_a_file_of_weights_and_a_config(tmp_path, every_head):
-    """The twin takes the path of a file as well, since it then needs no other."""
+    """The reference takes the path of a file as well, since it then needs no other."""
     file, config = every_head["ForPreTraining"] / "model.safetensors", transformers.BertConfig(**TINY)
-    assert_same_outputs(load(str(file), config=config)[0], load_twin(str(file), config=config)[0])
+    assert_same_outputs(load(str(file), config=config)[0], load_reference(str(file), config=config)[0])
 
 
 def test_in_a_subfolder(tmp_path):
@@ -329,7 +329,7 @@ def test_in_a_subfolder(tmp_path):
     write_bert(tmp_path / "inner", random_bert(seed=2), "sharded bin")
     for kwargs in ({}, {"subfolder": "inner"}):
         for config in (None, transformers.BertConfig(**TINY)):
-            assert_same_outputs(load(tmp_path, config=config, **kwargs)[0], load_twin(tmp_path, **kwargs)[0])
+            assert_same_outputs(load(tmp_path, config=config, **kwargs)[0], load_reference(tmp_path, **kwargs)[0])
     assert largest_difference(outputs(load(tmp_path)[0]), outputs(load(tmp_path, subfolder="inner")[0])) > 0.1
 
 
@@ -339,7 +339,7 @@ def test_a_variant(tmp_path, container):
     write_weights(tmp_path, bert_tensors(random_bert(seed=2), dtype=torch.float16), container, variant="fp16")
     kwargs = {"variant": "fp16", "dtype": torch.float32}
     ours, info, _ = load(tmp_path, **kwargs)
-    assert_same_outputs(ours, load_twin(tmp_path, **kwargs)[0])
+    assert_same_outputs(ours, load_reference(tmp_path, **kwargs)[0])
     assert info == NOTHING
     assert largest_difference(outputs(ours), outputs(load(tmp_path)[0])) > 0.1
 
@@ -354,7 +354,7 @@ def test_use_safetensors_chooses_the_file(tmp_path):
     write_bert(tmp_path, random_bert(seed=2), "bin", decoder="weight and bias")
     for use in (None, True, False):
         ours, info, _ = load(tmp_path, use_safetensors=use)
-        assert_same_outputs(ours, load_twin(tmp_path, use_safetensors=use)[0])
+        assert_same_outputs(ours, load_reference(tmp_path, use_safetensors=use)[0])
         assert info == NOTHING
     (tmp_path / "model.safetensors").unlink()
     assert_refused(tmp_path, "safetensors", tmp_path, error=OSError, use_safetensors=True)
@@ -422,7 +422,7 @@ def test_a_hub_id_without_a_shard(tmp_path):
 @pytest.mark.parametrize("device_map", ["cpu", "auto", "sequential", {"": "cpu"}, torch.device("cpu")], ids=str)
 def test_device_map(every_head, device_map):
     ours, info, _ = load(every_head["ForPreTraining"], device_map=device_map)
-    assert_same_outputs(ours, load_twin(every_head["ForPreTraining"])[0])
+    assert_same_outputs(ours, load_reference(every_head["ForPreTraining"])[0])
     assert info == NOTHING
 
 
@@ -433,7 +433,7 @@ def test_half_of_the_model_on_disk(tmp_path, container):
     device_map |= {"next_sentence_head": "cpu"}
     ours = load(tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload"))[0]
     assert ours.model.encoder.blocks[0].attention.query.weight.is_meta
-    assert_same_outputs(ours, load_twin(tmp_path / "model")[0])
+    assert_same_outputs(ours, load_reference(tmp_path / "model")[0])
 
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
@@ -442,10 +442,10 @@ def test_half_of_the_model_on_disk(tmp_path, container):
 def test_dtype(tmp_path, stored, dtype, spelling):
     write_bert(tmp_path, dtype=stored, fields={"dtype": str(stored).removeprefix("torch.")})
     ours, info, _ = load(tmp_path, **{spelling: dtype})
-    twin = load_twin(tmp_path, **{spelling: dtype})[0]
-    assert ours.dtype == twin.dtype
-    assert {tensor.dtype for tensor in ours.state_dict().values()} == {twin.dtype}
-    assert_same_outputs(ours, twin)
+    reference = load_reference(tmp_path, **{spelling: dtype})[0]
+    assert ours.dtype == reference.dtype
+    assert {tensor.dtype for tensor in ours.state_dict().values()} == {reference.dtype}
+    assert_same_outputs(ours, reference)
     assert info == NOTHING
 
 
@@ -492,7 +492,7 @@ def test_a_key_mapping_goes_before_our_own(tmp_path, start, key_mapping):
     write_bert(tmp_path, bert)
     write_weights(tmp_path, tensors)
     ours, info, _ = load(tmp_path, key_mapping=key_mapping)
-    assert_same_outputs(ours, load_twin(tmp_path, key_mapping=key_mapping)[0])
+    assert_same_outputs(ours, load_reference(tmp_path, key_mapping=key_mapping)[0])
     assert_same_outputs(ours, bert)
     assert info == NOTHING
 
@@ -520,19 +520,19 @@ def test_sizes_that_do_not_fit(every_head):
     }
     assert "classifier.weight" in warnings
     assert ours.classifier.weight.shape == (7, 32)
-    assert_same_outputs(ours, load_twin(folder, "ForTokenClassification", num_labels=3)[0], only="hidden_states")
+    assert_same_outputs(ours, load_reference(folder, "ForTokenClassification", num_labels=3)[0], only="hidden_states")
 
 
 def test_a_vocabulary_that_does_not_fit(tmp_path):
-    write_bert(tmp_path)  # were the output matrix stored too, transformers would fail, for the twin as well
+    write_bert(tmp_path)  # were the output matrix stored too, transformers would fail, for the reference as well
     fields = {"vocab_size": 120, "ignore_mismatched_sizes": True}
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(tmp_path, vocab_size=120)
     ours, info, _ = load(tmp_path, **fields)
-    _, twin_info = load_twin(tmp_path, **fields)
+    _, reference_info = load_reference(tmp_path, **fields)
     shared = {"model.embeddings.word_embeddings.weight", "lm_head.decoder.bias"}
     assert shared <= {name for name, *_ in info["mismatched_keys"]}
-    assert {to_scratchbert(name) for name, *_ in twin_info["mismatched_keys"]} == {
+    assert {to_scratchbert(name) for name, *_ in reference_info["mismatched_keys"]} == {
         name for name, *_ in info["mismatched_keys"]
     }
     assert ours.lm_head.decoder.weight is ours.get_input_embeddings().weight
@@ -543,7 +543,7 @@ def test_without_a_pooler(every_head):
     ours, info, _ = load(every_head["Model"], "Model", add_pooling_layer=False)
     assert ours.pooler is None
     assert info["unexpected_keys"] == {"model.pooler.dense.weight", "model.pooler.dense.bias"}
-    assert_same_outputs(ours, load_twin(every_head["Model"], "Model", add_pooling_layer=False)[0])
+    assert_same_outputs(ours, load_reference(every_head["Model"], "Model", add_pooling_layer=False)[0])
 
 
 def test_without_loading_info_it_is_just_the_model(every_head):
@@ -557,7 +557,7 @@ def test_weights_that_config_json_points_to(tmp_path):
     write_weights(tmp_path, bert_tensors(random_bert(seed=3)))
     ours, info, _ = load(bert)
     assert_same_outputs(ours, random_bert(seed=2))
-    assert_same_outputs(ours, load_twin(bert)[0])
+    assert_same_outputs(ours, load_reference(bert)[0])
     assert info == NOTHING
 
 
@@ -579,14 +579,14 @@ def test_the_fields_of_config_json_arrive(tmp_path):
     bert = random_bert("ForSequenceClassification", **fields)
     write_bert(tmp_path, bert)
     ours = load(tmp_path, "ForSequenceClassification")[0]
-    twin = load_twin(tmp_path, "ForSequenceClassification")[0]
+    reference = load_reference(tmp_path, "ForSequenceClassification")[0]
     for name in fields:
-        assert getattr(ours.config, name) == getattr(twin.config, name) == fields[name], name
+        assert getattr(ours.config, name) == getattr(reference.config, name) == fields[name], name
     assert ours.config.model_type == "scratchbert"
-    assert ours.config.name_or_path == twin.config.name_or_path
+    assert ours.config.name_or_path == reference.config.name_or_path
     assert ours.dropout.p == 0.25
     assert ours.get_input_embeddings().padding_idx == 3
-    assert_same_outputs(ours, twin)
+    assert_same_outputs(ours, reference)
 
 
 CONFIGS = {
@@ -609,14 +609,14 @@ def test_a_caller_s_own_config(every_head, kind):
     assert type(ours.config) is ScratchBertConfig
     assert ours.config.model_type == "scratchbert"
     assert config.to_dict() == before
-    assert_same_outputs(ours, load_twin(folder, "ForSequenceClassification")[0], only="hidden_states")
+    assert_same_outputs(ours, load_reference(folder, "ForSequenceClassification")[0], only="hidden_states")
 
 
 def test_our_config_makes_an_auto_class_open_a_bert_as_ours(every_head):
     config = ScratchBertConfig.from_pretrained(every_head["ForMaskedLM"])
     model = transformers.AutoModelForMaskedLM.from_pretrained(every_head["ForMaskedLM"], config=config)
     assert type(model) is OURS["ForMaskedLM"]
-    assert_same_outputs(model, load_twin(every_head["ForMaskedLM"], "ForMaskedLM")[0])
+    assert_same_outputs(model, load_reference(every_head["ForMaskedLM"], "ForMaskedLM")[0])
 
 
 @pytest.mark.parametrize("as_path", [str, Path])
@@ -625,7 +625,7 @@ def test_a_path_as_config(tmp_path, every_head, name, as_path):
     write_bert(tmp_path, fields={"id2label": dict.fromkeys(range(6), "label")})
     ours = load(every_head["Model"], "ForSequenceClassification", config=as_path(tmp_path / name))[0]
     assert ours.num_labels == 6
-    assert_same_outputs(ours, load_twin(every_head["Model"])[0], only="hidden_states")
+    assert_same_outputs(ours, load_reference(every_head["Model"])[0], only="hidden_states")
 
 
 def test_attention_and_outputs_asked_for_while_loading(every_head):
@@ -1047,7 +1047,7 @@ def test_a_class_of_one_s_own_gets_back_what_it_saved(tmp_path, own):
     assert not different
 
 
-def test_a_model_made_from_the_twin_s_configuration():
+def test_a_model_made_from_the_reference_s_configuration():
     """`ScratchBertModel(BertConfig())` is what is left where an import was changed and the other was not: the same
     model, or an error that says which configuration is wanted."""
     try:
@@ -1138,7 +1138,7 @@ def their_config(source):
     return transformers.EncoderDecoderConfig.from_pretrained(source)
 
 
-def load_their_twin(source, **kwargs):
+def load_their_reference(source, **kwargs):
     return transformers.EncoderDecoderModel.from_pretrained(source, **kwargs)
 
 
@@ -1157,16 +1157,16 @@ def load_their_twin(source, **kwargs):
 def test_every_form_of_two_berts(tmp_path, form):
     form = dict(form)
     container, layers = form.pop("container"), form.pop("layers")
-    twin = random_encoder_decoder(decoder={"num_hidden_layers": layers})
+    reference = random_encoder_decoder(decoder={"num_hidden_layers": layers})
     dtype = str(form["dtype"]).removeprefix("torch.")
-    write_two_berts(tmp_path, twin, container, fields={"dtype": dtype}, **form)
+    write_two_berts(tmp_path, reference, container, fields={"dtype": dtype}, **form)
     ours, info, warnings = load_two_berts(tmp_path)
     assert info == NOTHING
     assert not warnings
     assert ours.dtype == form["dtype"]
     assert not ours.training
-    assert_same_outputs(ours, twin.to(form["dtype"]), tolerance=1e-5)
-    assert_same_outputs(ours, load_their_twin(tmp_path), tolerance=1e-5)
+    assert_same_outputs(ours, reference.to(form["dtype"]), tolerance=1e-5)
+    assert_same_outputs(ours, load_their_reference(tmp_path), tolerance=1e-5)
     assert ours.lm_head.decoder.weight is ours.get_decoder().get_input_embeddings().weight
     assert ours.get_encoder().get_input_embeddings() is not ours.get_decoder().get_input_embeddings()
     base, info, _ = load_two_berts(tmp_path, "Seq2SeqModel")
@@ -1194,10 +1194,10 @@ def test_two_berts_open_by_every_class_of_two_halves_and_are_ours_from_then_on(t
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("left_out", [(), (OUTPUT_BIAS,), (DECODER_BIAS,)], ids=["both", "new name", "old name"])
 def test_the_matrix_and_the_bias_of_two_berts(tmp_path, left_out, tied):
-    twin = random_encoder_decoder(decoder={"tie_word_embeddings": tied})
-    tensors = two_bert_tensors(twin, decoder="left out" if tied else "weight and bias")
+    reference = random_encoder_decoder(decoder={"tie_word_embeddings": tied})
+    tensors = two_bert_tensors(reference, decoder="left out" if tied else "weight and bias")
     tensors["decoder." + OUTPUT_BIAS] = tensors["decoder." + DECODER_BIAS] = torch.randn(TINY["vocab_size"])
-    write_two_berts(tmp_path, twin)
+    write_two_berts(tmp_path, reference)
     write_weights(tmp_path, {k: v for k, v in tensors.items() if k.removeprefix("decoder.") not in left_out})
     ours, info, warnings = load_two_berts(tmp_path)
     assert info == NOTHING
@@ -1205,8 +1205,8 @@ def test_the_matrix_and_the_bias_of_two_berts(tmp_path, left_out, tied):
     assert torch.equal(ours.lm_head.decoder.bias, tensors["decoder." + OUTPUT_BIAS])
     assert ours.config.tie_word_embeddings == tied
     with torch.no_grad():
-        twin.decoder.cls.predictions.decoder.bias.copy_(tensors["decoder." + OUTPUT_BIAS])
-    assert_same_outputs(ours, twin, tolerance=1e-5)
+        reference.decoder.cls.predictions.decoder.bias.copy_(tensors["decoder." + OUTPUT_BIAS])
+    assert_same_outputs(ours, reference, tolerance=1e-5)
 
 
 def shared_by_transformers_4(names, kept):
@@ -1220,18 +1220,20 @@ def shared_by_transformers_4(names, kept):
 @pytest.mark.parametrize("kept", ["encoder", "decoder", "both"])
 @pytest.mark.parametrize("container", ["safetensors", "bin", "sharded safetensors"])
 def test_two_berts_that_transformers_4_tied(tmp_path, container, kept):
-    twin = random_encoder_decoder()
-    twin.decoder.bert.load_state_dict(twin.encoder.state_dict(), strict=False)  # the pooler is not the decoder's
-    tensors = two_bert_tensors(twin)
+    reference = random_encoder_decoder()
+    reference.decoder.bert.load_state_dict(
+        reference.encoder.state_dict(), strict=False
+    )  # the pooler is not the decoder's
+    tensors = two_bert_tensors(reference)
     dropped = shared_by_transformers_4(tensors, kept) if kept != "both" else set()
     assert kept == "both" or len(dropped) == 2 * 16 + 5
-    write_two_berts(tmp_path, twin, container)
+    write_two_berts(tmp_path, reference, container)
     write_weights(tmp_path, {name: t for name, t in tensors.items() if name not in dropped}, container)
     change_config(tmp_path, tie_encoder_decoder=True)
     ours, info, warnings = load_two_berts(tmp_path)
     assert info == NOTHING
     assert not warnings
-    assert_same_outputs(ours, twin, tolerance=1e-5)
+    assert_same_outputs(ours, reference, tolerance=1e-5)
     encoder, decoder = ours.get_encoder(), ours.get_decoder()
     assert all(weight is dict(decoder.named_parameters())[name] for name, weight in encoder.named_parameters())
     ours.save_pretrained(tmp_path / "ours")
@@ -1239,8 +1241,8 @@ def test_two_berts_that_transformers_4_tied(tmp_path, container, kept):
 
 
 def test_two_berts_by_every_way_to_name_them(tmp_path):
-    twin = random_encoder_decoder()
-    folder = write_two_berts(tmp_path / "folder", twin, "sharded bin", layer_norm="gamma")
+    reference = random_encoder_decoder()
+    folder = write_two_berts(tmp_path / "folder", reference, "sharded bin", layer_norm="gamma")
     write_two_berts(folder / "inner", random_encoder_decoder(seed=2))
     write_hub_cache(tmp_path, "someone/two-berts", folder)
     config = their_config(folder)
@@ -1255,32 +1257,36 @@ def test_two_berts_by_every_way_to_name_them(tmp_path):
         ours, info, warnings = load_two_berts(source, **kwargs)
         assert info == NOTHING
         assert not warnings
-        assert_same_outputs(ours, twin, tolerance=1e-5)
+        assert_same_outputs(ours, reference, tolerance=1e-5)
     inner, _, _ = load_two_berts(folder, subfolder="inner")
     assert_same_outputs(inner, random_encoder_decoder(seed=2), tolerance=1e-5)
 
 
 def test_a_state_dict_of_two_berts():
-    twin = random_encoder_decoder()
-    for tensors in (twin.state_dict(), two_bert_tensors(twin), two_bert_tensors(twin, layer_norm="gamma")):
-        ours, info, _ = load_two_berts(None, config=twin.config, state_dict=tensors)
+    reference = random_encoder_decoder()
+    for tensors in (
+        reference.state_dict(),
+        two_bert_tensors(reference),
+        two_bert_tensors(reference, layer_norm="gamma"),
+    ):
+        ours, info, _ = load_two_berts(None, config=reference.config, state_dict=tensors)
         assert info == NOTHING
-        assert_same_outputs(ours, twin, tolerance=1e-5)
+        assert_same_outputs(ours, reference, tolerance=1e-5)
     own, info, _ = load_two_berts(None, config=ours.config, state_dict=ours.state_dict())
     assert info == NOTHING
-    assert_same_outputs(own, twin, tolerance=1e-5)
+    assert_same_outputs(own, reference, tolerance=1e-5)
 
 
 def test_how_two_berts_generate_is_kept(tmp_path):
     """Whether it stands in generation_config.json, or, as transformers 4 left it, in config.json."""
     wanted = {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2}
-    twin = random_encoder_decoder()
-    twin.generation_config.update(**wanted)
-    twin.save_pretrained(tmp_path / "new")
-    write_two_berts(tmp_path / "old", twin, fields=wanted)
+    reference = random_encoder_decoder()
+    reference.generation_config.update(**wanted)
+    reference.save_pretrained(tmp_path / "new")
+    write_two_berts(tmp_path / "old", reference, fields=wanted)
     (tmp_path / "old" / "generation_config.json").unlink()
     ids = torch.tensor([[5, 6, 7, 8]])
-    expected = load_their_twin(tmp_path / "new").generate(ids)
+    expected = load_their_reference(tmp_path / "new").generate(ids)
     for folder in (tmp_path / "new", tmp_path / "old"):
         ours, _, _ = load_two_berts(folder)
         ours.save_pretrained(tmp_path / "ours")
@@ -1313,8 +1319,8 @@ def test_what_two_berts_return_is_said_by_the_whole_and_not_by_a_half(tmp_path, 
     usual = field == "return_dict"
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[2, 9]]), "use_cache": False}
     folder = write_two_berts(tmp_path, fields={field: not usual})
-    ours, twin = (load(folder) for load in (ScratchBertConfig.from_pretrained, their_config))
-    assert getattr(ours, field) == getattr(twin, field) == (not usual)
+    ours, reference = (load(folder) for load in (ScratchBertConfig.from_pretrained, their_config))
+    assert getattr(ours, field) == getattr(reference, field) == (not usual)
     for half in ("encoder", "decoder"):
         folder = write_two_berts(tmp_path)
         change_config(folder, **{half: {**config_json(folder)[half], field: not usual}})
@@ -1327,8 +1333,8 @@ def test_whether_two_berts_fill_a_cache_is_the_decoder_s_to_say(tmp_path, half):
     folder = write_two_berts(tmp_path)
     change_config(folder, **{half: {**config_json(folder)[half], "use_cache": False}})
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[2, 9]])}
-    ours, twin = load_two_berts(folder)[0], load_their_twin(folder)
-    assert ("past_key_values" in ours(**inputs)) == ("past_key_values" in twin(**inputs)) == (half == "encoder")
+    ours, reference = load_two_berts(folder)[0], load_their_reference(folder)
+    assert ("past_key_values" in ours(**inputs)) == ("past_key_values" in reference(**inputs)) == (half == "encoder")
 
 
 HALVES_THAT_DIFFER = {

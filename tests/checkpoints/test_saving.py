@@ -410,9 +410,9 @@ def test_a_resized_vocabulary(tmp_path, length):
     model.save_pretrained(tmp_path / "saved")
     assert_ours(tmp_path / "saved", model)
     model.save_as_bert(tmp_path / "as bert")
-    twin, info = REFERENCES["ForPreTraining"].from_pretrained(tmp_path / "as bert", output_loading_info=True)
+    reference, info = REFERENCES["ForPreTraining"].from_pretrained(tmp_path / "as bert", output_loading_info=True)
     assert info == NOTHING
-    assert_same_outputs(twin, model)
+    assert_same_outputs(reference, model)
 
 
 # --- what lies in the folder already
@@ -561,23 +561,23 @@ def test_a_copy_is_a_model_of_its_own(tmp_path, way):
 
 
 def canonical(folder, head, **fields):
-    """The names under which `transformers` itself stores the twin."""
+    """The names under which `transformers` itself stores the reference."""
     REFERENCES[head](transformers.BertConfig(**TINY, **NEEDS.get(head, {}), **fields)).save_pretrained(folder)
     return set(load_file(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("head", BERTS)
-def test_as_bert_every_class_and_its_twin(tmp_path, head, tied):
+def test_as_bert_every_class_and_its_reference(tmp_path, head, tied):
     model = random_scratchbert(head, tie_word_embeddings=tied, num_labels=2)
     with logged_warnings() as warnings:
         model.save_as_bert(tmp_path)
-        twin, info = REFERENCES[head].from_pretrained(tmp_path, output_loading_info=True)
+        reference, info = REFERENCES[head].from_pretrained(tmp_path, output_loading_info=True)
     assert info == NOTHING
     assert not warnings
-    assert_same_outputs(twin, model)
+    assert_same_outputs(reference, model)
     assert set(load_file(tmp_path / "model.safetensors")) == canonical(
-        tmp_path / "twin", head, tie_word_embeddings=tied
+        tmp_path / "reference", head, tie_word_embeddings=tied
     )
 
 
@@ -586,16 +586,16 @@ def test_as_bert_a_decoder(tmp_path, fields):
     fields = {"is_decoder": True, **fields}
     model = random_scratchbert("Model", **fields)
     model.save_as_bert(tmp_path)
-    twin, info = REFERENCES["Model"].from_pretrained(tmp_path, output_loading_info=True)
+    reference, info = REFERENCES["Model"].from_pretrained(tmp_path, output_loading_info=True)
     assert info == NOTHING
-    assert_same_outputs(twin, model)
-    assert set(load_file(tmp_path / "model.safetensors")) == canonical(tmp_path / "twin", "Model", **fields)
+    assert_same_outputs(reference, model)
+    assert set(load_file(tmp_path / "model.safetensors")) == canonical(tmp_path / "reference", "Model", **fields)
     for head in ("ForMaskedLM", "ForCausalLM"):
         causal = random_scratchbert(head, **fields)
         causal.save_as_bert(tmp_path / head)
-        twin, info = REFERENCES["ForCausalLM"].from_pretrained(tmp_path / head, output_loading_info=True)
+        reference, info = REFERENCES["ForCausalLM"].from_pretrained(tmp_path / head, output_loading_info=True)
         assert info == NOTHING
-        assert_same_outputs(twin, causal)
+        assert_same_outputs(reference, causal)
     assert config_json(tmp_path / "ForCausalLM")["architectures"] == ["BertLMHeadModel"]
     assert (
         type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ForCausalLM")) is REFERENCES["ForCausalLM"]
@@ -655,11 +655,11 @@ def test_as_bert_the_file_is_one_that_others_read(tmp_path):
     assert embeddings.tobytes() == model.get_input_embeddings().weight.numpy(force=True).tobytes()
     assert not [name for name in names if "gamma" in name or "beta" in name]
     # A loader that knows no more than names
-    twin = REFERENCES["ForMaskedLM"](transformers.BertConfig(**TINY))
-    left_out = twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    reference = REFERENCES["ForMaskedLM"](transformers.BertConfig(**TINY))
+    left_out = reference.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert not left_out.unexpected_keys
     assert set(left_out.missing_keys) == {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
-    assert_same_outputs(twin.eval(), model)
+    assert_same_outputs(reference.eval(), model)
 
 
 def test_as_bert_over_an_older_one(tmp_path):
@@ -676,9 +676,9 @@ def test_as_bert_whatever_the_config_says_of_tying(tmp_path):
     model = random_scratchbert("ForMaskedLM")
     model.config.tie_word_embeddings = False
     model.save_as_bert(tmp_path)
-    twin, info = REFERENCES["ForMaskedLM"].from_pretrained(tmp_path, output_loading_info=True)
+    reference, info = REFERENCES["ForMaskedLM"].from_pretrained(tmp_path, output_loading_info=True)
     assert info == NOTHING
-    assert_same_outputs(twin, model)
+    assert_same_outputs(reference, model)
 
 
 @pytest.mark.parametrize(
@@ -719,7 +719,7 @@ class Unchanged(ScratchBertForMaskedLM):
     """A subclass with no weight of its own."""
 
 
-def test_as_bert_a_subclass_has_its_parent_s_twin(tmp_path):
+def test_as_bert_a_subclass_has_its_parent_s_reference(tmp_path):
     model = Unchanged(ScratchBertConfig(**TINY)).eval()
     model.save_as_bert(tmp_path)
     assert config_json(tmp_path)["architectures"] == ["BertForMaskedLM"]
@@ -743,7 +743,7 @@ def test_saving_says_nothing_when_all_is_well(tmp_path):
 
 
 class ClassOfItsOwn(ScratchBertPreTrainedModel):
-    """Derived from no model that has a twin."""
+    """Derived from no model that has a reference."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -752,7 +752,7 @@ class ClassOfItsOwn(ScratchBertPreTrainedModel):
         self.post_init()
 
 
-def test_as_bert_a_class_without_a_twin_is_refused(tmp_path):
+def test_as_bert_a_class_without_a_reference_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ClassOfItsOwn derives from ScratchBertPreTrainedModel"):
         ClassOfItsOwn(ScratchBertConfig(**TINY)).save_as_bert(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -144,10 +144,10 @@ def test_a_decoder_with_its_cross_attention_goes_on_as_it_was(tmp_path):
 
 
 def test_a_real_bert(real_bert):
-    twin = transformers.BertModel.from_pretrained(real_bert)
+    reference = transformers.BertModel.from_pretrained(real_bert)
     tokenizer = transformers.AutoTokenizer.from_pretrained(real_bert)
     model, info, _ = start(real_bert)
-    assert_started(model, info, {name: t.to(model.dtype) for name, t in tensors_of(twin).items()})
+    assert_started(model, info, {name: t.to(model.dtype) for name, t in tensors_of(reference).items()})
     config = model.config
     assert config.decoder_start_token_id == tokenizer.cls_token_id == 101
     assert config.eos_token_id == tokenizer.sep_token_id == 102
@@ -156,7 +156,7 @@ def test_a_real_bert(real_bert):
     with torch.no_grad():
         encoded = model.get_encoder()(**batch).last_hidden_state
         real = batch["attention_mask"].bool()
-        assert_close(encoded[real], twin(**batch).last_hidden_state[real], rtol=0, atol=1e-5)
+        assert_close(encoded[real], reference(**batch).last_hidden_state[real], rtol=0, atol=1e-5)
         written = model.generate(**batch, max_new_tokens=4)
     assert written.shape[0] == 2
     assert (written[:, 0] == 101).all()
@@ -215,7 +215,7 @@ def test_a_hub_id_a_subfolder_and_a_variant(tmp_path):
 
 
 @pytest.mark.parametrize("first", [OUTPUT_BIAS, DECODER_BIAS])
-def test_of_two_output_biases_the_twin_s_counts(tmp_path, first):
+def test_of_two_output_biases_the_reference_s_counts(tmp_path, first):
     """In whichever order they stand in the file, as in `from_pretrained`."""
     bert = random_bert("ForMaskedLM", tie_word_embeddings=False)
     tensors = bert.state_dict()

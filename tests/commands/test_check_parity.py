@@ -233,7 +233,7 @@ def test_gradients_of_half_a_shared_tensor_differ(tmp_path):
     assert different.worst == "model.encoder.embeddings.position_embeddings.weight"
 
 
-def test_seq2seq_models_that_have_no_twin(tmp_path, capsys):
+def test_seq2seq_models_without_a_reference(tmp_path, capsys):
     bare, other = (seq2seq(tmp_path / name, ScratchBertSeq2SeqModel) for name in ("bare", "other"))
     assert run(bare) == 2
     assert "ScratchBertSeq2SeqModel has no model head" in one_line(capsys)

@@ -185,8 +185,8 @@ def test_every_class_there_and_back(name, bert, tmp_path):
         options["use_cache"] = False
     expected = REFERENCES[name].from_pretrained(source)(ids, **options).to_tuple()
     outputs = OURS[name].from_pretrained(there)(ids, **options).to_tuple()
-    for own, twin in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(own, twin, atol=1e-5, rtol=0)
+    for own, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(own, reference, atol=1e-5, rtol=0)
 
 
 def test_heads_that_the_named_class_would_drop_are_kept(bert, tmp_path):
@@ -235,8 +235,8 @@ def test_a_pooler_that_the_class_does_not_use_is_kept(name, bert, tmp_path):
     there, back, report, _ = there_and_back(source, tmp_path)
     assert report.left == {}
     assert_same_tensors(load_file(back / "model.safetensors"), load_file(source / "model.safetensors"))
-    twin = BertModel.from_pretrained(source)
-    assert torch.equal(AutoModel.from_pretrained(there).pooler.dense.weight, twin.pooler.dense.weight)
+    reference = BertModel.from_pretrained(source)
+    assert torch.equal(AutoModel.from_pretrained(there).pooler.dense.weight, reference.pooler.dense.weight)
 
 
 def test_no_pooler_stays_no_pooler(bert, tmp_path):
@@ -352,11 +352,11 @@ def test_two_berts(dtype, two_berts, tmp_path):
     assert config["decoder_start_token_id"] == 2
     assert not {"encoder", "decoder"} & set(config)
     if dtype == torch.float32:
-        twin = EncoderDecoderModel.from_pretrained(source)
+        reference = EncoderDecoderModel.from_pretrained(source)
         remote = get_class_from_dynamic_module("modeling_scratchbert.ScratchBertForConditionalGeneration", there)
         assert remote is not OURS["ForConditionalGeneration"]
         for model in (AutoModelForSeq2SeqLM.from_pretrained(there), remote.from_pretrained(there)):
-            assert_same_outputs(model, twin)
+            assert_same_outputs(model, reference)
 
 
 def test_what_lies_beside_two_berts(two_berts, tmp_path):
@@ -421,8 +421,8 @@ def test_two_berts_as_transformers_4_wrote_them(two_berts, tmp_path):
     assert config["tie_encoder_decoder"] is True
     assert not (there / "generation_config.json").exists()
     ids = torch.randint(5, 90, (2, 7))
-    twin = EncoderDecoderModel.from_pretrained(source).eval()
-    assert torch.equal(OURS["ForConditionalGeneration"].from_pretrained(there).generate(ids), twin.generate(ids))
+    reference = EncoderDecoderModel.from_pretrained(source).eval()
+    assert torch.equal(OURS["ForConditionalGeneration"].from_pretrained(there).generate(ids), reference.generate(ids))
 
 
 def test_two_berts_without_architectures(two_berts, tmp_path):

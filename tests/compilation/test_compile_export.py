@@ -32,12 +32,12 @@ def make(head="Model", **fields):
     return OURS[head](tiny_config(**{**FIELDS, **NEEDS.get(head, {}), **fields})).eval()
 
 
-def make_twin(model):
+def make_reference(model):
     """The `Bert…` class with the model's weights."""
     with TemporaryDirectory() as folder:
         model.save_as_bert(folder)
-        twin = getattr(transformers, type(model).__name__.removeprefix("Scratch"))
-        return twin.from_pretrained(folder).eval()
+        reference = getattr(transformers, type(model).__name__.removeprefix("Scratch"))
+        return reference.from_pretrained(folder).eval()
 
 
 def assert_same(output, expected, atol=1e-6):
@@ -65,7 +65,7 @@ def test_every_head_compiles_whole_and_once_for_all_shapes(head):
 
 @pytest.mark.parametrize("head", [head for head in OURS if head not in ("Model", "Seq2SeqModel")])
 def test_every_head_compiles_with_its_loss(head):
-    # One that finds its problem type in the first labels would be compiled again once it is known, as the twin is.
+    # One that finds its problem type in the first labels would be compiled again once it is known, as the reference is.
     fields = {"problem_type": "single_label_classification"} if head == "ForSequenceClassification" else {}
     model = make(head, **fields)
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
@@ -143,7 +143,7 @@ def test_every_kind_of_input_compiles(given):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_hidden_states_and_attentions_compile_once_they_have_been_asked_for(attention):
     """transformers sets its recording hooks at the first such call, under a lock that cannot be compiled whole; so too
-    for the twin."""
+    for the reference."""
     model = make(attn_implementation=attention, num_hidden_layers=2)
     inputs = inputs_for() | {"output_hidden_states": True, "output_attentions": True}
     expected = model(**inputs)
@@ -306,7 +306,7 @@ def test_every_head_traces_and_runs_in_other_shapes(head):
 
 def test_tracing_raises_no_alarm_over_our_code():
     """A check decides nothing about the result; "the trace might not generalize" would be said without a cause. The
-    twin's own code draws no such warning either."""
+    reference's own code draws no such warning either."""
     arguments = tuple(inputs_for().values())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -355,14 +355,14 @@ def test_functional_gradients_are_those_of_backward():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_of_each_example_come_out_of_vmap_as_from_the_twin():
+def test_gradients_of_each_example_come_out_of_vmap_as_from_the_reference():
     """As differential privacy and influence functions take them. Ids under `vmap` have no values to be checked."""
     model = make(attn_implementation="eager")
     ids = inputs_for()["input_ids"]
-    twin = make_twin(model)
-    twin.set_attn_implementation("eager")
+    reference = make_reference(model)
+    reference.set_attn_implementation("eager")
     gradients = []
-    for either, name in ((twin, "bert"), (model, "ours")):
+    for either, name in ((reference, "bert"), (model, "ours")):
         parameters = dict(either.named_parameters())
         together = vmap(grad(per_example_loss(either)), (None, 0))(parameters, ids)
         for row in range(len(ids)):

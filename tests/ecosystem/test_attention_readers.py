@@ -83,11 +83,11 @@ def attr():
 
 @pytest.fixture(scope="module")
 def classifiers(tmp_path_factory):
-    """A classifier and its Bert twin, with the same weights."""
+    """A classifier and its Bert reference, with the same weights."""
     model = randomise(ScratchBertForSequenceClassification(tiny_config())).eval()
     with torch.no_grad():
         model.classifier.weight *= 20  # so that scores are of a size that 1e-4 of it is little
-    folder = tmp_path_factory.mktemp("twin")
+    folder = tmp_path_factory.mktemp("reference")
     model.save_as_bert(folder)
     return model, BertForSequenceClassification.from_pretrained(folder).eval()
 
@@ -120,27 +120,27 @@ def assert_complete(attributions: torch.Tensor, model, batch) -> None:
     torch.testing.assert_close(attributions.sum((1, 2)), difference, atol=1e-4, rtol=0)
 
 
-def assert_as_the_twins(attributions: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_as_the_references(attributions: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.abs().max() > 0.05
     torch.testing.assert_close(attributions, expected, atol=1e-4, rtol=0)
 
 
 def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, batch):
-    model, twin = classifiers
+    model, reference = classifiers
     batch["mask"] = torch.ones_like(batch["mask"])
     attributions = integrated(attr, model, batch)
-    assert_as_the_twins(attributions, integrated(attr, twin, batch))
+    assert_as_the_references(attributions, integrated(attr, reference, batch))
     assert_complete(attributions, model, batch)
 
 
 @pytest.mark.parametrize("off", ["nowhere", "in the call", "in the configuration"])
 def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch, monkeypatch, off):
     """Its hooks see padded tensors, whether `padding_free` is off or not."""
-    model, twin = classifiers
+    model, reference = classifiers
     if off == "in the configuration":
         monkeypatch.setattr(model.config, "padding_free", False)
     attributions = integrated(attr, model, batch, **({"padding_free": False} if off == "in the call" else {}))
-    assert_as_the_twins(attributions, integrated(attr, twin, batch))
+    assert_as_the_references(attributions, integrated(attr, reference, batch))
     assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()
 
@@ -155,7 +155,7 @@ def test_captum_stops_at_a_batch_that_is_unpadded_by_request(attr, classifiers, 
 
 def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, batch):
     """Embeddings that are an argument need no hook, and so padding may be removed."""
-    model, twin = classifiers
+    model, reference = classifiers
 
     def score_of_embeddings(embeddings, mask):
         return model(inputs_embeds=embeddings, attention_mask=mask).logits[:, TARGET]
@@ -164,6 +164,6 @@ def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, b
     attributions = attr.IntegratedGradients(score_of_embeddings).attribute(
         *given, additional_forward_args=(batch["mask"],), n_steps=STEPS
     )
-    assert_as_the_twins(attributions, integrated(attr, twin, batch))
+    assert_as_the_references(attributions, integrated(attr, reference, batch))
     assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()

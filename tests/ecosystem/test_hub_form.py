@@ -38,16 +38,16 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on"
 
 
 def test_the_auto_map_is_complete():
-    """Every public model class is opened by some Auto class, and by every one that opens its twin."""
+    """Every public model class is opened by some Auto class, and by every one that opens its bert."""
     public = {name for name in modeling_scratchbert.__all__ if name.endswith("Model") or "BertFor" in name}
     public.remove("ScratchBertPreTrainedModel")
     public.remove("ScratchBertSeq2SeqModel")  # which AutoModel opens by way of ScratchBertModel
     assert {path.split(".")[1] for auto, path in AUTO_MAP.items() if auto != "AutoConfig"} == public
-    twin = transformers.BertConfig
+    bert = transformers.BertConfig
     for name in dir(transformers):
         mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
-        if mapping is not None and twin in mapping:
-            ours = f"Scratch{mapping[twin].__name__}"
+        if mapping is not None and bert in mapping:
+            ours = f"Scratch{mapping[bert].__name__}"
             assert ours not in public or AUTO_MAP[name] == f"modeling_scratchbert.{ours}"
 
 
@@ -243,14 +243,14 @@ def a_bert_loads_into_the_copy_and_goes_out_again():
     copy = type(open_as("AutoModelForPreTraining", "saved/ForPreTraining")[0])
     model, info = copy.from_pretrained("bert", output_loading_info=True)
     assert info == NOTHING, info
-    twin = transformers.BertForPreTraining.from_pretrained("bert")
-    same(compute(model), compute(twin))
+    bert = transformers.BertForPreTraining.from_pretrained("bert")
+    same(compute(model), compute(bert))
     model.save_pretrained("bert as ours")
     complete("bert as ours", "ForPreTraining")
     model.save_as_bert("bert out")
     again, info = transformers.AutoModelForPreTraining.from_pretrained("bert out", output_loading_info=True)
     assert type(again) is transformers.BertForPreTraining and info == NOTHING
-    same(compute(again), compute(twin))
+    same(compute(again), compute(bert))
     try:
         copy.from_pretrained("roberta")
     except ValueError as error:
@@ -310,9 +310,9 @@ def two_halves_are_not_opened_as_one():
 def two_halves_from_a_bert_and_from_two():
     copy = type(open_as("AutoModelForSeq2SeqLM", "two halves")[0])
     model = copy.from_bert("bert", decoder_start_token_id=2, eos_token_id=3)
-    twin = transformers.BertModel.from_pretrained("bert")
+    bert = transformers.BertModel.from_pretrained("bert")
     with torch.no_grad():
-        same(model.get_encoder()(**batch, padding_free=False), twin(**batch), "last_hidden_state")
+        same(model.get_encoder()(**batch, padding_free=False), bert(**batch), "last_hidden_state")
     assert generated(model).shape[0] == 2
     model, info = copy.from_pretrained("two berts", output_loading_info=True)
     assert info == NOTHING, info

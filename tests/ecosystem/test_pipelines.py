@@ -1,5 +1,5 @@
-"""`pipeline()` on a folder in Hub form gives what it gives for the BERT twin of the same weights, in every task that
-transformers has for an encoder."""
+"""`pipeline()` on a folder in Hub form returns what it returns for a BERT of the same weights, in every task for which
+transformers has an encoder."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def tokenizer(minilm):
 
 @pytest.fixture(scope="module")
 def folders(tokenizer, tmp_path_factory):
-    """For a task, the folder of one of our models and that of its twin, with the tokenizer beside; made once each."""
+    """For a task, the folder of one of our models and that of its reference, with the tokenizer; made once each."""
     made = {}
 
     def make(task):
@@ -84,12 +84,12 @@ def real_folders(minilm, tokenizer, tmp_path_factory):
 
 
 def save_both(model, tokenizer, folder):
-    ours, twin = str(folder / "ours"), str(folder / "bert")
+    ours, reference = str(folder / "ours"), str(folder / "bert")
     model.save_pretrained(ours)
-    model.save_as_bert(twin)
+    model.save_as_bert(reference)
     tokenizer.save_pretrained(ours)
-    tokenizer.save_pretrained(twin)
-    return ours, twin
+    tokenizer.save_pretrained(reference)
+    return ours, reference
 
 
 def run(folder, task, *args, arguments=None, **kwargs):
@@ -117,8 +117,8 @@ def assert_same(output, expected):
         assert_close(torch.tensor(output), torch.tensor(expected), rtol=0, atol=1e-5)
     elif isinstance(expected, (list, tuple)):
         assert len(output) == len(expected)
-        for part, twin_part in zip(output, expected, strict=True):
-            assert_same(part, twin_part)
+        for part, reference_part in zip(output, expected, strict=True):
+            assert_same(part, reference_part)
     elif hasattr(expected, "dtype"):
         assert float(output) == pytest.approx(float(expected), abs=1e-5)
     else:
@@ -142,11 +142,11 @@ def assert_same(output, expected):
         ("token-classification", SENTENCES, {"aggregation_strategy": "average"}),
     ],
 )
-def test_a_pipeline_gives_the_twins_answers(task, inputs, arguments, folders, said):
-    ours, twin = folders(task)
+def test_a_pipeline_gives_the_references_answers(task, inputs, arguments, folders, said):
+    ours, reference = folders(task)
     output = run(ours, task, inputs, **arguments)
     complaints = said()
-    expected = run(twin, task, inputs, **arguments)
+    expected = run(reference, task, inputs, **arguments)
     if task == "feature-extraction" and arguments:
         output, expected = of_tokens(output, expected)
     assert_same(output, expected)
@@ -155,13 +155,13 @@ def test_a_pipeline_gives_the_twins_answers(task, inputs, arguments, folders, sa
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_zero_shot_classification_gives_the_twins_answers(several, batch_size, folders, said):
-    ours, twin = folders("zero-shot-classification")
+def test_zero_shot_classification_gives_the_references_answers(several, batch_size, folders, said):
+    ours, reference = folders("zero-shot-classification")
     labels = ["weather", "culture", "money"]
     arguments = {"multi_label": several, "hypothesis_template": "This is about {}.", "batch_size": batch_size}
     output = run(ours, "zero-shot-classification", SENTENCES, labels, **arguments)
     complaints = said()
-    assert_same(output, run(twin, "zero-shot-classification", SENTENCES, labels, **arguments))
+    assert_same(output, run(reference, "zero-shot-classification", SENTENCES, labels, **arguments))
     assert not complaints, complaints  # among others, that no label of the model means entailment
     assert {answer["labels"][0] for answer in output} <= set(labels)
     if not several:
@@ -191,13 +191,13 @@ def test_a_pipeline_takes_a_model_and_a_tokenizer(task, folders, tokenizer, said
 
 
 def test_pipelines_run_in_half_precision(folders):
-    ours, twin = folders("text-classification")
+    ours, reference = folders("text-classification")
     arguments = {"dtype": torch.bfloat16}
     output = run(ours, "text-classification", SENTENCES, arguments=arguments, top_k=None)
-    expected = run(twin, "text-classification", SENTENCES, arguments=arguments, top_k=None)
-    for answers, twin_answers in zip(output, expected, strict=True):
+    expected = run(reference, "text-classification", SENTENCES, arguments=arguments, top_k=None)
+    for answers, reference_answers in zip(output, expected, strict=True):
         scores = {answer["label"]: answer["score"] for answer in answers}
-        assert scores == pytest.approx({answer["label"]: answer["score"] for answer in twin_answers}, abs=2e-2)
+        assert scores == pytest.approx({answer["label"]: answer["score"] for answer in reference_answers}, abs=2e-2)
 
 
 def test_a_text_that_is_too_long_is_refused_with_the_way_to_truncate_it(folders):
@@ -211,28 +211,28 @@ def test_a_text_that_is_too_long_is_refused_with_the_way_to_truncate_it(folders)
 # Real weights
 
 
-def test_features_of_real_weights_are_the_twins(real_folders):
-    ours, twin = real_folders("Model")
-    assert_same(run(ours, "feature-extraction", SENTENCES), run(twin, "feature-extraction", SENTENCES))
+def test_features_of_real_weights_are_the_references(real_folders):
+    ours, reference = real_folders("Model")
+    assert_same(run(ours, "feature-extraction", SENTENCES), run(reference, "feature-extraction", SENTENCES))
 
 
 def test_features_of_a_bert_folder_as_it_is(minilm, tokenizer, said):
     model = modeling_scratchbert.ScratchBertModel.from_pretrained(minilm)
-    twin = transformers.BertModel.from_pretrained(minilm)
+    reference = transformers.BertModel.from_pretrained(minilm)
     output, expected = (
         pipeline("feature-extraction", model=either, tokenizer=tokenizer, device="cpu")(SENTENCES, batch_size=3)
-        for either in (model, twin)
+        for either in (model, reference)
     )
     assert_same(*of_tokens(output, expected))
     assert not said()
 
 
-def test_a_masked_word_of_real_weights_is_the_twins(real_folders):
+def test_a_masked_word_of_real_weights_is_the_references(real_folders):
     """The encoder and the matrix are all-MiniLM-L6-v2's; the transformation before the matrix is new."""
-    ours, twin = real_folders("ForMaskedLM")
+    ours, reference = real_folders("ForMaskedLM")
     text = "The capital of France is [MASK]."
     output = run(ours, "fill-mask", text, top_k=20)
-    expected = run(twin, "fill-mask", text, top_k=20)
+    expected = run(reference, "fill-mask", text, top_k=20)
     assert_same(output, expected)
     assert len({answer["token_str"] for answer in output}) == 20
 

@@ -38,7 +38,7 @@ def test_sinusoidal_positions_look_the_table_up():
 
 
 @pytest.fixture
-def twins():
+def references():
     """Our embeddings and BERT's, with the same weights."""
 
     def make(**fields):
@@ -71,15 +71,15 @@ POSITIONS = torch.tensor([[0, 0, 1, 2], [39, 3, 3, 20]])
     ids=lambda arguments: ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in arguments.items()),
 )
 @pytest.mark.parametrize("past_length", [0, 30])
-def test_equal_berts(arguments, past_length, twins):
-    ours, theirs = twins()
+def test_equal_berts(arguments, past_length, references):
+    ours, theirs = references()
     expected = theirs(**arguments, past_key_values_length=past_length)
     torch.testing.assert_close(ours(**arguments, past_length=past_length), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])
-def test_the_padding_row_learns_nothing(pad_token_id, twins):
-    ours, theirs = twins(pad_token_id=pad_token_id)
+def test_the_padding_row_learns_nothing(pad_token_id, references):
+    ours, theirs = references(pad_token_id=pad_token_id)
     for module in (ours, theirs):
         module(input_ids=IDS).square().sum().backward()
     gradient, expected = ours.word_embeddings.weight.grad, theirs.word_embeddings.weight.grad

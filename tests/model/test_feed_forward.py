@@ -1,4 +1,4 @@
-"""The feed-forward layer against its formula, and its chunks against the whole and against the twin's."""
+"""The feed-forward layer against its formula, and its chunks against the whole and against the reference's."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_chunks_give_what_the_whole_gives(chunk_size):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_chunks_that_do_not_fit_are_refused_as_the_twin_refuses_them():
+def test_chunks_that_do_not_fit_are_refused_as_the_reference_refuses_them():
     x = torch.randn(2, 6, 32)
     messages = []
     for block in (

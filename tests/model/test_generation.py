@@ -1,4 +1,4 @@
-"""`generate`: the twins' ids, whatever the way of decoding; what a step costs; and what it says of bad input."""
+"""`generate`: the references' ids, whatever the way of decoding; what a step costs; and what it says of bad input."""
 
 import copy
 import re
@@ -114,20 +114,20 @@ def good_end(ids):
 
 @dataclass
 class Pair:
-    """Our model and its twin with the same weights; a batch for both; and a good id to end its sequences with."""
+    """Our model and its reference with the same weights; a batch for both; and a good id to end its sequences with."""
 
     kind: str
     ours: torch.nn.Module
-    twin: torch.nn.Module
+    reference: torch.nn.Module
     inputs: dict
     end: int = -1
     greedy: torch.Tensor | None = None
 
-    def of_twin(self, **options):
+    def of_reference(self, **options):
         if self.kind == "cross-attention" and options.get("use_cache", True):
             # What generate makes itself holds no encoder's keys, and BertLMHeadModel does not make up for it.
-            options.setdefault("past_key_values", empty_cache(self.kind, self.twin))
-        return run(self.twin, self.inputs, **options)
+            options.setdefault("past_key_values", empty_cache(self.kind, self.reference))
+        return run(self.reference, self.inputs, **options)
 
     def of_ours(self, **options):
         return run(self.ours, self.inputs, **options)
@@ -143,8 +143,8 @@ def empty_cache(kind, model):
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory):
-    """Makes a pair; ours is opened from the folder that the twin was saved to."""
+def references(tmp_path_factory):
+    """Makes a pair; ours is opened from the folder that the reference was saved to."""
     made = {}
 
     def make(kind, depths=(2, 3), attention="sdpa"):
@@ -154,17 +154,17 @@ def twins(tmp_path_factory):
 
         if kind == "seq2seq":
             decoder = half(1, BertLMHeadModel, depths[1], is_decoder=True, add_cross_attention=True)
-            twin = EncoderDecoderModel(encoder=half(0, BertModel, depths[0]), decoder=decoder)
-            twin.config.decoder_start_token_id, twin.config.pad_token_id = START, PAD
-            twin.generation_config = GenerationConfig(decoder_start_token_id=START, pad_token_id=PAD)
+            reference = EncoderDecoderModel(encoder=half(0, BertModel, depths[0]), decoder=decoder)
+            reference.config.decoder_start_token_id, reference.config.pad_token_id = START, PAD
+            reference.generation_config = GenerationConfig(decoder_start_token_id=START, pad_token_id=PAD)
         else:
             with_encoder = kind == "cross-attention"
-            twin = half(1, BertLMHeadModel, depths[0], is_decoder=True, add_cross_attention=with_encoder)
+            reference = half(1, BertLMHeadModel, depths[0], is_decoder=True, add_cross_attention=with_encoder)
         folder = tmp_path_factory.mktemp(kind)
-        twin.eval().save_pretrained(folder)
+        reference.eval().save_pretrained(folder)
         our_class = ScratchBertForConditionalGeneration if kind == "seq2seq" else ScratchBertForCausalLM
-        pair = Pair(kind, our_class.from_pretrained(folder, attn_implementation=attention), twin, inputs_of(kind))
-        pair.end = good_end(pair.new(pair.of_twin()))
+        pair = Pair(kind, our_class.from_pretrained(folder, attn_implementation=attention), reference, inputs_of(kind))
+        pair.end = good_end(pair.new(pair.of_reference()))
         pair.greedy = pair.of_ours(eos_token_id=pair.end)
         return pair
 
@@ -192,7 +192,7 @@ def blocks_of(model):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The twins' ids
+# The references' ids
 
 
 SAMPLING = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.5}
@@ -228,18 +228,18 @@ WAYS = {
 
 @kinds
 @pytest.mark.parametrize("way", WAYS)
-def test_ids_are_the_twins(way, kind, twins):
-    pair = twins(kind)
+def test_ids_are_the_references(way, kind, references):
+    pair = references(kind)
     options = {"eos_token_id": pair.end, **WAYS[way]}
     ids = pair.of_ours(**options)
-    assert torch.equal(ids, pair.of_twin(**options))
+    assert torch.equal(ids, pair.of_reference(**options))
     assert not ids.equal(pair.greedy)  # it is no greedy search under a new name
 
 
-def test_a_forced_beginning(twins):
-    pair = twins("seq2seq")
+def test_a_forced_beginning(references):
+    pair = references("seq2seq")
     ids = pair.of_ours(forced_bos_token_id=33)
-    assert torch.equal(ids, pair.of_twin(forced_bos_token_id=33))
+    assert torch.equal(ids, pair.of_reference(forced_bos_token_id=33))
     assert (ids[:, 1] == 33).all()
 
 
@@ -254,30 +254,30 @@ def test_a_forced_beginning(twins):
     ],
     ids=["greedy", "greedy, eager", "beams", "sampling"],
 )
-def test_64_ids_are_the_twins(attention, options, kind, twins):
-    pair = twins(kind, attention=attention)
+def test_64_ids_are_the_references(attention, options, kind, references):
+    pair = references(kind, attention=attention)
     ids = pair.of_ours(max_new_tokens=64, **options)
-    assert torch.equal(ids, pair.of_twin(max_new_tokens=64, **options))
+    assert torch.equal(ids, pair.of_reference(max_new_tokens=64, **options))
     new = pair.new(ids)
     assert new.shape == (len(LENGTHS), 64)
     assert "num_beams" in options or all(len(line.unique()) > 4 for line in new)  # and they say something
 
 
 @pytest.mark.parametrize("depths", [(3, 1), (1, 3)], ids=str)
-def test_halves_of_any_depth(depths, twins):
-    pair = twins("seq2seq", depths=depths)
+def test_halves_of_any_depth(depths, references):
+    pair = references("seq2seq", depths=depths)
     assert len(pair.ours.get_encoder().encoder.blocks) == depths[0]
     assert len(blocks_of(pair.ours)) == depths[1]
     for options in ({"max_new_tokens": 64}, {"num_beams": 3, "length_penalty": 2.0}):
-        assert torch.equal(pair.of_ours(**options), pair.of_twin(**options))
+        assert torch.equal(pair.of_ours(**options), pair.of_reference(**options))
 
 
 @kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3, "length_penalty": 0.0}], ids=["greedy", "beams"])
-def test_a_row_that_has_ended_stays_ended(options, kind, twins):
-    pair = twins(kind)
+def test_a_row_that_has_ended_stays_ended(options, kind, references):
+    pair = references(kind)
     ids = pair.of_ours(eos_token_id=pair.end, **options)
-    assert torch.equal(ids, pair.of_twin(eos_token_id=pair.end, **options))
+    assert torch.equal(ids, pair.of_reference(eos_token_id=pair.end, **options))
     new = pair.new(ids)
     lengths = lengths_until(pair.end, new)
     assert len(set(lengths)) > 1  # some row ended before others
@@ -287,9 +287,9 @@ def test_a_row_that_has_ended_stays_ended(options, kind, twins):
         assert options or torch.equal(line[:length], other[:length])
 
 
-def test_start_end_and_padding_come_from_the_configuration(twins):
+def test_start_end_and_padding_come_from_the_configuration(references):
     """A model that is made, not opened, has no generation_config.json."""
-    end = twins("seq2seq").end
+    end = references("seq2seq").end
     fields = {"is_encoder_decoder": True, "decoder_start_token_id": 7, "eos_token_id": end, "pad_token_id": 3}
     model = randomise(ScratchBertForConditionalGeneration(tiny_config(**fields))).eval()
     ids = model.generate(**inputs_of("seq2seq"), max_new_tokens=12)
@@ -317,7 +317,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def variants():
-    """Makes a model of float64, where no rounding decides between two words. Most have no twin."""
+    """Makes a model of float64, where no rounding decides between two words. Most have no reference."""
     made = {}
 
     def make(kind, variant):
@@ -372,8 +372,8 @@ def test_the_cache_changes_nothing(variants, kind, variant, lengths, beams, seed
 
 @kinds
 @pytest.mark.parametrize("options", [{}, SAMPLING, {"num_beams": 3}], ids=["greedy", "sampling", "beams"])
-def test_a_cache_of_either_make_gives_the_same(options, kind, twins):
-    pair = twins(kind)
+def test_a_cache_of_either_make_gives_the_same(options, kind, references):
+    pair = references(kind)
     ids = pair.of_ours(**options)
     for given_cache in (DynamicCache(), empty_cache(kind, pair.ours)):
         assert torch.equal(pair.of_ours(past_key_values=given_cache, **options), ids)
@@ -383,8 +383,8 @@ def test_a_cache_of_either_make_gives_the_same(options, kind, twins):
 
 @kinds
 @pytest.mark.parametrize("options", [{}, SAMPLING, {"num_beams": 3}], ids=["greedy", "sampling", "beams"])
-def test_a_static_cache_gives_the_same(options, kind, twins):
-    pair = twins(kind)
+def test_a_static_cache_gives_the_same(options, kind, references):
+    pair = references(kind)
     ids = pair.of_ours(**options)
     assert torch.equal(pair.of_ours(cache_implementation="static", **options), ids)
     config = pair.ours.config.get_text_config(decoder=True)
@@ -396,9 +396,9 @@ def test_a_static_cache_gives_the_same(options, kind, twins):
 
 @pytest.mark.parametrize("kind", ["seq2seq", "cross-attention"])
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_beams": 3, **SAMPLING}], ids=["beams", "beam sampling"])
-def test_beams_may_leave_the_encoders_keys_in_place(options, kind, twins, monkeypatch):
+def test_beams_may_leave_the_encoders_keys_in_place(options, kind, references, monkeypatch):
     """Ours moves the self-attention's cache alone; transformers' own reordering moves both."""
-    pair = twins(kind)
+    pair = references(kind)
     inputs = inputs_of(kind, [30, 60, 11] if kind == "seq2seq" else LENGTHS)
     options |= {"eos_token_id": pair.end, "max_new_tokens": 40}
     ids = run(pair.ours, inputs, **options)
@@ -430,8 +430,8 @@ def draft_of(model):
 
 @kinds
 @pytest.mark.parametrize("number", range(len(LENGTHS)))
-def test_a_draft_models_help_changes_nothing(number, kind, twins):
-    pair = twins(kind)
+def test_a_draft_models_help_changes_nothing(number, kind, references):
+    pair = references(kind)
     one = row(pair.inputs, number)
     one.pop("token_type_ids")
     draft = draft_of(pair.ours)
@@ -442,8 +442,8 @@ def test_a_draft_models_help_changes_nothing(number, kind, twins):
         assert len(calls) < new_part(ids, one, kind).shape[1]  # some of the drafts were taken
 
 
-def test_a_draft_model_may_be_of_another_size(twins):
-    large, small = twins("causal", depths=(3, 3)), twins("causal", depths=(1, 1))
+def test_a_draft_model_may_be_of_another_size(references):
+    large, small = references("causal", depths=(3, 3)), references("causal", depths=(1, 1))
     one = row(large.inputs, 0)
     ids = run(large.ours, one, assistant_model=small.ours, max_new_tokens=40)
     assert torch.equal(ids, run(large.ours, one, max_new_tokens=40))
@@ -452,8 +452,8 @@ def test_a_draft_model_may_be_of_another_size(twins):
 
 
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
-def test_looking_the_draft_up_in_the_prompt_changes_nothing(kind, twins):
-    pair = twins(kind)
+def test_looking_the_draft_up_in_the_prompt_changes_nothing(kind, references):
+    pair = references(kind)
     one = row(pair.inputs, 0)
     with recorded(pair.ours) as calls:
         ids = run(pair.ours, one, prompt_lookup_num_tokens=4, max_new_tokens=60)
@@ -474,8 +474,8 @@ class Collected(BaseStreamer):
 
 @kinds
 @pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "sampling"])
-def test_streamed_ids_are_those_returned(options, kind, twins):
-    pair = twins(kind)
+def test_streamed_ids_are_those_returned(options, kind, references):
+    pair = references(kind)
     streamer = Collected()
     ids = pair.of_ours(streamer=streamer, eos_token_id=pair.end, **options)
     first, *others = streamer.parts
@@ -492,12 +492,12 @@ class StopAtMultiplesOf7(StoppingCriteria):
 
 
 @kinds
-def test_a_stopping_criterion_of_ones_own(kind, twins):
-    pair = twins(kind)
+def test_a_stopping_criterion_of_ones_own(kind, references):
+    pair = references(kind)
     options = {"stopping_criteria": StoppingCriteriaList([StopAtMultiplesOf7()]), "eos_token_id": VOCABULARY - 1}
     options["max_new_tokens"] = 60
     ids = pair.of_ours(**options)
-    assert torch.equal(ids, pair.of_twin(**options))
+    assert torch.equal(ids, pair.of_reference(**options))
     new = pair.new(ids)
     stops = [[*(token % 7 == 0 and token != PAD for token in line), True].index(True) for line in new.tolist()]
     assert len(set(stops)) > 1
@@ -506,14 +506,14 @@ def test_a_stopping_criterion_of_ones_own(kind, twins):
 
 
 @kinds
-def test_when_time_is_up(kind, twins):
-    pair = twins(kind)
+def test_when_time_is_up(kind, references):
+    pair = references(kind)
     ids = pair.of_ours(max_time=0.0)
     assert torch.equal(pair.new(ids), pair.new(pair.of_ours())[:, :1])
 
 
-def test_what_the_encoder_said_before_spares_its_pass(twins):
-    pair = twins("seq2seq")
+def test_what_the_encoder_said_before_spares_its_pass(references):
+    pair = references("seq2seq")
     given_outputs = pair.ours.get_encoder()(**pair.inputs)
     mask = {"attention_mask": pair.inputs["attention_mask"]}
     for options in ({}, {"num_beams": 3}, {"num_return_sequences": 2, **SAMPLING}):
@@ -532,8 +532,8 @@ def test_what_the_encoder_said_before_spares_its_pass(twins):
 
 @kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_embeddings_in_place_of_ids(options, kind, twins):
-    pair = twins(kind)
+def test_embeddings_in_place_of_ids(options, kind, references):
+    pair = references(kind)
     inputs = dict(pair.inputs)
     inputs["inputs_embeds"] = pair.ours.get_input_embeddings()(inputs.pop("input_ids"))
     ids = run(pair.ours, inputs, **options)
@@ -553,33 +553,33 @@ def decoder_prompts():
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
-def test_a_ragged_batch_of_decoder_prompts_is_its_rows_one_by_one(options, twins):
-    pair = twins("seq2seq")
+def test_a_ragged_batch_of_decoder_prompts_is_its_rows_one_by_one(options, references):
+    pair = references("seq2seq")
     prompts = decoder_prompts()
     together = pair.of_ours(**prompts, **options)[:, 4:]
     for number, length in enumerate(prompts["decoder_attention_mask"].sum(dim=1)):
         one = row(pair.inputs, number)
         one["decoder_input_ids"] = prompts["decoder_input_ids"][number : number + 1, -length:]
         assert torch.equal(run(pair.ours, one)[0, length:], together[number])
-        assert torch.equal(run(pair.twin, one)[0, length:], together[number])
+        assert torch.equal(run(pair.reference, one)[0, length:], together[number])
     positions = prompts.pop("decoder_position_ids")  # which follow from the mask
     assert torch.equal(pair.of_ours(**prompts, **options)[:, 4:], together)
     assert not torch.equal(pair.of_ours(**prompts, decoder_position_ids=positions + 1, **options)[:, 4:], together)
 
 
-def test_a_decoder_prompt_gets_the_start_token_that_it_lacks(twins):
-    pair = twins("seq2seq")
+def test_a_decoder_prompt_gets_the_start_token_that_it_lacks(references):
+    pair = references("seq2seq")
     prompt = torch.tensor([[5, 6, 7], [8, 9, 10], [11, 12, 13], [14, 15, 16]])
     with_start = torch.cat([torch.full((4, 1), START), prompt], dim=1)
     ids = pair.of_ours(decoder_input_ids=prompt)
     assert torch.equal(ids, pair.of_ours(decoder_input_ids=with_start))
-    assert torch.equal(ids, pair.of_twin(decoder_input_ids=prompt))
+    assert torch.equal(ids, pair.of_reference(decoder_input_ids=prompt))
     assert torch.equal(ids[:, :4], with_start)
 
 
 @kinds
-def test_goes_on_from_a_cache(kind, twins):
-    pair = twins(kind)
+def test_goes_on_from_a_cache(kind, references):
+    pair = references(kind)
     inputs = dict(pair.inputs)
     inputs.pop("token_type_ids")
     whole = run(pair.ours, inputs)
@@ -597,17 +597,17 @@ def test_goes_on_from_a_cache(kind, twins):
 
 
 @pytest.mark.parametrize("kind", ["causal", "cross-attention"])
-def test_a_prompt_in_pieces(kind, twins):
-    pair = twins(kind)
+def test_a_prompt_in_pieces(kind, references):
+    pair = references(kind)
     inputs = {name: tensor for name, tensor in pair.inputs.items() if name != "token_type_ids"}
     assert torch.equal(run(pair.ours, inputs, prefill_chunk_size=4), run(pair.ours, inputs))
 
 
-def test_guidance(twins):
-    pair = twins("causal")
+def test_guidance(references):
+    pair = references("causal")
     one = row(pair.inputs, 0)
     ids = run(pair.ours, one, guidance_scale=1.5)
-    assert torch.equal(ids, run(pair.twin, one, guidance_scale=1.5))
+    assert torch.equal(ids, run(pair.reference, one, guidance_scale=1.5))
     assert not torch.equal(ids, run(pair.ours, one))
 
 
@@ -622,14 +622,14 @@ RETURNED = {
 
 @kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_everything_that_generate_returns_is_the_twins(options, kind, twins):
-    pair, steps = twins(kind, attention="eager"), 6
+def test_everything_that_generate_returns_is_the_references(options, kind, references):
+    pair, steps = references(kind, attention="eager"), 6
     pair = replace(pair, inputs=inputs_of(kind, [5, 5, 5]))  # what is returned of padding means nothing
     options = {**RETURNED, "max_new_tokens": steps, **options}
-    ours, twin = pair.of_ours(**options), pair.of_twin(**options)
-    assert type(ours) is type(twin)
-    assert list(ours) == list(twin)
-    assert torch.equal(ours.sequences, twin.sequences)
+    ours, reference = pair.of_ours(**options), pair.of_reference(**options)
+    assert type(ours) is type(reference)
+    assert list(ours) == list(reference)
+    assert torch.equal(ours.sequences, reference.sequences)
 
     def flat(value):
         return [tensor for part in value for tensor in flat(part)] if isinstance(value, tuple) else [value]
@@ -637,14 +637,15 @@ def test_everything_that_generate_returns_is_the_twins(options, kind, twins):
     for name in set(ours) - {"sequences", "past_key_values"}:
         if name in ("scores", "logits") or "decoder" in name or kind != "seq2seq":
             assert name.startswith(("sequences_", "beam_")) or len(ours[name]) == steps, name
-        for mine, theirs in zip(flat(ours[name]), flat(twin[name]), strict=True):
+        for mine, theirs in zip(flat(ours[name]), flat(reference[name]), strict=True):
             assert_close(mine, theirs, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_attention_maps_come_back_under_any_kernel(twins):
-    """Under sdpa the twin leaves them out."""
+def test_attention_maps_come_back_under_any_kernel(references):
+    """Under sdpa the reference leaves them out."""
     ours, eager = (
-        twins("seq2seq", attention=attention).of_ours(**RETURNED, max_new_tokens=4) for attention in ("sdpa", "eager")
+        references("seq2seq", attention=attention).of_ours(**RETURNED, max_new_tokens=4)
+        for attention in ("sdpa", "eager")
     )
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
         assert_close(ours[name], eager[name], rtol=0, atol=1e-5)
@@ -652,17 +653,17 @@ def test_attention_maps_come_back_under_any_kernel(twins):
     assert {tuple(step[0].shape) for step in ours.cross_attentions} == {(4, 4, 1, max(LENGTHS))}
 
 
-def test_attention_maps_of_a_prompt_look_back_only(twins):
+def test_attention_maps_of_a_prompt_look_back_only(references):
     """Without padding, sdpa needs no mask; the formula that gives the maps does."""
-    pair = twins("causal")
+    pair = references("causal")
     maps = run(pair.ours, row(pair.inputs, 0), **RETURNED).attentions[0][0]
     assert torch.equal(maps > 0, torch.ones(9, 9).tril().bool().expand(1, 4, 9, 9))
 
 
 @kinds
-def test_a_beams_score_is_the_mean_of_its_tokens(kind, twins):
+def test_a_beams_score_is_the_mean_of_its_tokens(kind, references):
     """Also computed by one pass over the finished sequence, with neither beams nor cache."""
-    pair = twins(kind)
+    pair = references(kind)
     found = pair.of_ours(num_beams=3, return_dict_in_generate=True, output_scores=True, max_new_tokens=8)
     inputs = dict(pair.inputs)
     if kind == "seq2seq":
@@ -681,8 +682,8 @@ def test_a_beams_score_is_the_mean_of_its_tokens(kind, twins):
 
 @kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_half_precision(options, kind, twins):
-    pair = twins(kind)
+def test_half_precision(options, kind, references):
+    pair = references(kind)
     options = {**options, "return_dict_in_generate": True, "output_logits": True}
     expected = pair.of_ours(**options)
     half = copy.deepcopy(pair.ours).bfloat16()
@@ -696,11 +697,11 @@ def test_half_precision(options, kind, twins):
 
 @kinds
 @pytest.mark.parametrize("how", ["forward", "generate"])
-def test_compiled_decoding_gives_the_same(how, kind, twins):
+def test_compiled_decoding_gives_the_same(how, kind, references):
     """One graph for all steps, without a break."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    pair = twins(kind, depths=(1, 1))
+    pair = references(kind, depths=(1, 1))
     model, options = copy.deepcopy(pair.ours), {"cache_implementation": "static"}
     if how == "forward":
         model.forward = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=False)
@@ -718,9 +719,9 @@ def test_compiled_decoding_gives_the_same(how, kind, twins):
 
 @kinds
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_step_computes_one_position(beams, kind, twins):
+def test_a_step_computes_one_position(beams, kind, references):
     """Keys and values of one more token, and the scores of the last alone; the encoder's, once for a generation."""
-    pair = twins(kind)
+    pair = references(kind)
     blocks, layers = blocks_of(pair.ours), len(blocks_of(pair.ours))
     prompt = 1 if kind == "seq2seq" else max(LENGTHS)
     own = [part for block in blocks for part in (block.attention.key, block.attention.value)]
@@ -739,8 +740,8 @@ def test_a_step_computes_one_position(beams, kind, twins):
 
 
 @kinds
-def test_the_cache_grows_by_one_a_step(kind, twins):
-    pair = twins(kind)
+def test_the_cache_grows_by_one_a_step(kind, references):
+    pair = references(kind)
     prompt = 1 if kind == "seq2seq" else max(LENGTHS)
     sizes = []
 
@@ -758,16 +759,16 @@ def test_the_cache_grows_by_one_a_step(kind, twins):
         assert all(size[1] == {states.shape[1]} for size in sizes)
 
 
-def test_only_the_last_of_a_decoder_prompt_is_scored(twins):
-    pair = twins("seq2seq")
+def test_only_the_last_of_a_decoder_prompt_is_scored(references):
+    pair = references("seq2seq")
     with recorded(pair.ours.lm_head.decoder) as calls:
         pair.of_ours(**decoder_prompts())
     assert [call[1][0].shape[1] for call in calls] == [1] * NEW
 
 
 @pytest.mark.parametrize("kind", ["seq2seq", "causal"])
-def test_logits_to_keep(kind, twins):
-    pair = twins(kind)
+def test_logits_to_keep(kind, references):
+    pair = references(kind)
     inputs = {**pair.inputs, "decoder_input_ids": PROMPTS["input_ids"]} if kind == "seq2seq" else pair.inputs
     whole = pair.ours(**inputs).logits
     assert_close(pair.ours(**inputs, logits_to_keep=2).logits, whole[:, -2:])
@@ -775,8 +776,8 @@ def test_logits_to_keep(kind, twins):
 
 
 @kinds
-def test_no_cache_is_filled_unasked(kind, twins, monkeypatch):
-    pair = twins(kind)
+def test_no_cache_is_filled_unasked(kind, references, monkeypatch):
+    pair = references(kind)
     expected = pair.of_ours(max_new_tokens=2)
     monkeypatch.delattr(Cache, "update")
     assert torch.equal(pair.of_ours(max_new_tokens=2, use_cache=False), expected)
@@ -786,8 +787,8 @@ def test_no_cache_is_filled_unasked(kind, twins, monkeypatch):
         pair.of_ours(max_new_tokens=2)
 
 
-def test_the_encoder_runs_once(twins):
-    pair = twins("seq2seq")
+def test_the_encoder_runs_once(references):
+    pair = references("seq2seq")
     with recorded(pair.ours.get_encoder()) as calls:
         pair.of_ours(num_beams=3)
     assert len(calls) == 1
@@ -803,8 +804,8 @@ def tokenizer():
     return BertTokenizer(vocab={word: number for number, word in enumerate(words)}, padding_side="left")
 
 
-def test_a_pipeline_writes_what_the_twins_does(tokenizer, twins, said, tmp_path):
-    pair = twins("causal")
+def test_a_pipeline_writes_what_the_references_does(tokenizer, references, said, tmp_path):
+    pair = references("causal")
     pair.ours.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     prompts = ["word3 word77 word5", "word9"]
@@ -813,15 +814,15 @@ def test_a_pipeline_writes_what_the_twins_does(tokenizer, twins, said, tmp_path)
     texts = writer(prompts, **options)
     assert not said()
     assert type(writer.model) is type(AutoModelForCausalLM.from_pretrained(tmp_path)) is ScratchBertForCausalLM
-    twins_writer = pipeline("text-generation", model=pair.twin, tokenizer=tokenizer, device="cpu")
-    assert texts == twins_writer(prompts, **options)
+    references_writer = pipeline("text-generation", model=pair.reference, tokenizer=tokenizer, device="cpu")
+    assert texts == references_writer(prompts, **options)
     ids = pair.ours.generate(**tokenizer(prompts[0], return_tensors="pt"), max_new_tokens=12, do_sample=False)
     assert writer(prompts[0], return_tensors=True, **options)[0]["generated_token_ids"] == ids[0].tolist()
 
 
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
-def test_streamed_text_is_that_of_the_ids(kind, tokenizer, twins):
-    pair = twins(kind)
+def test_streamed_text_is_that_of_the_ids(kind, tokenizer, references):
+    pair = references(kind)
     one = row(pair.inputs, 0)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
     ids = run(pair.ours, one, streamer=streamer)
@@ -838,8 +839,8 @@ def without_start(model):
     return model
 
 
-def test_no_start_token(twins):
-    pair = twins("seq2seq")
+def test_no_start_token(references):
+    pair = references("seq2seq")
     model = without_start(pair.ours)
     with pytest.raises(ValueError, match=r"config.decoder_start_token_id is None.*cls_token_id.*for training"):
         model(**pair.inputs, labels=torch.full((4, 3), 5))
@@ -855,8 +856,8 @@ def words(length, batch=4):
 
 
 @pytest.mark.parametrize("kind", ["seq2seq", "causal"])
-def test_a_forward_pass_beyond_the_table_of_positions(kind, twins):
-    pair = twins(kind)
+def test_a_forward_pass_beyond_the_table_of_positions(kind, references):
+    pair = references(kind)
     name, others = ("decoder_input_ids", pair.inputs) if kind == "seq2seq" else ("input_ids", {})
     with pytest.raises(
         ValueError, match=r"81 tokens.* max_position_embeddings is 80\b.*truncation=True.*max_length=80\b"
@@ -870,21 +871,21 @@ def test_a_forward_pass_beyond_the_table_of_positions(kind, twins):
 
 @kinds
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generates_as_far_as_the_positions_go(beams, kind, twins):
+def test_generates_as_far_as_the_positions_go(beams, kind, references):
     """The last token needs none: it is not fed back."""
-    pair = twins(kind)
+    pair = references(kind)
     prompt = 1 if kind == "seq2seq" else max(LENGTHS)
     fits = LIMIT + 1 - prompt
     ids = pair.of_ours(max_new_tokens=fits, num_beams=beams)
     assert ids.shape[1] == LIMIT + 1
-    assert torch.equal(ids, pair.of_twin(max_new_tokens=fits, num_beams=beams))
+    assert torch.equal(ids, pair.of_reference(max_new_tokens=fits, num_beams=beams))
     message = rf"^max_length is {LIMIT + 2}, {prompt} tokens .*\b{LIMIT + 1}\b.* max_position_embeddings is {LIMIT}\b"
     with pytest.raises(ValueError, match=rf"{message}.* max_new_tokens to {fits}\b"):
         pair.of_ours(max_new_tokens=fits + 1, num_beams=beams)
 
 
-def test_a_prompt_that_leaves_no_position_is_to_be_shortened(twins):
-    pair = twins("causal")
+def test_a_prompt_that_leaves_no_position_is_to_be_shortened(references):
+    pair = references("causal")
     message = rf", {LIMIT + 3} tokens .*\b{LIMIT + 1}\b.* max_position_embeddings is {LIMIT}\b.*shorten the prompt\.$"
     with pytest.raises(ValueError, match=message) as caught:
         run(pair.ours, {"input_ids": words(LIMIT + 3)})
@@ -892,8 +893,8 @@ def test_a_prompt_that_leaves_no_position_is_to_be_shortened(twins):
 
 
 @kinds
-def test_a_cache_that_is_none(kind, twins):
-    pair = twins(kind)
+def test_a_cache_that_is_none(kind, references):
+    pair = references(kind)
     inputs = {**pair.inputs, "decoder_input_ids": words(1)} if kind == "seq2seq" else pair.inputs
     for no_cache in (((torch.zeros(4, 4, 1, 8),) * 2,) * 2, []):
         with pytest.raises(
@@ -903,14 +904,14 @@ def test_a_cache_that_is_none(kind, twins):
 
 
 @pytest.mark.parametrize("labels", [words(6)[:, 1:], words(6)[:3], words(6)[0]], ids=["shorter", "fewer", "no batch"])
-def test_labels_that_do_not_fit_the_target(labels, twins):
-    pair = twins("seq2seq")
+def test_labels_that_do_not_fit_the_target(labels, references):
+    pair = references("seq2seq")
     with pytest.raises(ValueError, match=rf"^labels .*{re.escape(str(tuple(labels.shape)))}.* \(4, 6\)"):
         pair.ours(**pair.inputs, decoder_input_ids=words(6), labels=labels)
 
 
-def test_labels_may_be_a_part_of_a_tensor(twins):
-    pair = twins("seq2seq")
+def test_labels_may_be_a_part_of_a_tensor(references):
+    pair = references("seq2seq")
     target = words(6)
     loss = pair.ours(**pair.inputs, decoder_input_ids=target[:, :-1], labels=target[:, 1:]).loss
     assert_close(loss, pair.ours(**pair.inputs, decoder_input_ids=target[:, :-1], labels=target[:, 1:].clone()).loss)
@@ -944,8 +945,8 @@ CACHES = {
 
 @pytest.mark.parametrize("kind", ["seq2seq", "causal"])
 @pytest.mark.parametrize(("fields", "layers", "shape"), CACHES.values(), ids=CACHES)
-def test_a_cache_of_something_else(fields, layers, shape, kind, twins, stranger):
-    pair = twins(kind, depths=(3, 3))
+def test_a_cache_of_something_else(fields, layers, shape, kind, references, stranger):
+    pair = references(kind, depths=(3, 3))
     model_cache = stranger(kind == "seq2seq", **fields)
     name, others = ("decoder_input_ids", pair.inputs) if kind == "seq2seq" else ("input_ids", {})
     message = rf"^past_key_values has {layers} .*{re.escape(str(shape))}.*expected 3 .*\(4, 4, 5, 8\).*empty cache"
@@ -956,8 +957,8 @@ def test_a_cache_of_something_else(fields, layers, shape, kind, twins, stranger)
 
 
 @pytest.mark.parametrize("length", [7, 11])
-def test_a_cache_of_another_source(length, twins, stranger):
-    pair = twins("seq2seq")
+def test_a_cache_of_another_source(length, references, stranger):
+    pair = references("seq2seq")
     model_cache = stranger(True, encoder_length=length)
     message = (
         rf"^past_key_values .*cross-attention.* 3 .*\(4, 4, {length}, 8\).*expected 3 .*\(4, 4, 9, 8\).*empty cache"
@@ -966,8 +967,8 @@ def test_a_cache_of_another_source(length, twins, stranger):
         pair.ours(**pair.inputs, decoder_input_ids=words(1), past_key_values=model_cache)
 
 
-def test_a_mask_that_does_not_fit_the_source(twins):
-    pair = twins("seq2seq")
+def test_a_mask_that_does_not_fit_the_source(references):
+    pair = references("seq2seq")
     source = {"input_ids": pair.inputs["input_ids"]}
     seen = {"encoder_outputs": pair.ours.get_encoder()(**source)}
     for given_source in (source, seen):
@@ -979,8 +980,8 @@ def test_a_mask_that_does_not_fit_the_source(twins):
                 run(pair.ours, given_source, attention_mask=mask)
 
 
-def test_a_mask_that_does_not_fit_the_target(twins):
-    pair = twins("seq2seq")
+def test_a_mask_that_does_not_fit_the_target(references):
+    pair = references("seq2seq")
     mask = torch.ones(4, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"^attention_mask .*\(4, 3\).* \(4, 5\)"):
         pair.ours(**pair.inputs, decoder_input_ids=words(5), decoder_attention_mask=mask)
@@ -996,8 +997,8 @@ def test_a_mask_that_does_not_fit_the_target(twins):
         pair.of_ours(decoder_input_ids=words(5), decoder_attention_mask=mask)
 
 
-def test_an_encoders_output_that_does_not_fit(twins):
-    pair = twins("seq2seq")
+def test_an_encoders_output_that_does_not_fit(references):
+    pair = references("seq2seq")
     with pytest.raises(ValueError, match=r"^encoder_outputs\.last_hidden_state .*\(4, 9, 16\).* \(batch, length, 32\)"):
         pair.ours(encoder_outputs=(torch.randn(4, 9, 16),), decoder_input_ids=words(2))
     with pytest.raises(ValueError, match=r"^encoder_hidden_states .*\(4, 9, 32\).* \(3, length, 32\)"):
@@ -1022,14 +1023,14 @@ def test_a_model_without_a_head_has_no_generate(model_class, fields):
 
 
 @pytest.mark.parametrize("labels", [words(6)[0], words(6)[None]], ids=["no batch", "three dimensions"])
-def test_labels_of_a_wrong_shape(labels, twins):
-    pair = twins("seq2seq")
+def test_labels_of_a_wrong_shape(labels, references):
+    pair = references("seq2seq")
     with pytest.raises(ValueError, match=rf"^labels .*{re.escape(str(tuple(labels.shape)))}.* \(batch, length\)"):
         pair.ours(**pair.inputs, labels=labels)
 
 
-def test_no_target(twins):
-    pair = twins("seq2seq")
+def test_no_target(references):
+    pair = references("seq2seq")
     for model in (pair.ours, pair.ours.model):
         with pytest.raises(ValueError, match=r"^decoder_input_ids .*decoder_inputs_embeds.*neither.*labels"):
             model(**pair.inputs)

@@ -277,10 +277,10 @@ def test_choices_of_another_shape_are_refused_in_the_callers_own_shapes(multiple
     says(message, name, shape, wants)
 
 
-def test_a_batch_without_tokens_fails_as_the_twin_does(model):
-    twin = transformers.BertModel(BertConfig(**SIZES))
+def test_a_batch_without_tokens_fails_as_the_reference_does(model):
+    reference = transformers.BertModel(BertConfig(**SIZES))
     for empty in (ids()[:0], ids()[:, :0]):
-        for either in (model, twin):
+        for either in (model, reference):
             with pytest.raises((RuntimeError, ValueError, IndexError)):
                 either(empty)
 
@@ -298,12 +298,12 @@ def test_a_sequence_that_is_too_long_is_refused_with_the_way_to_truncate_it(head
     model(ids(BATCH, *choices, 40))
 
 
-def test_a_long_sequence_with_positions_of_its_own_is_taken_like_by_the_twin():
-    twin = transformers.BertModel(BertConfig(**SIZES)).eval()
+def test_a_long_sequence_with_positions_of_its_own_is_taken_like_by_the_reference():
+    reference = transformers.BertModel(BertConfig(**SIZES)).eval()
     tokens, positions = ids(2, 60), torch.arange(60)[None] % 40
     model = ScratchBertModel(ScratchBertConfig(**SIZES)).eval()
     assert model(tokens, position_ids=positions).last_hidden_state.shape == (2, 60, WIDTH)
-    assert twin(tokens, position_ids=positions).last_hidden_state.shape == (2, 60, WIDTH)
+    assert reference(tokens, position_ids=positions).last_hidden_state.shape == (2, 60, WIDTH)
 
 
 def test_the_cache_counts_towards_the_length(decoder):

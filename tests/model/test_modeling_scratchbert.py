@@ -1,4 +1,4 @@
-"""What users of a library model rely on, held against the same calls on the `Bert…` twin with the same weights."""
+"""What users of a library model rely on, held against the same calls on the `Bert…` reference with the same weights."""
 
 import copy
 import inspect
@@ -52,17 +52,17 @@ def our_class(head):
     return getattr(modeling_scratchbert, f"ScratchBert{head}")
 
 
-def twins(head="Model", attention="sdpa", **fields):
+def references(head="Model", attention="sdpa", **fields):
     """Our model and BERT's with the same weights; every one is away from its initial value, so that a bias or a norm
     that is left out shows."""
-    twin = getattr(transformers, f"Bert{head}")(BertConfig(**{**FIELDS, **fields}, attn_implementation=attention))
+    reference = getattr(transformers, f"Bert{head}")(BertConfig(**{**FIELDS, **fields}, attn_implementation=attention))
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in reference.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     with TemporaryDirectory() as folder:
-        twin.save_pretrained(folder)
+        reference.save_pretrained(folder)
         ours = our_class(head).from_pretrained(folder, attn_implementation=attention)
-    return ours.eval(), twin.eval()
+    return ours.eval(), reference.eval()
 
 
 def real_tokens(output, inputs):
@@ -113,27 +113,27 @@ def recorder():
 
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("head", HEADS)
-def test_outputs_have_the_twins_fields_in_the_twins_order(head, labels):
-    ours, twin = twins(head, attention="eager")
+def test_outputs_have_the_references_fields_in_the_references_order(head, labels):
+    ours, reference = references(head, attention="eager")
     inputs = inputs_for(head, labels=labels) | {"output_hidden_states": True, "output_attentions": True}
-    output, expected = ours(**inputs), twin(**inputs)
+    output, expected = ours(**inputs), reference(**inputs)
     assert list(output) == list(expected)
     assert type(output).__name__.removeprefix("Scratch") == type(expected).__name__
-    as_tuple, expected_tuple = ours(**inputs, return_dict=False), twin(**inputs, return_dict=False)
+    as_tuple, expected_tuple = ours(**inputs, return_dict=False), reference(**inputs, return_dict=False)
     assert type(as_tuple) is tuple
     assert len(as_tuple) == len(expected_tuple)
-    for ours_part, twin_part in zip(as_tuple, expected_tuple, strict=True):
-        assert type(ours_part) is type(twin_part)
-        assert_close(ours_part, twin_part, rtol=0, atol=1e-5)
+    for ours_part, reference_part in zip(as_tuple, expected_tuple, strict=True):
+        assert type(ours_part) is type(reference_part)
+        assert_close(ours_part, reference_part, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_return_dict_of_the_configuration_gives_way_to_the_call(head):
-    ours, twin = twins(head, return_dict=False)
-    assert ours.config.return_dict is twin.config.return_dict is False
+    ours, reference = references(head, return_dict=False)
+    assert ours.config.return_dict is reference.config.return_dict is False
     inputs = inputs_for(head)
     assert type(ours(**inputs)) is tuple
-    assert len(ours(**inputs)) == len(twin(**inputs))
+    assert len(ours(**inputs)) == len(reference(**inputs))
     assert not isinstance(ours(**inputs, return_dict=True), tuple)
     assert not isinstance(our_class(head)(ScratchBertConfig(**FIELDS))(**inputs, return_dict=None), tuple)
 
@@ -157,22 +157,22 @@ def test_hidden_states_are_the_embeddings_and_what_each_block_makes_of_the_one_b
 
 @pytest.mark.parametrize("selected", [1, -1, [0, -1], [7]])
 def test_hidden_states_can_be_selected_by_number(selected):
-    ours, twin = twins()
+    ours, reference = references()
     inputs = inputs_for()
-    states, expected = (model(**inputs, output_hidden_states=selected).hidden_states for model in (ours, twin))
+    states, expected = (model(**inputs, output_hidden_states=selected).hidden_states for model in (ours, reference))
     assert [state is None for state in states] == [state is None for state in expected]
-    for state, twin_state in zip(states, expected, strict=True):
+    for state, reference_state in zip(states, expected, strict=True):
         if state is not None:
-            assert_close(real_tokens(state, inputs), real_tokens(twin_state, inputs), rtol=0, atol=1e-5)
+            assert_close(real_tokens(state, inputs), real_tokens(reference_state, inputs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("asked_by", ["call", "config"])
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
-def test_attentions_are_those_of_the_eager_twin_whatever_attention_is_set(head, asked_by):
-    ours, twin = twins(head, attention="eager")
+def test_attentions_are_those_of_the_eager_reference_whatever_attention_is_set(head, asked_by):
+    ours, reference = references(head, attention="eager")
     ours.set_attn_implementation("sdpa")
     inputs = inputs_for(head)
-    expected = twin(**inputs, output_attentions=True).attentions
+    expected = reference(**inputs, output_attentions=True).attentions
     if asked_by == "config":
         ours.config.output_attentions = True
         attentions = ours(**inputs).attentions
@@ -180,16 +180,16 @@ def test_attentions_are_those_of_the_eager_twin_whatever_attention_is_set(head, 
         attentions = ours(**inputs, output_attentions=True).attentions
     assert type(attentions) is tuple
     assert len(attentions) == TINY["num_hidden_layers"]
-    for weights, twin_weights in zip(attentions, expected, strict=True):
+    for weights, reference_weights in zip(attentions, expected, strict=True):
         assert weights.shape == (BATCH, TINY["num_attention_heads"], LENGTH, LENGTH)
-        assert_close(weights, twin_weights, rtol=0, atol=1e-6)
+        assert_close(weights, reference_weights, rtol=0, atol=1e-6)
         assert weights[0, :, :, LENGTH // 2 + 1 :].eq(0).all()
         assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     assert ours.config._attn_implementation == "sdpa"
 
 
 def test_what_is_not_asked_for_is_not_returned():
-    ours, _ = twins()
+    ours, _ = references()
     output = ours(**inputs_for(), output_attentions=False, output_hidden_states=None)
     assert list(output) == ["last_hidden_state", "pooler_output"]
     assert output.hidden_states is None
@@ -199,40 +199,40 @@ def test_what_is_not_asked_for_is_not_returned():
     assert list(ours(**inputs_for())) == ["last_hidden_state", "pooler_output"]
 
 
-def test_a_head_passes_cross_attentions_and_a_cache_through_like_the_twin():
-    ours, twin = twins(is_decoder=True, add_cross_attention=True, attention="eager")
+def test_a_head_passes_cross_attentions_and_a_cache_through_like_the_reference():
+    ours, reference = references(is_decoder=True, add_cross_attention=True, attention="eager")
     encoded = torch.randn(BATCH, 5, TINY["hidden_size"])
     asked = {"output_attentions": True, "output_hidden_states": True, "encoder_hidden_states": encoded}
     inputs = inputs_for() | asked
-    output, expected = ours(**inputs), twin(**inputs)
+    output, expected = ours(**inputs), reference(**inputs)
     assert list(output) == list(expected)
-    for weights, twin_weights in zip(output.cross_attentions, expected.cross_attentions, strict=True):
+    for weights, reference_weights in zip(output.cross_attentions, expected.cross_attentions, strict=True):
         assert weights.shape == (BATCH, TINY["num_attention_heads"], LENGTH, 5)
-        assert_close(weights, twin_weights, rtol=0, atol=1e-6)
+        assert_close(weights, reference_weights, rtol=0, atol=1e-6)
     # The cross-attention is an attention too, and must not be counted among the block's own.
     assert [weights.shape for weights in output.attentions] == [weights.shape for weights in expected.attentions]
-    kinds = [[type(part).__name__ for part in model(**inputs, return_dict=False)] for model in (ours, twin)]
+    kinds = [[type(part).__name__ for part in model(**inputs, return_dict=False)] for model in (ours, reference)]
     assert kinds[0] == kinds[1]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_is_causal_reaches_the_kernel_as_in_the_twin(attention):
-    ours, twin = twins(attention=attention)
+def test_is_causal_reaches_the_kernel_as_in_the_reference(attention):
+    ours, reference = references(attention=attention)
     ids = inputs_for()["input_ids"]
-    causal, expected = (model(ids, is_causal=True).last_hidden_state for model in (ours, twin))
+    causal, expected = (model(ids, is_causal=True).last_hidden_state for model in (ours, reference))
     assert_close(causal, expected, rtol=0, atol=1e-5)
     assert torch.allclose(causal, ours(ids).last_hidden_state, atol=1e-2) == (attention == "eager")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_an_encoder_takes_a_prefix_of_keys_and_values_like_the_twin(attention):
+def test_an_encoder_takes_a_prefix_of_keys_and_values_like_the_reference(attention):
     """PEFT's prefix tuning hands an encoder a cache, and a mask that is longer by as much."""
-    ours, twin = twins(attention=attention)
+    ours, reference = references(attention=attention)
     inputs = inputs_for()
     prefix = [torch.randn(2, BATCH, 4, 2, 8) for _ in range(TINY["num_hidden_layers"])]
     inputs["attention_mask"] = torch.cat([torch.ones(BATCH, 2, dtype=torch.long), inputs["attention_mask"]], dim=1)
     outputs = []
-    for model in (ours, twin):
+    for model in (ours, reference):
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(prefix):
             cache.update(keys, values, layer)
@@ -242,16 +242,16 @@ def test_an_encoder_takes_a_prefix_of_keys_and_values_like_the_twin(attention):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_sizes_and_names_that_tools_ask_for_are_the_twins(head):
-    ours, twin = twins(head)
-    arguments, expected = (list(inspect.signature(type(model).forward).parameters) for model in (ours, twin))
+def test_sizes_and_names_that_tools_ask_for_are_the_references(head):
+    ours, reference = references(head)
+    arguments, expected = (list(inspect.signature(type(model).forward).parameters) for model in (ours, reference))
     assert arguments == expected
-    assert ours.num_parameters() == twin.num_parameters()
-    assert ours.num_parameters(exclude_embeddings=True) == twin.num_parameters(exclude_embeddings=True)
-    assert find_labels(type(ours)) == find_labels(type(twin))  # what `Trainer` takes for labels
-    assert ours.main_input_name == twin.main_input_name == "input_ids"
-    assert ours.can_generate() == twin.can_generate()
-    assert (ours.get_output_embeddings() is None) == (twin.get_output_embeddings() is None)
+    assert ours.num_parameters() == reference.num_parameters()
+    assert ours.num_parameters(exclude_embeddings=True) == reference.num_parameters(exclude_embeddings=True)
+    assert find_labels(type(ours)) == find_labels(type(reference))  # what `Trainer` takes for labels
+    assert ours.main_input_name == reference.main_input_name == "input_ids"
+    assert ours.can_generate() == reference.can_generate()
+    assert (ours.get_output_embeddings() is None) == (reference.get_output_embeddings() is None)
 
 
 # Resizing the vocabulary
@@ -264,18 +264,18 @@ def test_sizes_and_names_that_tools_ask_for_are_the_twins(head):
     ids=["grow", "shrink", "grow to a multiple", "only to a multiple"],
 )
 @pytest.mark.parametrize("head", LANGUAGE_MODELS)
-def test_resizing_gives_the_twins_model(head, size, multiple, becomes, tied, tmp_path):
-    ours, twin = twins(head, tie_word_embeddings=tied)
+def test_resizing_gives_the_references_model(head, size, multiple, becomes, tied, tmp_path):
+    ours, reference = references(head, tie_word_embeddings=tied)
     inputs = inputs_for(head)
     inputs["input_ids"] %= 50
     logits = "prediction_logits" if head == "ForPreTraining" else "logits"
     before = real_tokens(ours(**inputs)[logits], inputs)
-    for model in (ours, twin):
+    for model in (ours, reference):
         torch.manual_seed(1)  # new rows are drawn at random
         table = model.resize_token_embeddings(size, pad_to_multiple_of=multiple)
         assert table is model.get_input_embeddings()
 
-    assert ours.config.vocab_size == ours.model.config.vocab_size == twin.config.vocab_size == becomes
+    assert ours.config.vocab_size == ours.model.config.vocab_size == reference.config.vocab_size == becomes
     head_layer = ours.get_output_embeddings()
     assert ours.get_input_embeddings().weight.shape == head_layer.weight.shape == (becomes, TINY["hidden_size"])
     assert head_layer.bias.shape == (becomes,)
@@ -285,14 +285,14 @@ def test_resizing_gives_the_twins_model(head, size, multiple, becomes, tied, tmp
     after = real_tokens(ours(**inputs)[logits], inputs)
     kept = min(becomes, TINY["vocab_size"])
     assert_close(after[:, :kept], before[:, :kept], rtol=0, atol=1e-6)
-    assert_close(after, real_tokens(twin(**inputs)[logits], inputs), rtol=0, atol=1e-5)
+    assert_close(after, real_tokens(reference(**inputs)[logits], inputs), rtol=0, atol=1e-5)
 
     # The labels' loss is taken over the new vocabulary, and the check of ids knows its size.
     labels = {"labels": torch.full((BATCH, LENGTH), becomes - 1)}
     if head == "ForPreTraining":
         labels["next_sentence_label"] = torch.zeros(BATCH, dtype=torch.long)
     inputs["input_ids"][:, -1] = becomes - 1
-    assert_close(ours(**inputs, **labels).loss, twin(**inputs, **labels).loss, rtol=1e-5, atol=1e-5)
+    assert_close(ours(**inputs, **labels).loss, reference(**inputs, **labels).loss, rtol=1e-5, atol=1e-5)
     with pytest.raises(
         ValueError, match=rf"^input_ids .*\b{becomes}\b.* 0 to {becomes - 1} .*vocab_size is {becomes}\b"
     ):
@@ -303,25 +303,25 @@ def test_resizing_gives_the_twins_model(head, size, multiple, becomes, tied, tmp
     assert_close(again(**inputs)[logits], ours(**inputs)[logits], rtol=0, atol=0)
     assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
     ours.save_as_bert(tmp_path / "bert")
-    as_bert = type(twin).from_pretrained(tmp_path / "bert").eval()
+    as_bert = type(reference).from_pretrained(tmp_path / "bert").eval()
     expected = real_tokens(ours(**inputs)[logits], inputs)
     assert_close(real_tokens(as_bert(**inputs)[logits], inputs), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
 def test_models_without_a_language_model_head_resize_too(head):
-    ours, twin = twins(head)
+    ours, reference = references(head)
     inputs = inputs_for(head)
     inputs["input_ids"][:, 1] = 119
-    for model in (ours, twin):
+    for model in (ours, reference):
         torch.manual_seed(1)
         model.resize_token_embeddings(120, mean_resizing=False)
-    for part, expected in zip(ours(**inputs, return_dict=False), twin(**inputs, return_dict=False), strict=True):
+    for part, expected in zip(ours(**inputs, return_dict=False), reference(**inputs, return_dict=False), strict=True):
         assert_close(part[1:], expected[1:], rtol=0, atol=1e-5)
 
 
 def test_resized_embeddings_still_train_together():
-    ours, _ = twins("ForMaskedLM")
+    ours, _ = references("ForMaskedLM")
     ours.resize_token_embeddings(120)
     optimiser = torch.optim.SGD(ours.parameters(), lr=1.0)
     before = ours.get_input_embeddings().weight.detach().clone()
@@ -335,12 +335,12 @@ def test_resized_embeddings_still_train_together():
 
 def test_embeddings_put_in_by_hand_decide_which_ids_there_are():
     """A table set by `set_input_embeddings` may be longer than `config.vocab_size`, which that call leaves alone."""
-    ours, twin = twins()
+    ours, reference = references()
     table = nn.Embedding(200, TINY["hidden_size"])
     ids = torch.tensor([[150, 199, 3]])
-    for model in (ours, twin):
+    for model in (ours, reference):
         model.set_input_embeddings(table)
-    assert_close(ours(ids).last_hidden_state, twin(ids).last_hidden_state, rtol=0, atol=1e-5)
+    assert_close(ours(ids).last_hidden_state, reference(ids).last_hidden_state, rtol=0, atol=1e-5)
 
 
 # Tied weights
@@ -348,7 +348,7 @@ def test_embeddings_put_in_by_hand_decide_which_ids_there_are():
 
 @pytest.mark.parametrize("head", LANGUAGE_MODELS)
 def test_tied_weights_are_saved_once_and_come_back_tied(head, tmp_path):
-    ours, _ = twins(head)
+    ours, _ = references(head)
     ours.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         shapes = Counter(tuple(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
@@ -359,7 +359,7 @@ def test_tied_weights_are_saved_once_and_come_back_tied(head, tmp_path):
 
 
 def test_untied_weights_are_saved_twice_and_come_back_apart(tmp_path):
-    ours, _ = twins("ForMaskedLM", tie_word_embeddings=False)
+    ours, _ = references("ForMaskedLM", tie_word_embeddings=False)
     assert not torch.equal(ours.lm_head.decoder.weight, ours.get_input_embeddings().weight)
     ours.save_pretrained(tmp_path)
     again = ScratchBertForMaskedLM.from_pretrained(tmp_path)
@@ -394,7 +394,7 @@ def block_runs(monkeypatch):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("head", HEADS)
 def test_gradient_checkpointing_changes_no_gradient(head, reentrant, block_runs):
-    ours, _ = twins(head, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    ours, _ = references(head, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
     inputs = inputs_for(head, labels=True)
     ours.train()
     expected = gradients(ours, inputs)
@@ -418,10 +418,10 @@ def test_gradient_checkpointing_changes_no_gradient(head, reentrant, block_runs)
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_keeps_no_cache(reentrant):
-    ours, twin = twins(is_decoder=True, add_cross_attention=True)
+    ours, reference = references(is_decoder=True, add_cross_attention=True)
     inputs = inputs_for()
     results, caches = [], []
-    for model in (ours, twin):
+    for model in (ours, reference):
         for checkpointing in (False, True):
             model.train()
             if checkpointing:
@@ -439,7 +439,7 @@ def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_keeps_no_ca
 
 
 def test_every_other_block_can_be_checkpointed(block_runs):
-    ours, _ = twins()
+    ours, _ = references()
     ours.train().activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
     runs = block_runs(ours)
     gradients(ours, inputs_for())
@@ -448,7 +448,7 @@ def test_every_other_block_can_be_checkpointed(block_runs):
 
 def test_frozen_embeddings_pass_gradients_on_when_adapters_ask_for_them():
     """PEFT freezes the model and calls `enable_input_require_grads`, without which reentrant checkpoints yield none."""
-    ours, _ = twins()
+    ours, _ = references()
     ours.train().requires_grad_(False)
     ours.encoder.blocks[0].attention.query.requires_grad_(True)
     ours.enable_input_require_grads()
@@ -463,9 +463,9 @@ def test_frozen_embeddings_pass_gradients_on_when_adapters_ask_for_them():
 
 
 def test_attention_can_be_switched_after_loading(recorder):
-    ours, twin = twins("ForMaskedLM", attention="eager")
+    ours, reference = references("ForMaskedLM", attention="eager")
     inputs = inputs_for("ForMaskedLM")
-    expected = real_tokens(twin(**inputs).logits, inputs)
+    expected = real_tokens(reference(**inputs).logits, inputs)
     calls = recorder("recorded")
     for attention in ("sdpa", "eager", "recorded", "sdpa"):
         ours.set_attn_implementation(attention)
@@ -476,7 +476,7 @@ def test_attention_can_be_switched_after_loading(recorder):
 
 
 def test_attention_can_be_chosen_while_loading(recorder, tmp_path):
-    ours, _ = twins("ForTokenClassification")
+    ours, _ = references("ForTokenClassification")
     ours.save_pretrained(tmp_path)
     calls = recorder("recorded")
     inputs = inputs_for()
@@ -503,16 +503,18 @@ def test_an_attention_of_the_users_own_computes_the_same_in_both(recorder):
         masks.append(sdpa_mask(*args, **kwargs | {"allow_is_bidirectional_skip": False}))
         return masks[-1]
 
-    ours, twin = twins()
+    ours, reference = references()
     inputs = inputs_for()
     plain = ours(**inputs).last_hidden_state
     calls = recorder("near_only", near_only, mask_function)
-    for model in (ours, twin):
+    for model in (ours, reference):
         model.set_attn_implementation("near_only")
     output = ours(**inputs).last_hidden_state
     assert len(calls) == TINY["num_hidden_layers"]
     assert all(call["mask"] is masks[0] for call in calls)
-    assert_close(real_tokens(output, inputs), real_tokens(twin(**inputs).last_hidden_state, inputs), rtol=0, atol=1e-5)
+    assert_close(
+        real_tokens(output, inputs), real_tokens(reference(**inputs).last_hidden_state, inputs), rtol=0, atol=1e-5
+    )
     assert not torch.allclose(output, plain, atol=1e-2)
 
 
@@ -520,10 +522,10 @@ def test_an_attention_of_the_users_own_computes_the_same_in_both(recorder):
 def test_a_kernels_own_arguments_reach_it(recorder, argument):
     """From `position_ids`, or from the others, flash attention learns where one packed sequence ends and another
     begins; without them it would mix the two."""
-    ours, twin = twins()
+    ours, reference = references()
     calls = recorder("recorded")
     value = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    for model in (ours, twin):
+    for model in (ours, reference):
         model.set_attn_implementation("recorded")
         model(inputs_for()["input_ids"], **{argument: value})
     assert len(calls) == 2 * TINY["num_hidden_layers"]
@@ -531,7 +533,7 @@ def test_a_kernels_own_arguments_reach_it(recorder, argument):
 
 
 def test_a_kernel_is_told_of_dropout_in_training_only(recorder):
-    ours, _ = twins(attention_probs_dropout_prob=0.25)
+    ours, _ = references(attention_probs_dropout_prob=0.25)
     calls = recorder("recorded")
     ours.set_attn_implementation("recorded")
     ours(**inputs_for())
@@ -546,19 +548,19 @@ def test_a_kernel_is_told_of_dropout_in_training_only(recorder):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
-def test_half_precision_is_as_good_as_the_twins(head, dtype, attention, tmp_path):
-    ours, twin = twins(head, attention=attention)
+def test_half_precision_is_as_good_as_the_references(head, dtype, attention, tmp_path):
+    ours, reference = references(head, attention=attention)
     inputs = inputs_for(head)
-    exact = real_tokens(twin(**inputs)[0], inputs)
+    exact = real_tokens(reference(**inputs)[0], inputs)
     ours.save_pretrained(tmp_path)
     loaded = type(ours).from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention).eval()
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    twin_error = (real_tokens(twin.to(dtype)(**inputs)[0], inputs).float() - exact).abs().max()
+    reference_error = (real_tokens(reference.to(dtype)(**inputs)[0], inputs).float() - exact).abs().max()
     for model in (loaded, ours.to(dtype)):
         output = model(**inputs)[0]
         assert output.dtype == dtype
         assert output.isfinite().all()
-        assert (real_tokens(output, inputs).float() - exact).abs().max() <= 2 * twin_error
+        assert (real_tokens(output, inputs).float() - exact).abs().max() <= 2 * reference_error
     labelled = inputs_for("ForMaskedLM", labels=True)
     if head == "ForMaskedLM":
         loaded(**labelled).loss.backward()
@@ -566,11 +568,11 @@ def test_half_precision_is_as_good_as_the_twins(head, dtype, attention, tmp_path
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_autocast_computes_what_the_twin_does(attention):
-    ours, twin = twins(attention=attention)
+def test_autocast_computes_what_the_reference_does(attention):
+    ours, reference = references(attention=attention)
     inputs = inputs_for()
     with torch.autocast("cpu", torch.bfloat16):
-        output, expected = (model(**inputs).last_hidden_state for model in (ours, twin))
+        output, expected = (model(**inputs).last_hidden_state for model in (ours, reference))
     assert output.isfinite().all()
     assert output.dtype == expected.dtype
     assert_close(real_tokens(output, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-2)
@@ -585,7 +587,7 @@ def test_a_model_made_without_memory_takes_weights_afterwards(head, position_emb
         empty = our_class(head)(config).eval()
     assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
     inputs = inputs_for(head)
-    del inputs["attention_mask"]  # transformers' own mask functions ask a mask for values, for the twin as for us
+    del inputs["attention_mask"]  # transformers' own mask functions ask a mask for values, for the reference as for us
     outputs = empty(**{name: tensor.to("meta") for name, tensor in inputs.items()}, return_dict=False)
     assert [output.shape for output in outputs] == [output.shape for output in full(**inputs, return_dict=False)]
 
@@ -601,7 +603,7 @@ def test_a_model_made_without_memory_takes_weights_afterwards(head, position_emb
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, torch.device("cpu")])
 def test_device_map_loads_the_same_model(head, device_map, tmp_path):
-    ours, _ = twins(head)
+    ours, _ = references(head)
     ours.save_pretrained(tmp_path)
     loaded = type(ours).from_pretrained(tmp_path, device_map=device_map).eval()
     inputs = inputs_for(head)
@@ -632,7 +634,7 @@ def test_blocks_can_stay_on_disk(head, position_embedding_type, tmp_path):
 
 def test_accelerate_offloads_a_model_that_is_loaded():
     for offload in (cpu_offload, disk_offload):
-        ours, _ = twins("ForMaskedLM")
+        ours, _ = references("ForMaskedLM")
         inputs = inputs_for("ForMaskedLM")
         expected = ours(**inputs).logits
         with TemporaryDirectory() as folder:
@@ -646,22 +648,22 @@ def test_accelerate_offloads_a_model_that_is_loaded():
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
 def test_shards_hold_the_model_and_open_again(head, tmp_path):
-    ours, twin = twins(head)
+    ours, reference = references(head)
     ours.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
     assert (tmp_path / "model.safetensors.index.json").exists()
     again = type(ours).from_pretrained(tmp_path).eval()
     inputs = inputs_for(head)
     assert_close(again(**inputs)[0], ours(**inputs)[0], rtol=0, atol=0)
-    twin.save_pretrained(tmp_path / "bert", max_shard_size="20KB")
+    reference.save_pretrained(tmp_path / "bert", max_shard_size="20KB")
     assert len(list((tmp_path / "bert").glob("model-*-of-*.safetensors"))) > 2
     again = type(ours).from_pretrained(tmp_path / "bert").eval()
     assert_close(again(**inputs)[0], ours(**inputs)[0], rtol=0, atol=0)
 
 
 def test_sizes_that_do_not_match_are_refused_or_on_request_made_anew(tmp_path, caplog):
-    ours, twin = twins("ForSequenceClassification", num_labels=2)
-    for model, folder in ((ours, tmp_path / "ours"), (twin, tmp_path / "bert")):
+    ours, reference = references("ForSequenceClassification", num_labels=2)
+    for model, folder in ((ours, tmp_path / "ours"), (reference, tmp_path / "bert")):
         model.save_pretrained(folder)
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             type(ours).from_pretrained(folder, num_labels=5)
@@ -670,7 +672,7 @@ def test_sizes_that_do_not_match_are_refused_or_on_request_made_anew(tmp_path, c
         )
         assert {key[0] for key in report["mismatched_keys"]} == {"classifier.weight", "classifier.bias"}
         assert loaded.classifier.weight.shape == (5, TINY["hidden_size"])
-        # As the twin draws a new classifier: zero biases, small weights.
+        # As the reference draws a new classifier: zero biases, small weights.
         assert loaded.classifier.bias.eq(0).all()
         assert 0.01 < loaded.classifier.weight.std() < 0.03
         for name, tensor in ours.model.state_dict().items():
@@ -682,7 +684,7 @@ def test_sizes_that_do_not_match_are_refused_or_on_request_made_anew(tmp_path, c
 
 @pytest.mark.parametrize("chunk", [1, 2, 7])
 def test_chunked_feed_forward_computes_the_same(chunk):
-    whole, _ = twins()
+    whole, _ = references()
     config = copy.deepcopy(whole.config)
     config.chunk_size_feed_forward = chunk
     chunked = ScratchBertModel(config).eval()
@@ -699,8 +701,8 @@ def test_chunked_feed_forward_computes_the_same(chunk):
     assert_close(gradients(chunked, inputs), gradients(whole, inputs), rtol=1e-4, atol=1e-6)
 
 
-def test_a_length_that_chunks_do_not_divide_is_refused_as_by_the_twin():
-    for model in twins(chunk_size_feed_forward=4):
+def test_a_length_that_chunks_do_not_divide_is_refused_as_by_the_reference():
+    for model in references(chunk_size_feed_forward=4):
         with pytest.raises(ValueError, match=r"dimension to be chunked 7 .* chunk size 4"):
             model(**inputs_for())
 
@@ -710,7 +712,7 @@ def test_a_length_that_chunks_do_not_divide_is_refused_as_by_the_twin():
 
 @pytest.mark.parametrize("head", HEADS)
 def test_copies_compute_the_same_and_are_independent(head):
-    ours, _ = twins(head)
+    ours, _ = references(head)
     inputs = inputs_for(head)
     expected = ours(**inputs)[0].detach()
     file = io.BytesIO()
@@ -729,7 +731,7 @@ def test_copies_compute_the_same_and_are_independent(head):
 
 
 def test_a_copy_made_after_outputs_were_recorded_records_its_own():
-    ours, _ = twins()
+    ours, _ = references()
     inputs = inputs_for()
     expected = ours(**inputs, output_hidden_states=True, output_attentions=True)
     copied = copy.deepcopy(ours)(**inputs, output_hidden_states=True, output_attentions=True)
@@ -796,8 +798,8 @@ class DoublingModel(ScratchBertModel):
 
 
 def test_a_derived_head_saves_loads_and_starts_from_a_bert(tmp_path):
-    ours, twin = twins("ForTokenClassification")
-    twin.save_pretrained(tmp_path / "bert")
+    ours, reference = references("ForTokenClassification")
+    reference.save_pretrained(tmp_path / "bert")
     tagger, report = GatedTagger.from_pretrained(tmp_path / "bert", output_loading_info=True)
     assert set(report["missing_keys"]) == {"gate"}
     inputs = inputs_for()
@@ -834,8 +836,8 @@ def logits_input(model, inputs):
 
 
 def test_a_derived_model_takes_the_encoder_of_a_bert(tmp_path):
-    _, twin = twins()
-    twin.save_pretrained(tmp_path)
+    _, reference = references()
+    reference.save_pretrained(tmp_path)
 
     class Head(MeanClassifier):
         config_class = ScratchBertConfig
@@ -845,7 +847,7 @@ def test_a_derived_model_takes_the_encoder_of_a_bert(tmp_path):
     inputs = inputs_for()
     del inputs["token_type_ids"]
     states = model.eval().model(**inputs).last_hidden_state
-    expected = twin(**inputs).last_hidden_state
+    expected = reference(**inputs).last_hidden_state
     assert_close(real_tokens(states, inputs), real_tokens(expected, inputs), rtol=0, atol=1e-5)
 
 
@@ -891,20 +893,20 @@ def train(model, data, folder, collator=None, **arguments):
     return trainer.train().training_loss, trainer
 
 
-def test_trainer_takes_the_twins_steps(minilm, tmp_path):
+def test_trainer_takes_the_references_steps(minilm, tmp_path):
     """It finds the columns and the labels in the signature, and drops what the model does not take."""
-    ours, twin = twins("ForSequenceClassification")
+    ours, reference = references("ForSequenceClassification")
     start = copy.deepcopy(ours.state_dict())
     data = [{**row, "label": row.pop("labels")} for row in examples(lengths=(4, 6, 3))]
     arguments = {"max_steps": 2, "per_device_train_batch_size": 4}
     arguments["collator"] = DataCollatorWithPadding(AutoTokenizer.from_pretrained(minilm))
     loss, trainer = train(ours, data, tmp_path / "ours", **arguments)
-    twin_loss, twin_trainer = train(twin, data, tmp_path / "bert", **arguments)
-    assert trainer.label_names == twin_trainer.label_names == ["labels"]
-    assert loss == pytest.approx(twin_loss, abs=1e-5)
+    reference_loss, reference_trainer = train(reference, data, tmp_path / "bert", **arguments)
+    assert trainer.label_names == reference_trainer.label_names == ["labels"]
+    assert loss == pytest.approx(reference_loss, abs=1e-5)
     ours.save_as_bert(tmp_path / "exported")
-    for name, tensor in type(twin).from_pretrained(tmp_path / "exported").state_dict().items():
-        assert_close(tensor, twin.state_dict()[name], rtol=1e-4, atol=1e-5)
+    for name, tensor in type(reference).from_pretrained(tmp_path / "exported").state_dict().items():
+        assert_close(tensor, reference.state_dict()[name], rtol=1e-4, atol=1e-5)
     changed = "model.encoder.blocks.0.attention.query.weight"
     assert not torch.equal(ours.get_parameter(changed), start[changed])
     prediction = trainer.predict(data)
@@ -917,7 +919,7 @@ def test_trainer_takes_the_twins_steps(minilm, tmp_path):
 
 def test_trainer_with_gradient_checkpointing_takes_the_same_step(tmp_path, block_runs):
     data = examples()
-    reference, _ = twins("ForSequenceClassification")
+    reference, _ = references("ForSequenceClassification")
     plain, checkpointed = copy.deepcopy(reference), copy.deepcopy(reference)
     train(plain, data, tmp_path)
     runs = block_runs(checkpointed)
@@ -928,7 +930,7 @@ def test_trainer_with_gradient_checkpointing_takes_the_same_step(tmp_path, block
 
 
 def test_accelerate_prepares_and_trains_it():
-    ours, _ = twins("ForSequenceClassification")
+    ours, _ = references("ForSequenceClassification")
     reference = copy.deepcopy(ours)
     rows = examples(4)
     columns = {

@@ -1,5 +1,5 @@
-"""Every model against its twin, the `Bert…` class of transformers: the same signatures, and from the same weights the
-same outputs, losses, gradients and training."""
+"""Every model against its reference, the `Bert…` class of transformers: the same signatures, and from the same weights
+the same outputs, losses and gradients."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.bert_weights import to_scratchbert
 from support import comparison
-from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, flat, of_real_tokens
+from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, at_tokens, flat
 from support.models import BERTS, NEEDS, OURS, REFERENCES, randomise, tiny_config
 
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
@@ -27,29 +27,29 @@ paddings = pytest.mark.parametrize("padding", ["none", "right", "left"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Twins, what goes into them, and what comes out
+# References, what goes into them, and what comes out
 
 
 def our_name(name: str, model) -> str:
-    """Our name for the twin's tensor `name`."""
+    """Our name for the reference's tensor `name`."""
     ours = to_scratchbert(name)
     return ours.removeprefix("model.") if isinstance(model, BertModel) else ours
 
 
-def copy_weights(twin, ours) -> None:
-    ours.load_state_dict({our_name(name, twin): tensor for name, tensor in twin.state_dict().items()})
+def copy_weights(reference, ours) -> None:
+    ours.load_state_dict({our_name(name, reference): tensor for name, tensor in reference.state_dict().items()})
 
 
 @pytest.fixture
-def twins():
-    """Makes our model and its twin, with the same large random weights, ready for inference."""
+def references():
+    """Makes our model and its reference, with the same large random weights, ready for inference."""
 
     def make(head="Model", attention="eager", **fields):
         fields = {"attn_implementation": attention, **NEEDS.get(head, {}), **fields}
-        twin = randomise(REFERENCES[head](tiny_config(BertConfig, **fields)))
+        reference = randomise(REFERENCES[head](tiny_config(BertConfig, **fields)))
         ours = OURS[head](tiny_config(**fields))
-        copy_weights(twin, ours)
-        return ours.eval(), twin.eval()
+        copy_weights(reference, ours)
+        return ours.eval(), reference.eval()
 
     return make
 
@@ -139,11 +139,11 @@ tasks = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 def of_real_beginnings(pooled, real, config):
     """The pooled outputs that mean something. A decoder's first token, where it is padding, may look at nothing at all,
-    and on what follows from that not even the twin's eager and sdpa attention agree."""
+    and on what follows from that not even the reference's eager and sdpa attention agree."""
     return pooled if real is None or not config.is_decoder else pooled[real[:, 0]]
 
 
-def assert_same_outputs(ours, twin, inputs, **options):
+def assert_same_outputs(ours, reference, inputs, **options):
     """One forward pass of each, on the same inputs: every output is the same."""
 
     mask = inputs.get("attention_mask")
@@ -156,9 +156,9 @@ def assert_same_outputs(ours, twin, inputs, **options):
         return outputs
 
     with torch.no_grad():
-        mine, theirs = run(ours, inputs), run(twin, inputs)
+        mine, theirs = run(ours, inputs), run(reference, inputs)
         assert list(mine) == list(theirs)
-        exact = cache(lambda: flat(run(copy.deepcopy(twin).double(), as_doubles(inputs))))
+        exact = cache(lambda: flat(run(copy.deepcopy(reference).double(), as_doubles(inputs))))
         assert_same_tensors(flat(mine), flat(theirs), real, exact)
 
 
@@ -178,8 +178,8 @@ def gradients(model, inputs) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_same_gradients(ours, twin, inputs):
-    expected = {our_name(name, twin): gradient for name, gradient in gradients(twin, inputs).items()}
+def assert_same_gradients(ours, reference, inputs):
+    expected = {our_name(name, reference): gradient for name, gradient in gradients(reference, inputs).items()}
     comparison.assert_same_gradients(gradients(ours, inputs), expected)
 
 
@@ -194,17 +194,17 @@ def signature(function):
 
 @pytest.mark.parametrize("head", BERTS)
 def test_signatures(head):
-    ours, twin = OURS[head], REFERENCES[head]
-    assert signature(ours.forward) == signature(twin.forward)
-    assert signature(ours.__init__) == signature(twin.__init__)
+    ours, reference = OURS[head], REFERENCES[head]
+    assert signature(ours.forward) == signature(reference.forward)
+    assert signature(ours.__init__) == signature(reference.__init__)
 
 
 def test_configuration_has_berts_fields_and_defaults():
-    ours, twin = ScratchBertConfig().to_dict(), BertConfig().to_dict()
+    ours, reference = ScratchBertConfig().to_dict(), BertConfig().to_dict()
     own = {"model_type": "scratchbert", "norm_first": False, "position_embedding_type": "absolute"}
     two_halves = {"num_decoder_layers": None, "tie_encoder_decoder": False, "share_embeddings": True}
     speed = {"padding_free": True, "sparse_prediction": False}
-    assert ours == {**twin, **own, **speed, **two_halves, "decoder_start_token_id": None}
+    assert ours == {**reference, **own, **speed, **two_halves, "decoder_start_token_id": None}
     names = [f.name for f in dataclasses.fields(BertConfig)]
     assert [f.name for f in dataclasses.fields(ScratchBertConfig) if f.name in names] == names
 
@@ -216,45 +216,45 @@ def test_configuration_has_berts_fields_and_defaults():
 @tasks
 @paddings
 @attentions
-def test_outputs(task, padding, attention, twins):
-    ours, twin = twins(task.head, attention, **task.fields)
-    inputs = task.inputs(twin.config, padding)
+def test_outputs(task, padding, attention, references):
+    ours, reference = references(task.head, attention, **task.fields)
+    inputs = task.inputs(reference.config, padding)
     # Under sdpa a call for the maps would run another kernel; see test_maps_are_true.
-    assert_same_outputs(ours, twin, inputs, output_hidden_states=True, output_attentions=attention == "eager")
-    assert ours.config.problem_type == twin.config.problem_type
+    assert_same_outputs(ours, reference, inputs, output_hidden_states=True, output_attentions=attention == "eager")
+    assert ours.config.problem_type == reference.config.problem_type
 
 
 @tasks
 @paddings
 @attentions
-def test_gradients(task, padding, attention, twins):
+def test_gradients(task, padding, attention, references):
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    ours, twin = twins(task.head, attention, **task.fields, **no_dropout)
-    assert_same_gradients(ours.train(), twin.train(), task.inputs(twin.config, padding))
+    ours, reference = references(task.head, attention, **task.fields, **no_dropout)
+    assert_same_gradients(ours.train(), reference.train(), task.inputs(reference.config, padding))
 
 
 @tasks
-def test_output_classes(task, twins):
-    ours, twin = twins(task.head, **task.fields)
-    inputs = task.inputs(twin.config)
-    mine, theirs = ours(**inputs), twin(**inputs)
+def test_output_classes(task, references):
+    ours, reference = references(task.head, **task.fields)
+    inputs = task.inputs(reference.config)
+    mine, theirs = ours(**inputs), reference(**inputs)
     fields = [[(f.name, f.default) for f in dataclasses.fields(outputs)] for outputs in (mine, theirs)]
     assert fields[0] == fields[1]
     assert type(mine) is type(theirs) or type(mine).__name__ == f"Scratch{type(theirs).__name__}"
-    as_tuples = [model(**inputs, return_dict=False, output_hidden_states=True) for model in (ours, twin)]
+    as_tuples = [model(**inputs, return_dict=False, output_hidden_states=True) for model in (ours, reference)]
     assert [type(part) for part in as_tuples[0]] == [type(part) for part in as_tuples[1]]
 
 
 @pytest.mark.parametrize(
     ("name", "given"), [("pre-training", "labels"), ("question answering", "end_positions")], ids=lambda value: value
 )
-def test_half_the_labels_give_no_loss(name, given, twins):
+def test_half_the_labels_give_no_loss(name, given, references):
     task = TASKS[name]
-    ours, twin = twins(task.head, **task.fields)
-    labels = task.labels(twin.config, torch.ones(B, T, dtype=torch.bool))
-    inputs = {**draw_inputs(twin.config), given: labels[given]}
+    ours, reference = references(task.head, **task.fields)
+    labels = task.labels(reference.config, torch.ones(B, T, dtype=torch.bool))
+    inputs = {**draw_inputs(reference.config), given: labels[given]}
     assert "loss" not in ours(**inputs)
-    assert_same_outputs(ours, twin, inputs)
+    assert_same_outputs(ours, reference, inputs)
 
 
 SHAPES = {
@@ -284,28 +284,28 @@ SHAPES = {
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 @attentions
-def test_shapes(fields, attention, twins):
+def test_shapes(fields, attention, references):
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    ours, twin = twins("ForPreTraining", attention, **fields, **no_dropout)
-    inputs = TASKS["pre-training"].inputs(twin.config, "right")
-    assert_same_outputs(ours, twin, inputs, output_hidden_states=True, output_attentions=attention == "eager")
-    assert_same_gradients(ours.train(), twin.train(), inputs)
+    ours, reference = references("ForPreTraining", attention, **fields, **no_dropout)
+    inputs = TASKS["pre-training"].inputs(reference.config, "right")
+    assert_same_outputs(ours, reference, inputs, output_hidden_states=True, output_attentions=attention == "eager")
+    assert_same_gradients(ours.train(), reference.train(), inputs)
 
 
 def only(*names):
-    return lambda inputs, twin: {name: inputs[name] for name in names}
+    return lambda inputs, reference: {name: inputs[name] for name in names}
 
 
-def embedded(inputs, twin):
-    words = twin.get_input_embeddings()(inputs["input_ids"]).detach()
+def embedded(inputs, reference):
+    words = reference.get_input_embeddings()(inputs["input_ids"]).detach()
     return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": words + 0.1}
 
 
-def shared_positions(inputs, twin):
+def shared_positions(inputs, reference):
     return {"input_ids": inputs["input_ids"], "position_ids": torch.arange(T).flip(0)[None]}
 
 
-def one_token(inputs, twin):
+def one_token(inputs, reference):
     return {name: tensor[:, :1] for name, tensor in inputs.items()}
 
 
@@ -322,23 +322,23 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("choose", ARGUMENTS.values(), ids=ARGUMENTS)
 @attentions
-def test_arguments(choose, attention, twins):
-    ours, twin = twins("Model", attention)
-    inputs = choose(draw_inputs(twin.config, "left" if choose is not one_token else "none"), twin)
-    assert_same_outputs(ours, twin, inputs, output_hidden_states=True)
-    assert_same_gradients(ours, twin, inputs)
+def test_arguments(choose, attention, references):
+    ours, reference = references("Model", attention)
+    inputs = choose(draw_inputs(reference.config, "left" if choose is not one_token else "none"), reference)
+    assert_same_outputs(ours, reference, inputs, output_hidden_states=True)
+    assert_same_gradients(ours, reference, inputs)
 
 
 @attentions
-def test_an_empty_sequence_in_the_batch(attention, twins):
-    """Nothing but padding: attention gives zeros there, as torch's own does. The twin's eager one gives an average over
-    the padding, of which it says that it hides it."""
-    ours, eager_twin = twins("ForPreTraining", attention)
-    _, twin = twins("ForPreTraining", "sdpa")
-    inputs = draw_inputs(twin.config, "right")
+def test_an_empty_sequence_in_the_batch(attention, references):
+    """A row of padding alone: attention returns zeros, as torch's does. The reference's eager kernel returns the mean of
+    the padding."""
+    ours, eager_reference = references("ForPreTraining", attention)
+    _, reference = references("ForPreTraining", "sdpa")
+    inputs = draw_inputs(reference.config, "right")
     inputs["attention_mask"][2] = 0
     with torch.no_grad():
-        mine, theirs, eager = (flat(model(**inputs)) for model in (ours, twin, eager_twin))
+        mine, theirs, eager = (flat(model(**inputs)) for model in (ours, reference, eager_reference))
         assert not mine["prediction_logits"][2].any()  # padding
         mine = flat(ours(**inputs, padding_free=False))
     assert_same_tensors(mine, theirs)
@@ -354,19 +354,21 @@ def draw_full_mask(heads):
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("kind", ["boolean", "-inf", "lowest", "bias"])
 @attentions
-def test_full_masks(attention, kind, heads, twins):
-    ours, twin = twins("Model", attention)
+def test_full_masks(attention, kind, heads, references):
+    ours, reference = references("Model", attention)
     seen = draw_full_mask(heads)
     added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf") if kind == "-inf" else torch.finfo().min)
     if kind == "bias":
         added += torch.randn(seen.shape)
-    inputs = draw_inputs(twin.config)
+    inputs = draw_inputs(reference.config)
     theirs = {**inputs, "attention_mask": added}
     mine = {**inputs, "attention_mask": seen if kind == "boolean" else added}
-    # The twin's eager attention would add True to the scores as 1; what a boolean mask means, the numbers tell it.
-    assert_same_tensors(*(flat(model(**x, output_hidden_states=True)) for model, x in ((ours, mine), (twin, theirs))))
+    # The reference's eager attention would add True to the scores as 1; what a boolean mask means, the numbers tell it.
+    assert_same_tensors(
+        *(flat(model(**x, output_hidden_states=True)) for model, x in ((ours, mine), (reference, theirs)))
+    )
     if attention == "sdpa":
-        assert_same_outputs(ours, twin, mine)
+        assert_same_outputs(ours, reference, mine)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -393,29 +395,29 @@ flex_warnings = pytest.mark.filterwarnings(
 @flex_warnings
 @pytest.mark.parametrize("is_decoder", [False, True], ids=["encoder", "decoder"])
 @paddings
-def test_flex_attention(padding, is_decoder, twins, uncompiled):
-    ours, twin = twins("Model", "flex_attention", is_decoder=is_decoder)
-    assert_same_outputs(ours, twin, draw_inputs(twin.config, padding), output_hidden_states=True)
+def test_flex_attention(padding, is_decoder, references, uncompiled):
+    ours, reference = references("Model", "flex_attention", is_decoder=is_decoder)
+    assert_same_outputs(ours, reference, draw_inputs(reference.config, padding), output_hidden_states=True)
 
 
 @flex_warnings
 @pytest.mark.parametrize("how", ["argument", "configuration", "configuration from the start"])
 @paddings
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-def test_maps_are_true(attention, padding, how, twins, uncompiled):
-    """Asked for its attention maps under a kernel that does not tell them, a model computes them. The twin leaves them
-    out, or refuses."""
-    ours, twin = twins("Model", attention)
-    _, eager = twins("Model", "eager")
-    inputs = draw_inputs(twin.config, padding)
+def test_maps_are_true(attention, padding, how, references, uncompiled):
+    """If the kernel does not return attention maps, a model that is asked for them computes them. The reference leaves
+    them out, or raises."""
+    ours, reference = references("Model", attention)
+    _, eager = references("Model", "eager")
+    inputs = draw_inputs(reference.config, padding)
     asked = {}
     if how == "argument":
         asked = {"output_attentions": True}
-        assert not twin(**inputs, **asked).attentions
+        assert not reference(**inputs, **asked).attentions
     elif how == "configuration":
         ours.config.output_attentions = True
         with pytest.raises(ValueError, match="output_attentions"):
-            twin.config.output_attentions = True
+            reference.config.output_attentions = True
     else:
         weights = ours.state_dict()
         ours = ScratchBertModel(tiny_config(attn_implementation=attention, output_attentions=True)).eval()
@@ -442,20 +444,20 @@ def test_maps_are_true(attention, padding, how, twins, uncompiled):
 @pytest.mark.parametrize("cast", ["whole model", "autocast"])
 @paddings
 @attentions
-def test_half_precision(attention, padding, cast, dtype, twins):
-    """As close to the twin as the twin is to the exact result."""
-    ours, twin = twins("ForPreTraining", attention)
-    inputs = draw_inputs(twin.config, padding)
+def test_half_precision(attention, padding, cast, dtype, references):
+    """As close to the reference as the reference is to the exact result."""
+    ours, reference = references("ForPreTraining", attention)
+    inputs = draw_inputs(reference.config, padding)
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
-        exact = flat(copy.deepcopy(twin).double()(**inputs, output_hidden_states=True))
+        exact = flat(copy.deepcopy(reference).double()(**inputs, output_hidden_states=True))
         if cast == "whole model":
-            ours.to(dtype), twin.to(dtype)
+            ours.to(dtype), reference.to(dtype)
         with torch.autocast("cpu", dtype=dtype, enabled=cast == "autocast"):
-            actual, expected = (flat(model(**inputs, output_hidden_states=True)) for model in (ours, twin))
+            actual, expected = (flat(model(**inputs, output_hidden_states=True)) for model in (ours, reference))
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        mine, theirs, best = (of_real_tokens(x, real).double() for x in (actual[name], tensor, exact[name]))
+        mine, theirs, best = (at_tokens(x, real).double() for x in (actual[name], tensor, exact[name]))
         assert actual[name].dtype == tensor.dtype
         assert (mine - theirs).abs().max() <= (theirs - best).abs().max(), name
 
@@ -479,35 +481,35 @@ crossings = pytest.mark.parametrize("cross", [False, True], ids=["self-attention
 @crossings
 @paddings
 @attentions
-def test_decoder_outputs_and_gradients(attention, padding, cross, head, twins):
+def test_decoder_outputs_and_gradients(attention, padding, cross, head, references):
     fields = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True}
-    ours, twin = twins(head, attention, **fields, add_cross_attention=cross)
-    inputs = draw_inputs(twin.config, padding) | (draw_encoder_output(twin.config) if cross else {})
+    ours, reference = references(head, attention, **fields, add_cross_attention=cross)
+    inputs = draw_inputs(reference.config, padding) | (draw_encoder_output(reference.config) if cross else {})
     options = {"output_hidden_states": True, "output_attentions": attention == "eager"}
-    assert_same_outputs(ours, twin, inputs, **options)
+    assert_same_outputs(ours, reference, inputs, **options)
     if head != "ForMaskedLM":
-        assert_same_outputs(ours, twin, inputs, **options, use_cache=False)
+        assert_same_outputs(ours, reference, inputs, **options, use_cache=False)
     if head != "Model":
-        inputs |= TASKS["next word"].labels(twin.config, inputs["attention_mask"].bool())
-    assert_same_gradients(ours.train(), twin.train(), inputs)
+        inputs |= TASKS["next word"].labels(reference.config, inputs["attention_mask"].bool())
+    assert_same_gradients(ours.train(), reference.train(), inputs)
 
 
 @pytest.mark.parametrize("given", [(), ("encoder_hidden_states",)], ids=["no encoder", "no mask"])
 @attentions
-def test_cross_attention_is_optional_and_so_is_its_mask(attention, given, twins):
-    ours, twin = twins("Model", attention, is_decoder=True, add_cross_attention=True)
-    encoded = draw_encoder_output(twin.config)
-    inputs = draw_inputs(twin.config) | {name: encoded[name] for name in given}
-    assert_same_outputs(ours, twin, inputs, output_attentions=attention == "eager")
+def test_cross_attention_is_optional_and_so_is_its_mask(attention, given, references):
+    ours, reference = references("Model", attention, is_decoder=True, add_cross_attention=True)
+    encoded = draw_encoder_output(reference.config)
+    inputs = draw_inputs(reference.config) | {name: encoded[name] for name in given}
+    assert_same_outputs(ours, reference, inputs, output_attentions=attention == "eager")
 
 
 @crossings
 @pytest.mark.parametrize("padding", ["none", "right"])
 @attentions
-def test_decoder_maps(attention, padding, cross, twins):
-    ours, twin = twins("Model", attention, is_decoder=True, add_cross_attention=cross)
-    _, eager = twins("Model", "eager", is_decoder=True, add_cross_attention=cross)
-    inputs = draw_inputs(twin.config, padding) | (draw_encoder_output(twin.config) if cross else {})
+def test_decoder_maps(attention, padding, cross, references):
+    ours, reference = references("Model", attention, is_decoder=True, add_cross_attention=cross)
+    _, eager = references("Model", "eager", is_decoder=True, add_cross_attention=cross)
+    inputs = draw_inputs(reference.config, padding) | (draw_encoder_output(reference.config) if cross else {})
     outputs, expected = (model(**inputs, output_attentions=True) for model in (ours, eager))
     assert_same_tensors(flat(outputs), flat(expected))
     assert len(outputs.cross_attentions) == (2 if cross else 0)
@@ -522,10 +524,10 @@ def test_decoder_maps(attention, padding, cross, twins):
 @crossings
 @pytest.mark.parametrize("padding", ["none", "left"])
 @attentions
-def test_cached_steps_equal_the_whole(attention, padding, cross, head, twins):
-    ours, twin = twins(head, attention, is_decoder=True, add_cross_attention=cross)
-    inputs = draw_inputs(twin.config, padding)
-    encoded = draw_encoder_output(twin.config) if cross else {}
+def test_cached_steps_equal_the_whole(attention, padding, cross, head, references):
+    ours, reference = references(head, attention, is_decoder=True, add_cross_attention=cross)
+    inputs = draw_inputs(reference.config, padding)
+    encoded = draw_encoder_output(reference.config) if cross else {}
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
         whole = ours(**inputs, **encoded, use_cache=False)[0]
@@ -535,7 +537,7 @@ def test_cached_steps_equal_the_whole(attention, padding, cross, head, twins):
             step["attention_mask"] = inputs["attention_mask"][:, :end]
             mine, theirs = (
                 model(**step, **encoded, past_key_values=cache, use_cache=True)
-                for model, cache in zip((ours, twin), caches, strict=True)
+                for model, cache in zip((ours, reference), caches, strict=True)
             )
             caches = [mine.past_key_values, theirs.past_key_values]
             assert type(caches[0]) is type(caches[1])
@@ -552,11 +554,11 @@ KEPT = {"all": 0, "the last": 1, "the last four": 4, "some": torch.tensor([0, 3,
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 @crossings
-def test_logits_to_keep(kept, cross, twins):
-    ours, twin = twins("ForCausalLM", add_cross_attention=cross)
-    inputs = draw_inputs(twin.config) | (draw_encoder_output(twin.config) if cross else {})
+def test_logits_to_keep(kept, cross, references):
+    ours, reference = references("ForCausalLM", add_cross_attention=cross)
+    inputs = draw_inputs(reference.config) | (draw_encoder_output(reference.config) if cross else {})
     with torch.no_grad():
-        mine, theirs = (flat(model(**inputs, logits_to_keep=kept)) for model in (ours, twin))
+        mine, theirs = (flat(model(**inputs, logits_to_keep=kept)) for model in (ours, reference))
         whole = ours(**inputs).logits
     assert_same_tensors(mine, theirs)
     chosen = kept if not isinstance(kept, int) else slice(-kept or None, None)
@@ -565,17 +567,17 @@ def test_logits_to_keep(kept, cross, twins):
 
 @pytest.mark.parametrize("is_decoder", [False, True], ids=["both ways", "looks back only"])
 @pytest.mark.parametrize("choose", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_of_a_causal_model(choose, is_decoder, twins):
-    ours, twin = twins("ForCausalLM", is_decoder=is_decoder)
-    inputs = choose(draw_inputs(twin.config), twin)
-    assert_same_outputs(ours, twin, inputs, output_hidden_states=True, use_cache=False)
-    labels = torch.randint(0, twin.config.vocab_size, (B, T))
+def test_arguments_of_a_causal_model(choose, is_decoder, references):
+    ours, reference = references("ForCausalLM", is_decoder=is_decoder)
+    inputs = choose(draw_inputs(reference.config), reference)
+    assert_same_outputs(ours, reference, inputs, output_hidden_states=True, use_cache=False)
+    labels = torch.randint(0, reference.config.vocab_size, (B, T))
     if choose is not one_token:  # after which there is nothing left to predict
-        assert_same_gradients(ours, twin, inputs | {"labels": labels})
+        assert_same_gradients(ours, reference, inputs | {"labels": labels})
 
 
-def test_the_loss_is_that_of_the_next_word(twins):
-    ours, _ = twins("ForCausalLM")
+def test_the_loss_is_that_of_the_next_word(references):
+    ours, _ = references("ForCausalLM")
     inputs = draw_inputs(ours.config)
     labels = inputs["input_ids"].masked_fill(torch.rand(B, T) < 0.3, -100)
     outputs = ours(**inputs, labels=labels, use_cache=True)
@@ -596,12 +598,12 @@ def test_a_causal_model_that_sees_what_it_is_to_predict_is_warned_of(caplog):
 @pytest.mark.parametrize("use_cache", [None, False, True])
 @pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
-def test_who_returns_a_cache(head, given, use_cache, is_decoder, twins):
+def test_who_returns_a_cache(head, given, use_cache, is_decoder, references):
     """A decoder does, unless told not to. An encoder does not, even if told to."""
-    ours, twin = twins(head, is_decoder=is_decoder)
-    inputs = draw_inputs(twin.config)
+    ours, reference = references(head, is_decoder=is_decoder)
+    inputs = draw_inputs(reference.config)
     returned = []
-    for model in (ours, twin):
+    for model in (ours, reference):
         cache = DynamicCache(config=model.config) if given and is_decoder else None
         outputs = model(**inputs, use_cache=use_cache, past_key_values=cache)
         returned.append("past_key_values" in outputs)
@@ -615,34 +617,34 @@ def test_who_returns_a_cache(head, given, use_cache, is_decoder, twins):
 
 
 @pytest.fixture(scope="module")
-def real_twins(real_bert):
+def real_references(real_bert):
     return ScratchBertModel.from_pretrained(real_bert).eval(), BertModel.from_pretrained(real_bert).eval()
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 @attentions
-def test_real_weights_and_text(attention, padding, real_twins, real_bert, reviews):
-    ours, twin = real_twins
-    for model in real_twins:
+def test_real_weights_and_text(attention, padding, real_references, real_bert, reviews):
+    ours, reference = real_references
+    for model in real_references:
         model.set_attn_implementation(attention)
     tokenizer = AutoTokenizer.from_pretrained(real_bert, padding_side=padding)
     texts = [review["text"] for review in reviews]
     pairs = tokenizer(texts[:6], ["", *texts[6:11]], padding=True, return_tensors="pt")
     assert pairs["attention_mask"].float().mean() < 1
-    assert_same_outputs(ours, twin, pairs, output_hidden_states=True, output_attentions=attention == "eager")
+    assert_same_outputs(ours, reference, pairs, output_hidden_states=True, output_attentions=attention == "eager")
     if padding == "right":
-        assert_same_gradients(ours, twin, pairs)
+        assert_same_gradients(ours, reference, pairs)
 
 
 @pytest.mark.parametrize("classifier_dropout", [None, 0.0, 0.5])
 @tasks
 @attentions
-def test_dropout_with_the_same_seed(attention, task, classifier_dropout, twins):
-    """The twins draw the same random numbers in the same order, and so drop the same, forward and backward; as long as
-    padding is there to draw numbers for."""
-    ours, twin = twins(task.head, attention, **task.fields, classifier_dropout=classifier_dropout)
+def test_dropout_with_the_same_seed(attention, task, classifier_dropout, references):
+    """A model and its reference draw the same random numbers in the same order, and so drop the same, forward and
+    backward, if padding is computed."""
+    ours, reference = references(task.head, attention, **task.fields, classifier_dropout=classifier_dropout)
     ours.config.padding_free = False
-    inputs = task.inputs(twin.config, "right")
+    inputs = task.inputs(reference.config, "right")
 
     def run(model, seed):
         torch.manual_seed(seed)
@@ -650,6 +652,6 @@ def test_dropout_with_the_same_seed(attention, task, classifier_dropout, twins):
         return {**tensors, "next random number": torch.rand(1)}
 
     results = run(ours.train(), 1)
-    assert_same_tensors(results, run(twin.train(), 1))
+    assert_same_tensors(results, run(reference.train(), 1))
     assert not torch.equal(run(ours, 2)["hidden_states.0"], results["hidden_states.0"])
-    assert_same_gradients(ours, twin, inputs)
+    assert_same_gradients(ours, reference, inputs)

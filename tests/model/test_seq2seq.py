@@ -51,7 +51,7 @@ def random_seq2seq(head="ForConditionalGeneration", seed=0, **fields):
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory):
+def references(tmp_path_factory):
     """An `EncoderDecoderModel` as it was saved, and what our class opens in its folder; made once for each kind."""
     made = {}
 
@@ -93,11 +93,11 @@ def draw_labels(batch=B, length=T):
     return labels
 
 
-def from_labels(twin):
+def from_labels(reference):
     return {"labels": draw_labels(), "use_cache": False}
 
 
-def from_ids(twin):
+def from_ids(reference):
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, 3:] = 0
     ids = torch.randint(0, TINY["vocab_size"], (B, T))
@@ -105,13 +105,16 @@ def from_ids(twin):
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask, "decoder_position_ids": positions}
 
 
-def from_ids_with_labels(twin):
-    return from_ids(twin) | from_labels(twin)
+def from_ids_with_labels(reference):
+    return from_ids(reference) | from_labels(reference)
 
 
-def from_embeddings(twin):
-    ids = from_ids(twin).pop("decoder_input_ids")
-    return {"decoder_inputs_embeds": twin.decoder.get_input_embeddings()(ids).detach() + 0.1, "labels": draw_labels()}
+def from_embeddings(reference):
+    ids = from_ids(reference).pop("decoder_input_ids")
+    return {
+        "decoder_inputs_embeds": reference.decoder.get_input_embeddings()(ids).detach() + 0.1,
+        "labels": draw_labels(),
+    }
 
 
 TARGETS = (from_labels, from_ids, from_ids_with_labels, from_embeddings)
@@ -133,28 +136,28 @@ def seq2seq_gradients(model, inputs):
     }
 
 
-twin_warnings = pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
+reference_warnings = pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
 
 
-@twin_warnings
+@reference_warnings
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__)
 @pytest.mark.parametrize("layers", [1, 2, 3], ids="{} decoder layers".format)
 @attentions
-def test_outputs_and_gradients_are_those_of_an_encoder_decoder_model(attention, layers, target, twins):
-    ours, twin = twins(attention, layers)
-    inputs = draw_source() | target(twin)
+def test_outputs_and_gradients_are_those_of_an_encoder_decoder_model(attention, layers, target, references):
+    ours, reference = references(attention, layers)
+    inputs = draw_source() | target(reference)
     options = {"output_hidden_states": True, "output_attentions": attention == "eager"}
     if target is from_embeddings:
         options["use_cache"] = False  # which ours leaves out when it is given labels
     with torch.no_grad():
-        mine, theirs = (model(**inputs, **options) for model in (ours, twin))
+        mine, theirs = (model(**inputs, **options) for model in (ours, reference))
     assert type(mine) is type(theirs)
     assert list(mine) == list(theirs)
     assert_same_tensors(flat(mine), flat(theirs))
-    assert_same_gradients(*(seq2seq_gradients(model, inputs) for model in (ours, twin)))
+    assert_same_gradients(*(seq2seq_gradients(model, inputs) for model in (ours, reference)))
 
 
-@twin_warnings
+@reference_warnings
 @pytest.mark.parametrize(
     "fields",
     [
@@ -165,15 +168,15 @@ def test_outputs_and_gradients_are_those_of_an_encoder_decoder_model(attention, 
     ],
     ids=str,
 )
-def test_other_shapes_of_two_berts(fields, twins):
-    ours, twin = twins(**fields)
-    inputs = draw_source() | from_labels(twin)
+def test_other_shapes_of_two_berts(fields, references):
+    ours, reference = references(**fields)
+    inputs = draw_source() | from_labels(reference)
     options = {"output_hidden_states": True, "output_attentions": True}
-    assert_same_tensors(*(flat(model(**inputs, **options)) for model in (ours, twin)))
-    assert_same_gradients(*(seq2seq_gradients(model, inputs) for model in (ours, twin)))
+    assert_same_tensors(*(flat(model(**inputs, **options)) for model in (ours, reference)))
+    assert_same_gradients(*(seq2seq_gradients(model, inputs) for model in (ours, reference)))
 
 
-@twin_warnings
+@reference_warnings
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -182,18 +185,18 @@ def test_other_shapes_of_two_berts(fields, twins):
     target=st.integers(1, 20),
     sdpa=st.booleans(),
 )
-def test_ragged_batches_of_any_size(twins, seed, batch, length, target, sdpa):
+def test_ragged_batches_of_any_size(references, seed, batch, length, target, sdpa):
     torch.manual_seed(seed)
-    ours, twin = twins("sdpa" if sdpa else "eager")
+    ours, reference = references("sdpa" if sdpa else "eager")
     inputs = draw_source(batch, length) | {"labels": draw_labels(batch, target), "use_cache": False}
     with torch.no_grad():
-        assert_same_tensors(*(flat(model(**inputs, output_hidden_states=True)) for model in (ours, twin)))
+        assert_same_tensors(*(flat(model(**inputs, output_hidden_states=True)) for model in (ours, reference)))
 
 
 @attentions
-def test_attention_maps_are_true_whatever_attention_is_set(attention, twins):
-    ours, _ = twins(attention)
-    _, eager = twins("eager")
+def test_attention_maps_are_true_whatever_attention_is_set(attention, references):
+    ours, _ = references(attention)
+    _, eager = references("eager")
     inputs = draw_source() | from_ids(eager)
     mine, theirs = (model(**inputs, output_attentions=True) for model in (ours, eager))
     assert_same_tensors(flat(mine), flat(theirs))
@@ -235,8 +238,8 @@ def test_what_is_asked_for_is_returned_for_both_halves(asked_by):
     ]
 
 
-def test_attention_is_set_for_both_halves(twins):
-    ours, _ = twins("eager")
+def test_attention_is_set_for_both_halves(references):
+    ours, _ = references("eager")
 
     def kernels():
         modules = (module for module in ours.modules() if isinstance(module, MultiHeadAttention))
@@ -261,10 +264,10 @@ def test_return_dict_of_the_configuration_gives_way_to_the_call(head):
 
 
 @attentions
-def test_cached_steps_equal_the_whole(attention, twins):
+def test_cached_steps_equal_the_whole(attention, references):
     """The source is looked at once: from the second step on its output comes from the cache."""
-    ours, twin = twins(attention, layers=3)
-    source, target = draw_source(), from_ids(twin)
+    ours, reference = references(attention, layers=3)
+    source, target = draw_source(), from_ids(reference)
     runs = []
     ours.get_encoder().register_forward_hook(lambda *_: runs.append("encoder"))
     with torch.no_grad():
@@ -276,7 +279,7 @@ def test_cached_steps_equal_the_whole(attention, twins):
             step["decoder_attention_mask"] = target["decoder_attention_mask"][:, :end]
             step |= {"attention_mask": source["attention_mask"], "encoder_outputs": encoded, "use_cache": True}
             mine, theirs = (
-                model(**step, past_key_values=cache) for model, cache in zip((ours, twin), caches, strict=True)
+                model(**step, past_key_values=cache) for model, cache in zip((ours, reference), caches, strict=True)
             )
             caches = [mine.past_key_values, theirs.past_key_values]
             assert type(caches[0]) is type(caches[1])
@@ -287,13 +290,13 @@ def test_cached_steps_equal_the_whole(attention, twins):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@twin_warnings
-def test_half_precision_is_as_good_as_the_twin_s(dtype, twins):
-    ours, twin = twins("sdpa")
-    inputs = draw_source() | from_labels(twin)
+@reference_warnings
+def test_half_precision_is_as_good_as_the_reference_s(dtype, references):
+    ours, reference = references("sdpa")
+    inputs = draw_source() | from_labels(reference)
     with torch.no_grad():
-        exact = twin.double()(**inputs).logits
-        mine, theirs = (model.to(dtype)(**inputs) for model in (ours, twin))
+        exact = reference.double()(**inputs).logits
+        mine, theirs = (model.to(dtype)(**inputs) for model in (ours, reference))
     assert mine.logits.dtype == mine.loss.dtype == dtype
     assert (mine.logits - exact).abs().max() <= (theirs.logits - exact).abs().max()
 
@@ -899,13 +902,13 @@ def test_a_half_is_a_model_of_its_own(tmp_path):
         half.save_as_bert(tmp_path / f"{name} as bert")
         our_own = set(ScratchBertConfig().to_dict()) - set(transformers.BertConfig().to_dict())
         assert not our_own & set(config_json(tmp_path / f"{name} as bert")) - {"position_embedding_type"}
-        twin = transformers.BertModel.from_pretrained(tmp_path / f"{name} as bert", add_pooling_layer=False)
-        theirs = twin(**arguments).last_hidden_state
+        reference = transformers.BertModel.from_pretrained(tmp_path / f"{name} as bert", add_pooling_layer=False)
+        theirs = reference(**arguments).last_hidden_state
         if name == "encoder":  # which says nothing of padding
             theirs = theirs * inputs["attention_mask"][..., None]
         torch.testing.assert_close(theirs, expected, rtol=0, atol=TOLERANCE)
-        assert twin.config.is_decoder == (name == "decoder")
-        assert twin.config.num_hidden_layers == (3 if name == "decoder" else 2)
+        assert reference.config.is_decoder == (name == "decoder")
+        assert reference.config.num_hidden_layers == (3 if name == "decoder" else 2)
 
 
 @pytest.mark.parametrize("head", ["Seq2SeqModel", "ForConditionalGeneration"])

@@ -49,11 +49,11 @@ def shapes_seen(monkeypatch):
 def test_the_blocks_see_the_real_tokens_alone(kind, attention, tmp_path, shapes_seen):
     ours = make(ScratchBertModel, False, attention=attention)
     ours.save_as_bert(tmp_path)
-    twin = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    reference = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
     batch = draw(kind)
     real, seen = batch["attention_mask"].bool(), shapes_seen(ours)
     with torch.no_grad():
-        states, expected = ours(**batch).last_hidden_state, twin(**batch).last_hidden_state
+        states, expected = ours(**batch).last_hidden_state, reference(**batch).last_hidden_state
     assert seen == [(1, real.sum(), 32)]
     assert_same_tensors({"states": states}, {"states": expected}, real)
     assert not states[~real].any()

@@ -1,5 +1,4 @@
-"""How the tests say that two models compute the same: every output within 1e-5, every gradient within 1e-5 of its
-norm."""
+"""The comparison of two models: every output within 1e-5, every gradient within 1e-5 of its norm."""
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -28,9 +27,9 @@ def flat_cache(cache) -> dict[str, torch.Tensor]:
     return {f"{i}.{kind}": getattr(layer, kind) for i, layer in enumerate(cache.layers) for kind in ("keys", "values")}
 
 
-def of_real_tokens(tensor, real):
-    """The parts of `(…, T, …)` that belong to tokens; what a model says of padding means nothing. Anything that has no
-    `T` is returned whole."""
+def at_tokens(tensor, real):
+    """The parts of `(…, T, …)` at non-padding tokens; outputs at padding have no meaning. Tensors without a dimension
+    `T` are returned whole."""
     if real is None or tensor.ndim < 2:
         return tensor
     if tensor.shape[:2] == real.shape:
@@ -48,17 +47,17 @@ def as_doubles(inputs):
 
 
 def assert_same_tensors(actual, expected, real=None, exact=None):
-    """Each of `actual` is within 1e-5 of its like in `expected`, the twin's; or within the twin's own error where that
-    is larger. `exact()` gives what the twin gives in float64."""
+    """Each of `actual` is within 1e-5 of the tensor of the same name in `expected`, the reference's; or within the
+    reference's own error if that is larger. `exact()` returns what the reference computes in float64."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].shape == tensor.shape, name
         assert actual[name].dtype == tensor.dtype, name
-        mine, theirs = of_real_tokens(actual[name], real), of_real_tokens(tensor, real)
+        mine, theirs = at_tokens(actual[name], real), at_tokens(tensor, real)
         difference = largest(mine.double() - theirs.double())
         tolerance = TOLERANCE
         if exact is not None and difference > tolerance:
-            tolerance = max(tolerance, largest(theirs.double() - of_real_tokens(exact()[name], real)))
+            tolerance = max(tolerance, largest(theirs.double() - at_tokens(exact()[name], real)))
         assert difference <= tolerance, f"{name} differs by {difference:.1e}, and may by {tolerance:.1e}"
 
 

@@ -56,13 +56,13 @@ KINDS = {
 def test_the_loss_is_berts(problem, flatten, make, tmp_path):
     task = make(KINDS[problem], problem=problem, padding_free_collation=flatten)
     task.model.eval().save_as_bert(tmp_path / "bert")
-    twin = BertForSequenceClassification.from_pretrained(tmp_path / "bert").eval()
+    reference = BertForSequenceClassification.from_pretrained(tmp_path / "bert").eval()
     batch = batch_of(task)
     padded = batch_of(make(KINDS[problem], problem=problem))
     with torch.no_grad():
         loss = task.losses(task.model, batch) / task.counts(batch)
-        assert torch.allclose(loss, twin(**padded).loss[None], atol=1e-6)
-    assert twin.config.problem_type == {"regression": "regression"}.get(problem, f"{problem}_classification")
+        assert torch.allclose(loss, reference(**padded).loss[None], atol=1e-6)
+    assert reference.config.problem_type == {"regression": "regression"}.get(problem, f"{problem}_classification")
 
 
 def test_several_labels_a_row(make, tmp_path):

@@ -185,17 +185,17 @@ def test_two_windows_of_a_row(task):
 def test_the_loss_is_that_of_bert(implementation, tiny, task):
     """Of each window by itself, where there is no padding; and of windows of a length together."""
     made = task(implementation=implementation, max_length=16)
-    model, twin = made.model.eval(), BertForQuestionAnswering.from_pretrained(tiny).eval()
-    twin.qa_outputs.load_state_dict(model.qa_outputs.state_dict())
+    model, reference = made.model.eval(), BertForQuestionAnswering.from_pretrained(tiny).eval()
+    reference.qa_outputs.load_state_dict(model.qa_outputs.state_dict())
     rows = list(made.train_set)
     batch = made.collate(rows)
     assert made.counts(batch).tolist() == [len(rows)]
-    expected = [twin(**made.collate([each])).loss for each in rows]
+    expected = [reference(**made.collate([each])).loss for each in rows]
     torch.testing.assert_close(made.losses(model, batch)[0] / len(rows), sum(expected) / len(rows), rtol=1e-5, atol=0)
     alike = [each for each in rows if each["length"] == 16]
     batch = made.collate(alike)
     assert len(alike) > 2
-    torch.testing.assert_close(made.losses(model, batch)[0] / len(alike), twin(**batch).loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(made.losses(model, batch)[0] / len(alike), reference(**batch).loss, rtol=1e-5, atol=0)
 
 
 def test_without_padding_the_loss_is_the_same(task):

@@ -337,10 +337,10 @@ def test_a_file_larger_than_memory_may_be_streamed(folder, tmp_path, monkeypatch
 @pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
 @pytest.mark.parametrize("flags", [{}, {"next_sentence": True}])
 def test_the_loss_is_berts(folder, implementation, flags):
-    name, twin = ("both", BertForPreTraining) if flags else ("mlm", BertForMaskedLM)
+    name, reference = ("both", BertForPreTraining) if flags else ("mlm", BertForMaskedLM)
     flags = {**flags, "model": folder / name, "train_file": [folder / "stories.txt"], "batch_size": 9}
     task = task_of(folder, implementation=implementation, **flags)
-    bert = twin.from_pretrained(folder / name).eval()
+    bert = reference.from_pretrained(folder / name).eval()
     _, batch = next(task.batches(0, 0))
     counts = task.counts(batch)
     assert counts.tolist() == [int((batch["labels"] >= 0).sum()), *([9] if "next_sentence" in flags else [])]

@@ -340,7 +340,7 @@ def test_what_a_run_leaves(arguments, tmp_path):
 
 
 def test_both_implementations_make_the_same_of_the_same(checkpoints, make_training, tmp_path):
-    """The twin, from the same weights, has the same losses step by step."""
+    """The reference, from the same weights, has the same losses step by step."""
     curves = {}
     for name, source in checkpoints.items():
         model = tmp_path / f"{name}-without-dropout"

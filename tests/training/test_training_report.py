@@ -244,7 +244,7 @@ def test_the_code_of_the_card_runs(short, card, words, tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.strip()
 
 
-def test_a_twin_needs_no_code_from_the_folder(card, words, tmp_path, monkeypatch):
+def test_a_reference_needs_no_code_from_the_folder(card, words, tmp_path, monkeypatch):
     fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     BertForSequenceClassification(BertConfig(vocab_size=101, **fields)).save_pretrained(tmp_path / "my-model")
     AutoTokenizer.from_pretrained(words).save_pretrained(tmp_path / "my-model")
