@@ -332,7 +332,7 @@ def test_arguments(choose, attention, references):
 @attentions
 def test_an_empty_sequence_in_the_batch(attention, references):
     """A row of padding alone: attention returns zeros, as torch's does; the reference's eager kernel, the mean of the
-    the padding."""
+    padding."""
     ours, eager_reference = references("ForPreTraining", attention)
     _, reference = references("ForPreTraining", "sdpa")
     inputs = draw_inputs(reference.config, "right")
