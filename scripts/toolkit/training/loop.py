@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from toolkit import publish
+from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import CommandError, Parser
 from toolkit.files import write_text
 from toolkit.hub import check_source
@@ -582,13 +583,25 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def check_sources(settings: Settings) -> None:
-    """Raises OSError if the model or the tokenizer is neither a folder nor a hub id that can be reached."""
+    """Checks that the model and the tokenizer can be opened.
+
+    Raises:
+        OSError: one is neither a folder nor a hub id that can be reached.
+        ValueError: the model is of a kind that --implementation bert would open with random weights.
+    """
     for name in ("model", "tokenizer"):
         if (source := getattr(settings, name, None)) is not None:
             try:
                 check_source(source)
             except OSError as error:
                 raise OSError(f"--{name} {source}: {error}") from error
+    if settings.implementation == "bert" and settings.model is not None:
+        kind = kind_of(config_fields(settings.model))
+        if kind != "bert":
+            raise ValueError(
+                f"--model {settings.model} is of the kind {kind}; expected a BERT with --implementation bert. "
+                "convert_checkpoint.py --to bert makes one of a ScratchBert"
+            )
 
 
 def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> None:
