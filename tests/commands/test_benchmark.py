@@ -236,6 +236,23 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
     assert printed.splitlines()[-1] == "Our variants agree with BertModel throughout."
 
 
+@pytest.mark.parametrize(
+    ("workload", "files"), [("single", ["report.json", "report.png"]), ("decoding", ["report.json"])]
+)
+def test_output_is_the_folder_of_the_report(workload, files, tmp_path, folder, small):
+    """The picture has no panel for decoding; the numbers are written all the same."""
+    output = tmp_path / "new" / "speed"
+    arguments = ("--model", folder, "--variants", "ours", "--workloads", workload)
+    assert run(*arguments, "--repetitions", 1, "--batches", 1, "--output", output) == 0
+    assert sorted(path.name for path in output.iterdir()) == files
+    found = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    assert (found["machine"], found["failures"]) == (MACHINE, [])
+    assert bool(found["rows"]) == (workload == "single")
+    assert len(found["decoding"]) == (2 if workload == "decoding" else 0)
+    if "report.png" in files:
+        assert image.imread(output / "report.png")[..., :3].std() > 0.05
+
+
 def shifted(by):
     def build(folder, threads):
         run = benchmark_variants.bert(folder, threads)

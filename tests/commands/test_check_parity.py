@@ -581,6 +581,16 @@ def test_refuses_two_berts_that_lack_a_tensor(tmp_path, capsys):
     assert "cross_attention.output" in one_line(capsys)
 
 
+def test_output_is_the_folder_of_the_report(tmp_path, pretraining):
+    output = tmp_path / "new" / "parity"
+    assert run(pretraining, "--output", output) == 0
+    assert sorted(path.name for path in output.iterdir()) == ["report.json", "report.png"]
+    found = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    assert found["equal"] is True
+    assert "pooler" in what(found)
+    assert image.imread(output / "report.png")[..., :3].std() > 0.05
+
+
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_refuses_an_unwritable_file_before_any_work(tmp_path, pretraining, capsys, option):
     with pytest.raises(SystemExit, match="2"):

@@ -92,6 +92,27 @@ def test_an_output_is_given_once(capsys):
         )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "json", "plot"),
+    [
+        ([], None, None),
+        (["--json", "a.json"], "a.json", None),
+        (["--output", "new/folder"], "new/folder/report.json", "new/folder/report.png"),
+        (["--output", "new/folder", "--json", "a.json"], "a.json", "new/folder/report.png"),
+        (["--output", "new/folder", "--plot", "a.png"], "new/folder/report.json", "a.png"),
+    ],
+)
+def test_the_output_of_a_report_is_both_its_files(arguments, json, plot, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = Parser("command.py", "")
+    parser.add_report_output("the numbers", "the picture")
+    args = parser.parse_args(arguments)
+    assert not (tmp_path / "new").exists()
+    cli.open_report_output(args)
+    assert (args.json, args.plot) == (json and Path(json), plot and Path(plot))
+    assert (tmp_path / "new" / "folder").is_dir() == ("--output" in arguments)
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "one", ""])
 def test_an_integer_that_is_none(text, parser, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -730,6 +730,39 @@ def test_what_is_carried_and_what_is_left(bert, tmp_path, capsys):
     assert ".git/… (1 files)" in told
 
 
+@pytest.mark.parametrize("to", ["bert", "scratchbert"])
+def test_checkpoints_and_logs_of_a_trained_folder_are_left(to, bert, tmp_path, capsys):
+    if to == "bert":
+        source = tmp_path / "trained"
+        randomise(OURS["ForSequenceClassification"](tiny_config())).save_pretrained(source)
+    else:
+        source = bert("ForSequenceClassification")
+    left = {
+        "checkpoints": {
+            "checkpoints/step-00000004-epoch-1/model.safetensors",
+            "checkpoints/step-00000006/scheduler.bin",
+        },
+        "logs": {"logs/events.out.tfevents.1.host", "logs/1700000000.5/hparams.yml"},
+        "runs": {"runs/events.out.tfevents.2.host"},
+    }
+    kept = {"metrics.json", "curves.png", "recipe.yaml"}
+    for name in kept.union(*left.values()):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+
+    report = script.convert(source, tmp_path / "there", to=to)
+    # A ScratchBert's own code is left behind as well.
+    assert set(report.left) - script.OUR_CODE == set.union(*left.values())
+    assert kept <= files_in(tmp_path / "there")
+    assert not files_in(tmp_path / "there") & set.union(*left.values())
+    assert {path.name for path in (tmp_path / "there").iterdir() if path.is_dir()} == set()
+
+    script.print_report(report, "there", to)
+    told = capsys.readouterr().out
+    for folder, names in left.items():
+        assert f"{folder}/… ({len(names)} files)" in told
+
+
 def test_label_maps_and_settings_are_kept(bert, tmp_path):
     labels = {0: "bad", 1: "so-so", 2: "good"}
     fields = {

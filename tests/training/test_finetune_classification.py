@@ -1,12 +1,14 @@
 """scripts/finetune_classification.py: labels of each kind, in each form that a file has them; losses and metrics."""
 
 import json
+import subprocess
 
 import pytest
 import torch
 from torch import nn
 from transformers import BertForSequenceClassification
 
+import train_demo
 from finetune_classification import main
 from support.finetuning import assert_one_line, make_task, save_tiny
 from support.folders import ROOT
@@ -188,3 +190,50 @@ def test_flags_that_do_not_go_together(flags, message, tiny, tmp_path, capsys):
     reviews = str(ROOT / "tests" / "data" / "movie_reviews.csv")
     argv = ["--model", tiny, "--output", str(tmp_path / "run"), "--train_file", reviews, *flags]
     assert_one_line(lambda: main(argv), message, capsys)
+
+
+# ----------------------------------------------------------------------------------------------------- train_demo.py
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """Runs train_demo without training. `accuracies` are by the folder's name; a run without one fails."""
+
+    def run(accuracies: dict[str, float], *flags: str) -> int:
+        def report_of(model, folder, implementation, seed):
+            assert folder.name == f"{implementation}-{seed}"
+            if folder.name not in accuracies:
+                raise subprocess.CalledProcessError(137, "finetune_classification.py")
+            return {"test": {"accuracy": accuracies[folder.name]}, "seconds": 60.0}
+
+        monkeypatch.setattr(train_demo, "train", report_of)
+        return train_demo.main(["model", str(tmp_path / "runs"), "--seeds", "0", "1", *flags])
+
+    return run
+
+
+@pytest.mark.parametrize(("at_least", "code"), [(None, 0), (0.8, 0), (0.81, 1)])
+def test_the_demo_reports_an_accuracy_below_at_least(at_least, code, train, capsys):
+    """Only ours must reach it."""
+    accuracies = {"scratchbert-0": 0.9, "scratchbert-1": 0.8, "bert-0": 0.1, "bert-1": 0.3}
+    assert train(accuracies, *([f"--at_least={at_least}"] if at_least else [])) == code
+    told = capsys.readouterr()
+    ours, theirs = told.out.splitlines()[-2:]
+    assert (ours.split()[0], theirs.split()[0]) == ("scratchbert", "bert")
+    assert "0.8500" in ours
+    assert "0.2000" in theirs
+    lines = told.err.splitlines()
+    assert len(lines) == code
+    assert all("0.8000" in line and "0.81" in line for line in lines)
+
+
+def test_the_demo_without_ours_has_nothing_to_reach(train):
+    assert train({"bert-0": 0.1, "bert-1": 0.3}, "--at_least", "0.9", "--implementations", "bert") == 0
+
+
+def test_the_demo_reports_a_run_that_failed(train, capsys):
+    assert train({"scratchbert-0": 0.9, "bert-0": 0.9}) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "scratchbert" in line
+    assert "seed 1" in line
+    assert "137" in line

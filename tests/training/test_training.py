@@ -194,6 +194,16 @@ def test_what_is_wrong_is_said_in_one_line(flags, message, arguments, capsys):
     assert_one_line(lambda: finetune_classification.main(arguments(**flags)), message, capsys)
 
 
+def test_bert_does_not_open_a_scratchbert(arguments, checkpoints, tmp_path, capsys):
+    """It would have random weights: the tensors have other names."""
+    flags = {"model": checkpoints["scratchbert"], "implementation": "bert"}
+    assert_one_line(lambda: finetune_classification.main(arguments(**flags)), "--implementation bert", capsys)
+    assert list(tmp_path.iterdir()) == []
+    for model, implementation in (("bert", "bert"), ("bert", "scratchbert"), ("scratchbert", "scratchbert")):
+        argv = arguments(model=checkpoints[model], implementation=implementation)
+        training.check_sources(read_settings(ClassificationSettings, argv))
+
+
 @pytest.mark.parametrize("text", ["batch_sise: 3", "- a list", "a: [", None])
 def test_recipes_that_are_none(text, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
@@ -337,6 +347,25 @@ def test_what_a_run_leaves(arguments, tmp_path):
     assert len(list((folder / "checkpoints").iterdir())) in (2, 3)  # the last two, and the best if it is neither
     settings = yaml.safe_load((folder / "recipe.yaml").read_text())
     assert settings["learning_rate"] == 1e-3
+
+
+def test_a_run_ends_with_the_results(make_training, tmp_path, monkeypatch, capsys):
+    run = make_training(test_file=REVIEWS)
+    results = {
+        "validation": {"loss": 0.25, "accuracy": 0.75, "good_precision": 1.0},
+        "test": {"loss": 0.5, "accuracy": 0.625, "good_precision": 0.0},
+    }
+    drawn = []
+    monkeypatch.setattr(run.task, "evaluate", lambda model, split: results[split])
+    monkeypatch.setattr(training, "plot_curves", lambda path, history, names: drawn.extend(names))
+    run.finish()
+    *_, saved, validation, test = capsys.readouterr().out.splitlines()
+    assert saved.startswith(f"{tmp_path / 'run'}: ")
+    assert validation == "validation: loss 0.2500, accuracy 0.7500"
+    assert test == "test: loss 0.5000, accuracy 0.6250"
+    assert drawn == ["loss", "accuracy"]
+    report = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert {split: report[split] for split in results} == results
 
 
 def test_both_implementations_make_the_same_of_the_same(checkpoints, make_training, tmp_path):

@@ -20,7 +20,7 @@ from toolkit import model_card
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
 from toolkit.training import report as training_report
-from toolkit.training.report import plot_curves, smoothed, write_metrics
+from toolkit.training.report import MOST_CURVES, headline, plot_curves, smoothed, write_metrics
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -292,6 +292,22 @@ def test_the_picture_has_loss_rate_and_a_strip_for_each_metric(tmp_path, axes):
     assert [text.get_text() for text in accuracy.texts] == ["0.8"]
     assert [text.get_text() for text in f1.texts] == []
     assert len({axis.get_xlim() for axis in axes()}) == 1
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_picture_has_a_limited_number_of_metrics(more, tmp_path, axes):
+    """The first ones; the loss and metrics without a value do not count."""
+    names = [f"metric_{i}" for i in range(MOST_CURVES + more)]
+    point = {"step": 10, "epoch": 1.0, "validation": dict.fromkeys(["loss", *names], 0.5)}
+    plot_curves(tmp_path / "curves.png", [*HISTORY[:1], point], ["loss", "absent", *names])
+    _, _, *drawn = axes()
+    assert [axis.get_title(loc="left") for axis in drawn] == names[:MOST_CURVES]
+
+
+def test_details_of_each_label_are_not_in_the_headline():
+    metrics = {"f1": 0.5, "DATE_precision": 0.1, "DATE_recall": 0.2, "DATE_f1": 0.3, "DATE_number": 4, "precision": 0.6}
+    assert headline(metrics) == {"f1": 0.5, "DATE_f1": 0.3, "precision": 0.6}
+    assert headline({}) == {}
 
 
 def test_nothing_of_the_picture_is_cut_off(tmp_path, axes):
