@@ -51,7 +51,7 @@ OUR_CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glo
 LEFT_BEHIND = {
     r"(.*/)?(\.git|\.cache|\.ipynb_checkpoints|__pycache__)/.*": "bookkeeping of another tool",
     r"checkpoint-\d+/.*": "a checkpoint of its own; convert it separately",
-    r"checkpoints/step-\d+.*": "checkpoints of the training, which only the source's run can continue from",
+    r"checkpoints/(\.unfinished-|step-).*": "checkpoints of the training, which only its run can continue from",
     r"logs/.*|(.*/)?events\.out\.tfevents\..*": "logs of the training",
     r"(onnx|openvino|coreml|saved_model)/.*": "another format of the weights",
     r"[^/]+\.(h5|msgpack|ot|onnx|onnx_data|gguf|tflite|mlmodel|pb)": "another format of the weights",

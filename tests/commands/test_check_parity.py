@@ -609,3 +609,9 @@ def test_every_class_of_the_package_is_known():
     ours = {name.removeprefix("ScratchBert") for name in modeling_scratchbert.__all__}
     known = {name for two_halves in (True, False) for name in classes_in(two_halves, False)}
     assert ours - {"Config", "PreTrainedModel"} == set(parity.LOGITS) == known
+
+
+def test_a_difference_of_nan_is_infinite():
+    nan = torch.tensor([1.0, math.nan])
+    assert parity.largest(nan) == parity.norm(nan) == parity.ratio(math.nan, 1.0) == math.inf
+    assert not parity.within(parity.largest(nan), 1e-5)

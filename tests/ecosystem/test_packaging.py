@@ -150,7 +150,6 @@ def test_installed_into_an_empty_environment(built, tmp_path):
 
 
 BERT = """
-from support.folders import ROOT
 import torch
 from transformers import BertConfig, BertModel, BertTokenizer
 

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import AutoModel
 from transformers.distributed import DistributedConfig
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from support.models import OURS
 
 # Each head by its class; and more of the same classes, to what their names have before the dash.

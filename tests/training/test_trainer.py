@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
-from support.models import tiny_config
+from support.models import NO_DROPOUT, tiny_config
 
 PAD, START, END = 0, 1, 2
 
@@ -156,8 +156,8 @@ def exactly_right(prediction) -> dict[str, float]:
 def test_seq2seq_trainer_from_end_to_end(tokenizer, tmp_path):
     torch.manual_seed(0)
     special = {"decoder_start_token_id": START, "eos_token_id": END, "pad_token_id": PAD}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    start = ScratchBertForConditionalGeneration(tiny_config(is_encoder_decoder=True, **special, **dropout))
+    fields = {**NO_DROPOUT, **special, "intermediate_size": 64}
+    start = ScratchBertForConditionalGeneration(tiny_config(is_encoder_decoder=True, **fields))
     rows = pairs()
 
     def make():

@@ -63,7 +63,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), *".,!?'-"]
     tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
-    model = randomise(ScratchBertModel(tiny_config()))
+    model = randomise(ScratchBertModel(tiny_config(vocab_size=101, intermediate_size=64)))
     found = {name: tmp_path_factory.mktemp(name) for name in ("scratchbert", "bert")}
     model.save_pretrained(found["scratchbert"])
     model.save_as_bert(found["bert"])
