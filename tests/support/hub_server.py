@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import transformers.utils.hub
 from huggingface_hub import constants
 
 # The Hub goes by .gitattributes and by size; this does for models.
@@ -336,6 +337,7 @@ def serving(**users: set[str]):
 def use(hub, patch: pytest.MonkeyPatch, cache: Path, token: str | None = None) -> None:
     """What HF_ENDPOINT and the like say to a new process, said to this one; `token` None: there is none."""
     patch.setattr(constants, "ENDPOINT", hub.endpoint)
+    patch.setattr(transformers.utils.hub, "_hf_api", None)  # the client of transformers keeps its first endpoint
     template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
