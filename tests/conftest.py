@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from hypothesis import HealthCheck, settings
 
 from modeling_scratchbert.attention import MultiHeadAttention
 from support.folders import DATA
@@ -15,6 +16,10 @@ from support.models import NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
 
 # Nearly all models here are tiny, and threads would only wait for one another; pytest-xdist runs one process a core.
 torch.set_num_threads(1)
+
+# The same examples in every run, and no limits of time: a busy machine must not fail a test.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def whole(tmp_path_factory):
     return folders
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.sampled_from(CONTAINERS), st.floats(0, 1, exclude_max=True))
 @example("safetensors", 0.0)
 @example("bin", 0.0)
@@ -238,7 +238,7 @@ def names_of_weights(variant, shards):
 SAVES = st.lists(st.tuples(st.sampled_from([None, "fp16", "int8"]), st.integers(1, 3)), min_size=1, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SAVES)
 @example([(None, 1), ("fp16", 2)])
 @example([("fp16", 2), (None, 1)])

@@ -268,7 +268,7 @@ def every_span(contexts, features, start_logits, end_logits, max_answer_length) 
     return result
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cases(), st.integers(1, 11), st.integers(1, 40))
 def test_best_spans_are_those_of_all_windows_and_pairs(case, max_answer_length, n_best):
     contexts, features, (start_logits, end_logits) = case

@@ -106,7 +106,7 @@ def test_the_vocabulary_file_gives_the_same_ids_in_transformers_tokenizer(name, 
     ours = AutoTokenizer.from_pretrained(trained / name)
     reference = BertTokenizer(vocab=str(trained / name / "vocab.txt"), **REFERENCES[name])
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck))
     @given(TEXTS, TEXTS)
     def check(one, other):
         assert ours(one, other).data == reference(one, other).data

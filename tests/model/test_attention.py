@@ -16,7 +16,7 @@ from support.models import randomise, tiny_config
 WORKED = json.loads((DATA / "worked_attention.json").read_text(encoding="utf-8"))
 
 # The same examples in every run: a test that fails now and then tells nothing.
-some = settings(max_examples=40, deadline=None, derandomize=True)
+some = settings(max_examples=40)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -304,7 +304,7 @@ HALVES = st.fixed_dictionaries(
 VALID |= st.builds(lambda fields, halves: {**fields, **halves, "is_decoder": False}, VALID, HALVES)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(VALID)
 def test_there_and_back(tmp_path_factory, fields):
     config = ScratchBertConfig(**fields)

@@ -348,7 +348,7 @@ def drawn_inputs(kind, lengths, seed):
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @drawn
 def test_a_batch_is_its_rows_one_by_one(variants, kind, variant, lengths, beams, seed):
     model, inputs = variants(kind, variant), drawn_inputs(kind, lengths, seed)
@@ -362,7 +362,7 @@ def test_a_batch_is_its_rows_one_by_one(variants, kind, variant, lengths, beams,
         assert (together[number, len(alone) :] == padding_of(beams, end)).all()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @drawn
 def test_the_cache_changes_nothing(variants, kind, variant, lengths, beams, seed):
     model, inputs = variants(kind, variant), drawn_inputs(kind, lengths, seed)

@@ -101,7 +101,7 @@ def test_both_types_that_a_table_takes_are_taken(model):
     assert_close(short, long, rtol=0, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 12), st.sampled_from(sorted(TABLES)), st.data())
 def test_any_batch_with_a_bad_id_is_refused_and_the_id_named(batch, length, name, data):
     size, field = TABLES[name]
@@ -113,7 +113,7 @@ def test_any_batch_with_a_bad_id_is_refused_and_the_id_named(batch, length, name
     says(refusal(shared_model(), **arguments), name, bad, f"0 to {size - 1}", f"{field} is {size}")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_no_batch_of_good_ids_is_refused(batch, length, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -435,7 +435,7 @@ def test_a_file_of_weights_that_is_none_is_named(saved, head, content, name):
     says(refusal(opener, saved, error=OSError), saved / name, f"{len(content)} bytes", "truncated, corrupt")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_file_of_weights_cut_short_anywhere_is_named(tmp_path_factory, data):
     folder, whole = cut_folder(tmp_path_factory)

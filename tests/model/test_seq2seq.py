@@ -177,7 +177,7 @@ def test_other_shapes_of_two_berts(fields, references):
 
 
 @reference_warnings
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     batch=st.integers(1, 5),
@@ -305,7 +305,7 @@ def test_half_precision_is_as_good_as_the_reference_s(dtype, references):
 # Labels and outputs, as BART has them
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     labels=st.integers(1, 6).flatmap(
         lambda length: st.lists(

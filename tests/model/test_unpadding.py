@@ -68,7 +68,7 @@ def test_padding_before_the_first_token_is_what_the_pooler_reads():
     assert padded.last_hidden_state[~real].any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6), st.booleans())
 def test_any_mask(rows, position_ids):
     ours = randomise(ScratchBertModel(tiny_config(**NO_DROPOUT), add_pooling_layer=False)).eval()

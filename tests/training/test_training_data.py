@@ -80,7 +80,7 @@ def read_back(name: str, content: bytes) -> list:
 # Rows and their places
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(TEXT, TEXT, st.integers(0, 2)), min_size=1, max_size=6),
     st.sampled_from([",", "\t"]),
@@ -109,7 +109,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.dictionaries(TEXT, JSON, max_size=3), st.integers(0, 2)), min_size=1, max_size=6),
     st.sampled_from(["x.jsonl", "x.json"]),
@@ -125,7 +125,7 @@ def test_rows_of_json_lines_come_back(rows, name, newline, mark, ascii_only):
     assert read_back(name, mark + newline.join(lines).encode()) == expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.fixed_dictionaries({"text": TEXT, "tags": st.lists(st.integers(0, 9)) | st.none()}), min_size=1))
 def test_rows_of_parquet_come_back(rows):
     schema = pa.schema({"text": pa.string(), "tags": pa.list_(pa.int64())})
@@ -543,7 +543,7 @@ def sampled(lengths, batch_size, world, epoch=0, **options) -> list[list[list[in
     return processes
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.booleans())
 def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
     if len(lengths) < world:
@@ -568,7 +568,7 @@ def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
         assert max(lengths) in {lengths[row] for batch in steps[0] for row in batch}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.integers(0, 5), st.data())
 def test_a_resumed_epoch_has_exactly_the_remaining_batches(lengths, batch_size, world, seed, epoch, data):
     if len(lengths) < world:
@@ -650,7 +650,7 @@ def test_numbers_out_of_range(options):
         LengthGroupedBatches([1] * 6, **{"batch_size": 2, "seed": 0, **options})
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.just([]) | LENGTHS, st.integers(1, 5), st.integers(1, 4))
 def test_evaluation_sees_every_row_once(lengths, batch_size, world):
     processes = [evaluation_batches(lengths, batch_size, rank, world) for rank in range(world)]

@@ -107,7 +107,7 @@ def test_matthews_correlation_of_one_label_is_0(predictions, references):
 labels = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs=labels, randomness=st.randoms(use_true_random=False))
 def test_labels_agree_with_scikit_learn_in_any_order(pairs, randomness):
     shuffled = randomness.sample(pairs, len(pairs))
@@ -268,7 +268,7 @@ def test_error_rates_are_edits_per_token_and_items_with_any(predictions, referen
 texts = st.lists(st.sampled_from("ABC"), min_size=1, max_size=4).map(" ".join)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs=st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
 def test_an_error_rate_is_0_where_all_is_equal_and_only_there(pairs):
     predictions, references = zip(*pairs, strict=True)
