@@ -5,12 +5,12 @@ from collections import Counter
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import FineTuning, sources
+from toolkit.training.loop import FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
 from toolkit.training.rows import columns_of, find_column, load_rows, text_of
 from toolkit.training.settings import ClassificationSettings
@@ -36,7 +36,7 @@ class Classification(FineTuning):
         super().__init__(settings, accelerator)
         for name in METRICS[settings.problem]:
             load(name)  # raises before the training if a library is missing
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.tokenizer = tokenizer_of(settings)
         self.labels = settings.labels
         for split, source in sources(settings).items():  # the training set first
             rows = self.read(source)

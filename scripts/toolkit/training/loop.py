@@ -38,7 +38,7 @@ from toolkit import publish
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import CommandError, Parser
 from toolkit.files import write_text
-from toolkit.hub import check_source
+from toolkit.hub import check_source, open_tokenizer
 from toolkit.model_card import write_training_card
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.checkpoints import Checkpoints, Progress
@@ -543,6 +543,23 @@ def check_space(output: Path, parameters: int, keep: int) -> None:
             f"--output {output} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} GiB, "
             f"which the run may need. A smaller --keep_checkpoints than {keep} needs less"
         )
+
+
+def tokenizer_of(settings: Settings, **options):
+    """The tokenizer of --tokenizer or, where that is not given, of --model.
+
+    Args:
+        options: of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        OSError: there is none.
+    """
+    name = "tokenizer" if getattr(settings, "tokenizer", None) else "model"
+    source = getattr(settings, name)
+    try:
+        return open_tokenizer(source, **options)
+    except OSError as error:
+        raise OSError(f"--{name} {source}: {error}") from error
 
 
 def check_lengths(settings: Settings, names: Iterable[str], config) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
 from toolkit.files import read_json_object
 from toolkit.training.batches import PadOrFlatten
-from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources
+from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
@@ -170,7 +170,7 @@ class Pretraining(FineTuning):
 
     def __init__(self, settings: PretrainingSettings, accelerator):
         super().__init__(settings, accelerator)
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer or settings.model)
+        self.tokenizer = tokenizer_of(settings)
         if self.tokenizer.cls_token_id is None or self.tokenizer.sep_token_id is None:
             raise ValueError(f"the tokenizer {self.tokenizer.name_or_path} lacks [CLS] or [SEP]; expected both")
         self.masking = Masking(self.tokenizer, settings.whole_word_masking)

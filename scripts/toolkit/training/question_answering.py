@@ -9,13 +9,13 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, BertForQuestionAnswering
+from transformers import BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
 from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.loop import FineTuning, sources
+from toolkit.training.loop import FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
 from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of
 from toolkit.training.settings import QuestionAnsweringSettings
@@ -94,7 +94,7 @@ class QuestionAnswering(FineTuning):
     def __init__(self, settings: QuestionAnsweringSettings, accelerator):
         super().__init__(settings, accelerator)
         load("squad")  # raises before the training if a library is missing
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.tokenizer = tokenizer_of(settings)
         self.metric, self.rows = settings.metric, {}
         for split, source in sources(settings).items():
             self.rows[split] = self.read(source)

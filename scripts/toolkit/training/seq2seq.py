@@ -5,11 +5,11 @@ import json
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
-from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources
+from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, perplexity
 from toolkit.training.rows import columns_of, find_column, load_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
@@ -49,11 +49,12 @@ class Seq2Seq(FineTuning):
         """The tokenizer.
 
         Raises:
+            OSError: there is none.
             ValueError: a special token is missing, or is not where BERT's tokenizers put it.
         """
         named = self.settings.tokenizer or self.settings.model
         # Padding on the left would be between the start token and the target.
-        tokenizer = AutoTokenizer.from_pretrained(named, padding_side="right")
+        tokenizer = tokenizer_of(self.settings, padding_side="right")
         for role in ("pad_token", "cls_token", "sep_token"):
             if getattr(tokenizer, role) is None:
                 raise ValueError(f"the tokenizer {named} has no {role}; expected BERT's special tokens")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, BertForTokenClassification
+from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import FineTuning, sources
+from toolkit.training.loop import FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
 from toolkit.training.rows import columns_of, find_column, load_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
@@ -119,7 +119,7 @@ class TokenClassification(FineTuning):
     def __init__(self, settings: TokenClassificationSettings, accelerator):
         super().__init__(settings, accelerator)
         load(METRICS[settings.scheme][0])  # raises before the training if a library is missing
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.tokenizer = tokenizer_of(settings)
         if not self.tokenizer.is_fast:
             raise ValueError(
                 f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
