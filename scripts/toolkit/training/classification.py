@@ -1,6 +1,7 @@
 """Fine-tuning for the classification of texts or pairs of texts: one label, several labels, or numbers."""
 
 import math
+import re
 from collections import Counter
 
 import torch
@@ -10,7 +11,7 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import FineTuning, sources, tokenizer_of
+from toolkit.training.loop import FineTuning, check_room, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
 from toolkit.training.rows import columns_of, find_column, load_rows, text_of
 from toolkit.training.settings import ClassificationSettings
@@ -25,6 +26,9 @@ METRICS = {
     "multi_label": ["f1", "accuracy"],
     "regression": ["correlation", "mean_squared_error"],
 }
+
+# Labels that are sorted by value. `str.isdigit` accepts signs such as ², which `int` does not.
+INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 class Classification(FineTuning):
@@ -101,10 +105,11 @@ class Classification(FineTuning):
         names = {name for names in rows["label"] for name in names}
         if len(names) < 2:
             raise ValueError(f"the training set has the labels {', '.join(names) or 'none'}; expected two or more")
-        return sorted(names, key=lambda name: (int(name), "") if name.lstrip("-").isdigit() else (0, name))
+        return sorted(names, key=label_order)
 
     def encode(self, rows):
         """The rows as inputs of the model."""
+        check_room("max_length", self.settings, self.tokenizer, texts=1 + ("text_pair" in rows.column_names))
 
         def encode(batch: dict) -> dict:
             encoded = self.tokenizer(
@@ -170,7 +175,21 @@ class Classification(FineTuning):
 
 
 def label_name(value) -> str:
-    """The label as text. 1 and 1.0 are the same label; None is ""."""
+    """The label as text. 1 and 1.0 are the same label; None is "".
+
+    Raises:
+        ValueError: it is neither a text nor a finite number.
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"the label is {value!r}; expected a text or a finite number")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return "" if value is None else str(value).strip()
+    return str(value).strip()
+
+
+def label_order(name: str) -> tuple[int, bool, str]:
+    """A sort key: integers by value, and texts at 0."""
+    is_integer = INTEGER.fullmatch(name) is not None
+    return int(name) if is_integer else 0, not is_integer, name

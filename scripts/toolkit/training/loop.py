@@ -570,6 +570,15 @@ def check_lengths(settings: Settings, names: Iterable[str], config) -> None:
             raise ValueError(f"--{name} is {value}; expected at most {positions}, the positions of the model")
 
 
+def check_room(name: str, settings: Settings, tokenizer, texts: int = 1) -> None:
+    """Raises ValueError unless the flag `name` leaves a token of each of so many texts. A tokenizer does not truncate
+    to fewer tokens than its special ones."""
+    special = tokenizer.num_special_tokens_to_add(pair=texts == 2)
+    if (value := getattr(settings, name)) < special + texts:
+        needed = f"{special} special tokens + 1 for each text"
+        raise ValueError(f"--{name} is {value}; expected at least {special + texts}: {needed}")
+
+
 def check_vocabulary(tokens: int, config) -> None:
     """Raises ValueError if the tokenizer has more tokens than the model."""
     if tokens > config.vocab_size:

@@ -9,7 +9,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
-from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
+from toolkit.training.loop import FineTuning, check_lengths, check_room, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, perplexity
 from toolkit.training.rows import columns_of, find_column, load_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
@@ -37,6 +37,7 @@ class Seq2Seq(FineTuning):
         self.model = self.make_model()
         check_vocabulary(len(self.tokenizer), self.model.config)
         check_lengths(settings, ["max_length", "max_target_length", "max_new_tokens"], self.model.config)
+        check_room("max_length", settings, self.tokenizer)
         self.set_generation()
         for split, source in found.items():
             self.splits[split] = self.encode(self.read(source))

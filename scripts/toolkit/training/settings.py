@@ -314,8 +314,9 @@ class Seq2SeqSettings(Settings):
         values = [value for name in [*self.metrics, "loss"] for value in SEQ2SEQ_METRICS[name]]
         if self.metric is not None and self.metric not in values:
             raise ValueError(f"--metric is {self.metric!r}; expected one of {', '.join(values)}, from --metrics")
-        for name in ("max_target_length", "num_beams", "max_new_tokens", "num_decoder_layers"):
+        for name in ("num_beams", "max_new_tokens", "num_decoder_layers"):
             self.check_range(name, 1)
+        self.check_range("max_target_length", 2)  # a token and [SEP]
         check_smoothing(self.label_smoothing)
         if self.length_penalty != 1 and self.num_beams == 1:
             raise ValueError(f"--length_penalty is {self.length_penalty}; expected --num_beams of 2 or more with it")
