@@ -15,8 +15,9 @@ document of one sentence is not used.
 15 % of the words are masked, different ones in each epoch. The masks of the validation and test sets are the same in
 all evaluations and for all seeds; loss and perplexity are those of the masked words, from before the first update on.
 
-With --streaming the training set may be larger than memory: each process reads all of it, keeps --shuffle_buffer
-sequences, and trains on its share. The validation and test sets are in memory.
+With --streaming the training set may be larger than memory: each process reads all of it in each epoch, keeps
+--shuffle_buffer sequences, and trains on its share. It is also read once before the training, so that --resume finds
+out whether it has changed. The validation and test sets are in memory.
 
 Exit code: 0 trained; 1 the training failed; 2 bad usage or data; 130 or 143 stopped by Ctrl-C or SIGTERM, after a
 checkpoint was saved: --resume continues.

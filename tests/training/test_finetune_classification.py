@@ -96,7 +96,7 @@ def test_numbers(make):
     assert metrics == {"pearson": pytest.approx(0.6), "spearman": pytest.approx(0.6), "mean_squared_error": 1.0}
     assert task.metric == "pearson"
     assert task.greater_is_better
-    assert not make(rows, problem="regression", metric="mean_squared_error").greater_is_better
+    assert not make(rows, rows, problem="regression", metric="mean_squared_error").greater_is_better
 
 
 def test_pairs(make):

@@ -282,8 +282,9 @@ def test_the_loss_of_an_evaluation_is_a_labels_mean_without_smoothing_whatever_t
         (["loss"], None, "loss", False),
     ],
 )
-def test_which_model_is_best(metrics, metric, judged_by, greater_is_better, make_task):
-    task = make_task(metrics=metrics, metric=metric)
+def test_which_model_is_best(metrics, metric, judged_by, greater_is_better, make_task, folder):
+    validation = [str(folder / "pairs.jsonl")]
+    task = make_task(metrics=metrics, metric=metric, validation_file=validation)
     assert (task.metric, task.greater_is_better) == (judged_by, greater_is_better)
 
 
@@ -364,7 +365,7 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
         ({"config_file": "small.json"}, "--config_file small.json: there is no such file"),
         ({"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
         ({"metrics": ["meteor"]}, "--metrics has 'meteor'; expected some of rouge, sacrebleu, error_rate, loss"),
-        ({"metric": "bleu"}, "--metric is 'bleu'; expected one of token_error_rate"),
+        ({"metric": "bleu", "validation_file": ["x.jsonl"]}, "--metric is 'bleu'; expected one of token_error_rate"),
         ({"num_beams": 0}, "--num_beams is 0"),
         ({"label_smoothing": 1.0}, "--label_smoothing is 1.0"),
         ({"length_penalty": 2.0}, "--num_beams of 2 or more"),

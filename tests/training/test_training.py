@@ -176,7 +176,7 @@ def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkey
         ({"train_file": "data.xls"}, "unknown ending '.xls'"),
         ({"model": "/no/such/model"}, "--model /no/such/model: there is no such folder"),
         ({"output": os.devnull}, "is a file; expected a folder"),
-        ({"output": f"{os.devnull}/run"}, "Not a directory"),
+        ({"output": f"{os.devnull}/run"}, f"{os.devnull} is not a folder"),
         ({"freeze": "3"}, "--freeze is 3; expected embeddings, encoder, or a number of blocks, at most 2"),
         ({"schedule": "steep"}, "steep"),
         (

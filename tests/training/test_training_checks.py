@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from datasets import Dataset
 from transformers import BertConfig, BertModel
 
 import finetune_classification
@@ -16,6 +17,8 @@ import pretrain_mlm
 from support.finetuning import assert_one_line, save_tiny
 from support.models import tiny_config
 from toolkit.training.classification import label_order
+from toolkit.training.fingerprint import fingerprint
+from toolkit.training.loop import Training
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -124,3 +127,131 @@ def test_labels_that_only_look_like_integers_are_texts():
     names = ["10", "①", "2", "--1", "-3", "²", "9" * 5000, "0", "00", "1" * 18]
     ordered = ["-3", "0", "00", "--1", "9" * 5000, "²", "①", "2", "10", "1" * 18]
     assert sorted(names, key=label_order) == ordered
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.fixture
+def stopped(flags, tmp_path, monkeypatch):
+    """Makes a run that has stopped after two of its four updates, with a checkpoint. Returns its command line."""
+
+    def make(main=finetune_classification.main, **changed) -> list[str]:
+        update, made = Training.update, []
+
+        def stop(self, group):
+            made.append(group)
+            if len(made) > 2:
+                raise KeyboardInterrupt
+            return update(self, group)
+
+        argv = flags(save_steps=1, **changed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Training, "update", stop)
+            assert main(argv) == 130
+        assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+        return [*argv, "--resume"]
+
+    return make
+
+
+@pytest.mark.parametrize("labels", [[0, 1] * 4, [1, 0, 2, 0] * 2], ids=["flipped", "a new one"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_resume_refuses_changed_data(split, labels, stopped, tmp_path, capsys):
+    held_out = write_labels(tmp_path / "validation.jsonl", [1, 0] * 4)
+    argv = stopped(validation_file=held_out)
+    changed = write_labels(tmp_path / f"{split}.jsonl", labels)
+    capsys.readouterr()
+    if split == "validation" and 2 in labels:
+        message = "validation.jsonl, row 3 (line 3): the label is '2'; expected one of 0, 1"
+    else:
+        message = f"--resume: the {split} rows ({changed}) have changed since step-00000002 was saved; expected"
+    assert_one_line(lambda: finetune_classification.main(argv), message, capsys)
+
+
+def test_resume_refuses_a_changed_stream(stopped, tmp_path, capsys):
+    file = tmp_path / "train.txt"
+    file.write_text("good film .\nbad film\n" * 30)
+    argv = stopped(pretrain_mlm.main, train_file=file, streaming=True, max_steps=4)
+    file.write_text("good film .\nbad film\n" * 29)
+    capsys.readouterr()
+    message = f"--resume: the train rows ({file}) have changed"
+    assert_one_line(lambda: pretrain_mlm.main(argv), message, capsys)
+
+
+def test_resume_accepts_what_changes_no_weight(stopped, model, tmp_path, monkeypatch):
+    """The same file by another path, and flags for files and evaluations only."""
+    argv = stopped(validation_file=write_labels(tmp_path / "validation.jsonl", [1, 0] * 4))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "validation.jsonl")
+    changes = ["--train_file=./train.jsonl", "--validation_file=link.jsonl", "--save_steps=3", "--eval_batch_size=3"]
+    assert finetune_classification.main([*argv, *changes]) == 0
+
+
+def test_fingerprints_are_of_the_values():
+    rows = [{"text": "a", "ids": [1, 2], "place": "x"}, {"text": "b", "ids": [], "place": "y"}]
+    known = fingerprint(Dataset.from_list(rows))
+    assert fingerprint(Dataset.from_list([{**row, "place": "z"} for row in rows])) == known
+    assert fingerprint(Dataset.from_list([rows[1], *rows]).select([1, 2])) == known
+    others = (
+        rows[::-1],
+        rows[:1],
+        [{**rows[0], "ids": [1]}, {**rows[1], "ids": [2]}],
+        [{**row, "n": 1} for row in rows],
+    )
+    assert known not in [fingerprint(Dataset.from_list(other)) for other in others]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"label_column": "none"}, {"freeze": 9}, {"schedule": "none"}, {"max_length": 65}], ids=str
+)
+def test_a_failed_start_writes_nothing(wrong, flags, tmp_path):
+    """The corrected command runs."""
+    assert finetune_classification.main(flags(max_steps=1, **wrong)) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_are_free_until_there_is_a_checkpoint(flags, tmp_path, monkeypatch, capsys):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "train", interrupt)
+        assert finetune_classification.main(flags(max_steps=1)) == 130
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+    assert finetune_classification.main([*flags(max_steps=1, learning_rate=1e-3), "--resume"]) == 0
+    assert "learning_rate: 0.001" in (tmp_path / "run" / "recipe.yaml").read_text()
+    capsys.readouterr()
+    argv = [*flags(max_steps=1, learning_rate=1e-2), "--resume"]
+    message = "has other flags; expected the same: --learning_rate was 0.001 and is 0.01"
+    assert_one_line(lambda: finetune_classification.main(argv), message, capsys)
+
+
+# ---------------------------------------------------------------------------------------------------- validation data
+
+
+def test_training_on_the_validation_file_is_reported(flags, tmp_path, capsys):
+    train = write_labels(tmp_path / "train.jsonl", [1, 0] * 4)
+    (tmp_path / "link.jsonl").symlink_to(train)
+    argv = flags(max_steps=1, validation_file=tmp_path / "link.jsonl", test_file=train)
+    assert finetune_classification.main(argv) == 0
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'link.jsonl'} is in the train rows and in the validation rows; expected other rows." in said
+    assert f"{train} is in the train rows and in the test rows" in said
+    other = write_labels(tmp_path / "other.jsonl", [1, 0] * 4)
+    assert finetune_classification.main(flags(output="other", max_steps=1, validation_file=other)) == 0
+    assert "is in the train rows" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        (finetune_classification, {"early_stopping": 3}, "--early_stopping is 3 and there is no validation set;"),
+        (finetune_classification, {"metric": "f1"}, "--metric is f1 and there is no validation set;"),
+        (finetune_token_classification, {"metric": "accuracy"}, "--metric is accuracy and there is no validation set;"),
+        (finetune_seq2seq, {"metric": "rouge1"}, "--metric is rouge1 and there is no validation set;"),
+        (pretrain_mlm, {"early_stopping": 1}, "expected one, as --validation_file"),
+    ],
+)
+def test_flags_for_evaluations_require_a_validation_set(command, given, message, flags, capsys):
+    assert_one_line(lambda: command.main(flags(**given)), message, capsys)

@@ -23,6 +23,7 @@ class Progress:
     seconds: float = 0.0  # of training, including evaluations
     finished: bool = False
     processes: int = 1
+    data: dict[str, str] = field(default_factory=dict)  # the fingerprint of each split
     history: list[dict] = field(default_factory=list)
 
 
@@ -75,6 +76,9 @@ class Checkpoints:
 
     def load(self, path: Path) -> Progress:
         self.accelerator.load_state(path)
+        return self.read_progress(path)
+
+    def read_progress(self, path: Path) -> Progress:
         return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
 
 

@@ -42,6 +42,7 @@ from toolkit.hub import check_source, open_tokenizer
 from toolkit.model_card import write_training_card
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.checkpoints import Checkpoints, Progress
+from toolkit.training.fingerprint import fingerprint
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.report import headline, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
@@ -75,6 +76,7 @@ class Task(ABC):
         name: the Hub's name of the task, such as "text-classification".
         model, tokenizer: of transformers.
         splits: the examples of "validation" and "test", if there are any.
+        rows: the rows of these splits, if metrics are computed from the rows.
         metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction.
         evaluates_at_start: whether the model is evaluated before the first update, as step 0.
     """
@@ -86,7 +88,7 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        self.splits = {}
+        self.splits, self.rows = {}, {}
 
     @abstractmethod
     def counts(self, batch: dict) -> torch.Tensor:
@@ -99,6 +101,10 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model, split: str) -> dict[str, float]:
         """The metrics over the rows of all processes, each counted once."""
+
+    @abstractmethod
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each split: the same for the same data, whatever their path."""
 
     @abstractmethod
     def batches_per_epoch(self) -> int | None:
@@ -131,6 +137,11 @@ class FineTuning(Task):
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
         )
+
+    def fingerprints(self):
+        rows = {split: [rows] for split, rows in self.rows.items()}
+        examples = {"train": self.train_set, **self.splits}
+        return {split: fingerprint(each, *rows.get(split, [])) for split, each in examples.items()}
 
     def batches_per_epoch(self) -> int:
         return self.sampler.batches_per_epoch
@@ -218,7 +229,7 @@ class Training:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         # Not prepared: Accelerate would step it once per process.
         self.accelerator.register_for_checkpointing(self.schedule)
-        self.progress = Progress(processes=self.accelerator.num_processes)
+        self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints())
         set_seed(self.settings.seed + self.accelerator.process_index)  # dropout differs between processes
         self.stop_signal: int | None = None
         self.window: list[tuple[float, int, float]] = []  # loss, tokens, seconds of the updates since the last point
@@ -421,11 +432,12 @@ class Training:
         """Loads the last checkpoint, with --resume and if there is one.
 
         Raises:
-            ValueError: it was written by another number of processes.
+            ValueError: it was written by another number of processes, or the data have changed since.
         """
         complete = self.checkpoints.complete() if self.settings.resume else []
         if not complete:
             return
+        self.check_data(complete[-1])
         self.progress = self.checkpoints.load(complete[-1])
         if self.progress.processes != self.accelerator.num_processes:
             raise ValueError(
@@ -433,6 +445,20 @@ class Training:
                 f"{self.accelerator.num_processes}, as in this run"
             )
         self.accelerator.print(f"resuming at step {self.progress.step} of {self.steps}")
+
+    def check_data(self, checkpoint: Path) -> None:
+        """Raises ValueError if the data are not those of a checkpoint."""
+        earlier, present = self.checkpoints.read_progress(checkpoint).data, self.progress.data
+        if not earlier:  # written before checkpoints had fingerprints
+            self.accelerator.print(f"--resume: {checkpoint} has no fingerprint of the data; changes are not noticed")
+            return
+        for split in {**earlier, **present}:
+            if earlier.get(split) != present.get(split):
+                named = sources(self.settings).get(split)
+                raise ValueError(
+                    f"--resume: the {split} rows ({named}) have changed since {checkpoint.name} was saved; expected "
+                    "the same rows. Restore them, or start a new run in another --output"
+                )
 
     def finish(self) -> dict:
         """Evaluates the best model, and writes the files of the finished run. Returns the content of metrics.json."""
@@ -508,29 +534,68 @@ class Training:
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def prepare_output(settings: Settings) -> Path:
-    """Checks the folder to write before anything is computed, and writes the recipe into it.
+def shared_data(settings: Settings) -> list[str]:
+    """A warning for each held-out split that has a file, or the whole split, of the training set."""
+    train, *held_out = sources(settings).items()
+    return [
+        f"{part} is in the train rows and in the {split} rows; expected other rows. Metrics of rows that were trained "
+        "on are too high"
+        for split, source in held_out
+        for part in parts_in_both(train[1], source)
+    ]
+
+
+def parts_in_both(one: Source, other: Source) -> list[str]:
+    """The files that two sources share; or their split, if it is the same."""
+    if one.files:
+        return [str(path) for path in other.files if any(path.samefile(each) for each in one.files)]
+    return [str(one)] if one == other else []
+
+
+def check_output(settings: Settings) -> Path:
+    """Checks the folder to write, and writes nothing.
 
     Raises:
         OSError: it cannot be written.
-        ValueError: it holds something else, or the run to resume has other flags.
+        ValueError: it holds something else, or checkpoints of a run with other flags.
     """
     output = Path(settings.output)
-    recipe = output / "recipe.yaml"
+    recipe, is_empty = output / "recipe.yaml", not output.is_dir() or not any(output.iterdir())
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; expected a folder")
-    if settings.resume and recipe.exists():
-        if other := changed_flags(settings, recipe.read_text(encoding="utf-8")):
-            changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
-            raise ValueError(f"--resume: the run in {output} has other flags; expected the same: {changes}")
-    elif output.is_dir() and any(output.iterdir()):
-        if not settings.resume:
-            raise ValueError(
-                f"--output {output} is not empty; expected a new folder, or --resume to continue the run in it"
-            )
+    if not os.access(folder := existing_folder(output), os.W_OK):
+        raise PermissionError(f"--output {output}: {folder} cannot be written; expected a folder that can")
+    if not is_empty and not settings.resume:
+        raise ValueError(
+            f"--output {output} is not empty; expected a new folder, or --resume to continue the run in it"
+        )
+    if not is_empty and not recipe.exists():
         raise ValueError(f"--resume: {output} holds no run; recipe.yaml is missing there")
+    # Without a checkpoint the run starts from the beginning, and so may have other flags.
+    has_checkpoint = any((output / "checkpoints").glob("step-*"))
+    if has_checkpoint and (other := changed_flags(settings, recipe.read_text(encoding="utf-8"))):
+        changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
+        raise ValueError(f"--resume: the run in {output} has other flags; expected the same: {changes}")
+    return output
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder itself, or the lowest folder above it that exists.
+
+    Raises:
+        NotADirectoryError: there is a file instead.
+    """
+    found = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not found.is_dir():
+        raise NotADirectoryError(f"--output {path} cannot be created: {found} is not a folder")
+    return found
+
+
+def prepare_output(settings: Settings) -> Path:
+    """Checks the folder to write, creates it, and writes the recipe into it. Raises as `check_output` does."""
+    output = check_output(settings)
     output.mkdir(parents=True, exist_ok=True)
-    write_text(recipe, recipe_of(settings))
+    write_text(output / "recipe.yaml", recipe_of(settings))
     return output
 
 
@@ -538,7 +603,7 @@ def check_space(output: Path, parameters: int, keep: int) -> None:
     """Raises OSError unless the disk has room for the checkpoints and the model."""
     # The checkpoints that are kept, the best one, and the one that is being written; and the model.
     needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
-    if (free := shutil.disk_usage(output).free) < needed:
+    if (free := shutil.disk_usage(existing_folder(output)).free) < needed:
         raise OSError(
             f"--output {output} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} GiB, "
             f"which the run may need. A smaller --keep_checkpoints than {keep} needs less"
@@ -646,7 +711,7 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     # The progress bar of the training is enough.
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bar()
-    output = prepare_output(settings) if main_process else Path(settings.output)
+    output = check_output(settings) if main_process else Path(settings.output)
     if settings.push_to_hub and get_token() is None:
         raise ValueError(
             "--push_to_hub is given and there is no token; expected one with write access, by `hf auth login` or "
@@ -658,8 +723,12 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     check_lengths(settings, ["max_length"], task.model.config)
     if main_process:
         check_space(output, sum(weight.numel() for weight in task.model.parameters()), settings.keep_checkpoints)
-    accelerator.wait_for_everyone()
     training = Training(task, output)
+    if main_process:
+        prepare_output(settings)  # not before: after a failed start, the folder would not be empty
+    accelerator.wait_for_everyone()
+    for warning in shared_data(settings) if main_process else ():
+        parser.report(warning)
     accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(settings).items()})
     with stopped_by_signals(training):
         training.train()

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
 from toolkit.files import read_json_object
 from toolkit.training.batches import PadOrFlatten
+from toolkit.training.fingerprint import fingerprint, source_fingerprint
 from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, stream_rows, text_of
@@ -225,9 +226,7 @@ class Pretraining(FineTuning):
             return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer)
         if not len(sequences):
             what = "two documents of two sentences" if settings.next_sentence else "a word"
-            raise ValueError(
-                f"{', '.join(map(str, source.files)) or source.name} is too small; expected at least {what}"
-            )
+            raise ValueError(f"{source} is too small; expected at least {what}")
         return sequences
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
@@ -277,6 +276,12 @@ class Pretraining(FineTuning):
         if all(label == -100 for labels in masked["labels"] for label in labels):
             raise ValueError(f"the {split} set is too small: no word of it is masked")
         return masked
+
+    def fingerprints(self):
+        if not self.settings.streaming:
+            return super().fingerprints()
+        held_out = {split: fingerprint(examples) for split, examples in self.splits.items()}
+        return {"train": source_fingerprint(sources(self.settings)["train"]), **held_out}
 
     def batches_per_epoch(self):
         return None if self.settings.streaming else super().batches_per_epoch()

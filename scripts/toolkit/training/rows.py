@@ -64,7 +64,7 @@ class Source:
     def __post_init__(self):
         object.__setattr__(self, "files", tuple(map(Path, self.files)))
         if bool(self.files) == (self.name is not None):
-            raise ValueError(f"the source of rows is {self}; expected either files or the name of a dataset")
+            raise ValueError(f"the source of rows is {self!r}; expected either files or the name of a dataset")
         if self.name is not None and self.split is None:
             raise ValueError(f"{self.name} has no split; expected one, such as 'train'")
         for path in self.files:
@@ -72,6 +72,9 @@ class Source:
                 raise ValueError(f"{path} has the unknown ending {path.suffix!r}; expected one of {', '.join(READERS)}")
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: there is no such file")
+
+    def __str__(self):
+        return ", ".join(map(str, self.files)) or f"{self.name} ({self.split})"
 
     def parts(self) -> list[tuple[Path, str]]:
         """Each file with its name in messages: the file's name, or its path if several have the same name."""

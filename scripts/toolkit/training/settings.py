@@ -31,7 +31,8 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
                                            "dataset": "DATASET", "push_to_hub": "REPO"}  # fmt: skip
 
 # Flags that may differ between a run and its continuation: they change no weight.
-FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps"}
+FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps",
+                  "save_steps", "eval_batch_size"}  # fmt: skip
 
 COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "epochs", "max_steps",
           "eval_steps", "save_steps", "keep_checkpoints", "log_steps", "early_stopping")  # fmt: skip
@@ -135,6 +136,19 @@ class Settings:
             raise ValueError("--validation_file and --test_file go with --train_file; with --dataset give splits of it")
         if self.padding_free_collation and self.implementation == "bert":
             raise ValueError("--padding_free_collation requires --implementation scratchbert")
+        self.check_validation()
+
+    def check_validation(self) -> None:
+        """Raises ValueError if a flag that requires a validation set is given without one."""
+        has_split = self.dataset is not None and self.validation_split not in (None, "none")
+        if self.validation_file or has_split:
+            return
+        defaults = {each.name: each.default for each in fields(self)}
+        for name in ("early_stopping", "metric"):
+            value = getattr(self, name, defaults.get(name))
+            if value != defaults.get(name):
+                expected = "--validation_split" if self.dataset is not None else "--validation_file"
+                raise ValueError(f"--{name} is {value} and there is no validation set; expected one, as {expected}")
 
     def check_range(self, name: str, minimum: float, maximum: float = math.inf) -> None:
         """Raises ValueError unless the flag is not set or in the range."""

@@ -1,0 +1,56 @@
+"""Fingerprints of data, by which --resume finds out that they have changed."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from huggingface_hub import HfApi
+
+from toolkit.training.rows import Source
+
+ROWS_TOGETHER = 1000
+
+
+def fingerprint(*tables: Dataset) -> str:
+    """A hash of the rows in their order, without `place`, which depends on the path by which a file was opened."""
+    digest = hashlib.sha256()
+    for rows in tables:
+        columns = sorted(set(rows.column_names) - {"place"})
+        digest.update(repr((columns, len(rows))).encode())
+        for batch in rows.select_columns(columns).with_format("arrow").iter(ROWS_TOGETHER):
+            for column in columns:
+                add(digest, batch[column].combine_chunks())
+    return digest.hexdigest()
+
+
+def add(digest, values: pa.Array) -> None:
+    """Adds values to a hash: the same values give the same hash, however Arrow stores them."""
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        digest.update(as_bytes(values.value_lengths().fill_null(-1)))
+        add(digest, values.flatten())
+    elif pa.types.is_integer(values.type) and not values.null_count:
+        digest.update(as_bytes(values))
+    else:
+        digest.update(repr(values.to_pylist()).encode())
+
+
+def as_bytes(values: pa.Array) -> bytes:
+    return values.to_numpy(zero_copy_only=False).astype(np.int64).tobytes()
+
+
+def source_fingerprint(source: Source) -> str:
+    """A hash of the files of a source, which are read once; or the commit of a dataset on the Hub.
+
+    Raises:
+        OSError: a file cannot be read, or the Hub cannot be reached.
+    """
+    paths = source.files or sorted(path for path in Path(source.name).rglob("*") if path.is_file())
+    if not paths:
+        return HfApi().dataset_info(source.name).sha
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
