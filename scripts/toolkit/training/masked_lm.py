@@ -74,8 +74,12 @@ class Masking:
         self.is_special, self.continues = torch.zeros(2, max(vocabulary.values()) + 1, dtype=torch.bool)
         self.is_special[tokenizer.all_special_ids] = True
         self.continues[continued] = True
-        special = set(tokenizer.all_special_ids)
-        self.ordinary = torch.tensor(sorted(set(vocabulary.values()) - special))
+        self.special = set(tokenizer.all_special_ids)
+        self.ordinary = torch.tensor(sorted(set(vocabulary.values()) - self.special))
+
+    def can_mask(self, ids: list[int]) -> bool:
+        """Whether one of these tokens can be chosen: not all are special, as an unknown word is."""
+        return not self.special.issuperset(ids)
 
     def __call__(self, input_ids: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks sequences, in a tensor of any shape, that each begin with a special token.
@@ -105,19 +109,18 @@ def generator_of(*numbers: int) -> torch.Generator:
 # --------------------------------------------------------------------------------------- from documents to sequences
 
 
-def concatenate(
-    documents: list[list[int]], places: list[str], room: int, separator: int
-) -> Iterator[tuple[list[int], str]]:
-    """Concatenates documents, with `separator` between them, and cuts them into pieces of `room` tokens; the last one,
-    and those that a separator would begin or end, are shorter. Each has the place of the document that it begins in."""
-    ends = np.cumsum([len(ids) + 1 for ids in documents])
-    tokens = [token for ids in documents for token in (*ids, separator)]
+def concatenate(documents: list[tuple[list[int], str]], room: int, separator: int) -> Iterator[tuple[list[int], str]]:
+    """Concatenates documents, each with its place and not empty, with `separator` between them, and cuts them into
+    pieces of `room` tokens; the last one, and those that a separator would begin or end, are shorter. Each has the
+    place of the document that it begins in."""
+    ends = np.cumsum([len(ids) + 1 for ids, _ in documents])
+    tokens = [token for ids, _ in documents for token in (*ids, separator)]
     for start in range(0, len(tokens), room):
         piece = tokens[start : start + room]
         skipped = piece[0] == separator
         piece = piece[skipped : len(piece) - (piece[-1] == separator)]
         if piece:
-            yield piece, places[np.searchsorted(ends, start + skipped, side="right")]
+            yield piece, documents[np.searchsorted(ends, start + skipped, side="right")][1]
 
 
 def split_sentences(text: str) -> list[str]:
@@ -222,12 +225,10 @@ class Pretraining(FineTuning):
             self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
             remove_columns=["text", "place"], features=self.features,
         )  # fmt: skip
-        if streaming:
-            return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer)
-        if not len(sequences):
-            what = "two documents of two sentences" if settings.next_sentence else "a word"
+        if next(iter(sequences), None) is None:
+            what = "two documents of two sentences" if settings.next_sentence else "a word of the vocabulary"
             raise ValueError(f"{source} is too small; expected at least {what}")
-        return sequences
+        return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer) if streaming else sequences
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """The columns of the sequences made of some documents."""
@@ -244,11 +245,15 @@ class Pretraining(FineTuning):
         return {"length": [len(ids) for ids in columns[0]]} | dict(zip(names, map(list, columns), strict=False))
 
     def pieces(self, documents: dict[str, list]) -> Iterator[tuple[list[int], str]]:
+        """Documents, cut or concatenated, with a word that can be masked."""
         room = self.settings.max_length - 2
-        ids, places = self.tokenize(documents["text"]), documents["place"]
-        if not self.settings.line_by_line:
-            return concatenate(ids, places, room, self.tokenizer.sep_token_id)
-        return ((each[:room], place) for each, place in zip(ids, places, strict=True) if each)
+        tokenized = zip(self.tokenize(documents["text"]), documents["place"], strict=True)
+        found = [(ids, place) for ids, place in tokenized if ids]
+        if self.settings.line_by_line:
+            found = [(ids[:room], place) for ids, place in found]
+        else:
+            found = concatenate(found, room, self.tokenizer.sep_token_id)
+        return (piece for piece in found if self.masking.can_mask(piece[0]))
 
     def pairs(self, documents: dict[str, list], number: int) -> Iterator[tuple[list[int], list[int], int, str]]:
         """Pairs of passages, drawn with the documents' number as the seed: held-out pairs are the same for every
@@ -258,7 +263,8 @@ class Pretraining(FineTuning):
         for i, place in enumerate(documents["place"]):
             if others := [other for other in split[:i] + split[i + 1 :] if other]:
                 for a, b, label in sentence_pairs(split[i], others, self.settings.max_length - 3, random):
-                    yield a, b, label, place
+                    if self.masking.can_mask(a + b):
+                        yield a, b, label, place
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(
