@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from transformers import BertConfig, BertModel
@@ -14,11 +15,13 @@ import finetune_question_answering
 import finetune_seq2seq
 import finetune_token_classification
 import pretrain_mlm
-from support.finetuning import assert_one_line, save_tiny
+from support.finetuning import assert_one_line, read_settings, save_tiny
 from support.models import tiny_config
 from toolkit.training.classification import label_order
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.loop import Training
+from toolkit.training.masked_lm import Pretraining
+from toolkit.training.settings import PretrainingSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -255,3 +258,83 @@ def test_training_on_the_validation_file_is_reported(flags, tmp_path, capsys):
 )
 def test_flags_for_evaluations_require_a_validation_set(command, given, message, flags, capsys):
     assert_one_line(lambda: command.main(flags(**given)), message, capsys)
+
+
+# --------------------------------------------------------------------------------------------------------- divergence
+
+
+def main_of(task: str, tmp_path) -> tuple:
+    """A command, and its flags for eight rows that are the training set and the validation set."""
+    command, row = {
+        "classification": (finetune_classification, {"text": "good", "label": 1}),
+        "tags": (finetune_token_classification, {"tokens": ["good", "bad"], "tags": ["B-X", "O"]}),
+        "answers": (finetune_question_answering, {**ROWS[finetune_question_answering]}),
+        "pairs": (finetune_seq2seq, {"source": "good", "target": "bad"}),
+        "masked words": (pretrain_mlm, {"text": "good bad film fun a very good bad film"}),
+    }[task]
+    file = write_rows(
+        tmp_path / "rows.jsonl", [{**row, **({"label": i % 2} if "label" in row else {})} for i in range(8)]
+    )
+    more = {"pairs": {"max_target_length": 8, "metrics": "loss"}, "answers": {"stride": 4}}.get(task, {})
+    return command.main, {"train_file": file, "validation_file": file, "max_length": 24, **more}
+
+
+TASKS = ("classification", "tags", "answers", "pairs", "masked words")
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("learning_rate", "message"),
+    [(1e38, "of the model are not finite after step 1"), (1e30, "the output is not finite")],
+)
+def test_a_run_that_diverges_in_its_last_update_saves_nothing(task, learning_rate, message, flags, tmp_path, capsys):
+    main, given = main_of(task, tmp_path)
+    wrong = {"learning_rate": learning_rate, "max_steps": 1, "warmup_ratio": 0, "weight_decay": 0}
+    assert main(flags(**given, **wrong)) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said
+    assert said.endswith(
+        "The last checkpoint has the weights from before; a lower --learning_rate or --mixed_precision no may help."
+    )
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("*")]
+    assert saved == (["step-00000000-epoch-0"] if task == "masked words" else [])  # from before the first update
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_weights_are_checked_before_a_checkpoint(flags, tmp_path, capsys):
+    """Without a validation set, and before the end of the epoch."""
+    assert finetune_classification.main(flags(learning_rate=1e38, save_steps=1, warmup_ratio=0)) == 1
+    assert "of the model are not finite after step 1" in capsys.readouterr().err
+    assert list((tmp_path / "run").glob("checkpoints/*")) == []
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm", "lora_alpha", "label_smoothing"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_values_of_flags_are_finite(name, value, flags, capsys):
+    assert_one_line(
+        lambda: finetune_classification.main(flags(**{name: value})), f"--{name} is {value}; expected", capsys
+    )
+
+
+# ------------------------------------------------------------------------------------------------ texts without words
+
+
+@pytest.mark.parametrize("given", [{}, {"line_by_line": True}, {"streaming": True, "max_steps": 2}], ids=str)
+@pytest.mark.parametrize("text", ["\u200b", "unknown words"])
+def test_texts_without_a_word_to_mask_are_refused(text, given, flags, tmp_path, capsys):
+    """The separators between them would make sequences, on which the loss is 0."""
+    (tmp_path / "empty.txt").write_text(f"{text}\n" * 50)
+    argv = flags(train_file=tmp_path / "empty.txt", **given)
+    message = f"{tmp_path / 'empty.txt'} is too small; expected at least a word of the vocabulary"
+    assert_one_line(lambda: pretrain_mlm.main(argv), message, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_texts_without_tokens_leave_no_separators(flags, tmp_path):
+    (tmp_path / "some.txt").write_text("good film\n" + "\u200b\n" * 50 + "bad film\n")
+    argv = flags(train_file=tmp_path / "some.txt")
+    task = Pretraining(read_settings(PretrainingSettings, argv), Accelerator())
+    assert task.tokenizer.convert_ids_to_tokens(task.train_set[0]["input_ids"]) == [
+        "[CLS]", "good", "film", "[SEP]", "bad", "film", "[SEP]"
+    ]  # fmt: skip
+    assert [len(task.train_set), len(task.train_set[0]["input_ids"])] == [1, 7]

@@ -52,6 +52,12 @@ from toolkit.training.settings import Settings, changed_flags, recipe_of
 FLOATS_PER_PARAMETER = 3
 
 
+# The end of the messages about numbers that are not finite.
+AFTER_DIVERGENCE = (
+    "The last checkpoint has the weights from before; a lower --learning_rate or --mixed_precision no may help."
+)
+
+
 class TrainingError(CommandError):
     """The run cannot continue. Its checkpoints are still there."""
 
@@ -178,6 +184,10 @@ class FineTuning(Task):
             found += zip(own[i], values, strict=True) if i < len(own) else []
         model.train(was_training)
         in_order = dict(gather_object(found))
+        for row in range(len(examples)):
+            if not is_finite(in_order[row]):  # the same on all processes
+                place = examples[row]["place"]
+                raise TrainingError(f"the output is not finite for {place}, of the {split} set. {AFTER_DIVERGENCE}")
         return [in_order[row] for row in range(len(examples))]
 
 
@@ -186,6 +196,15 @@ def to_device(batch: dict, device: torch.device) -> dict:
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
+
+
+def is_finite(value) -> bool:
+    """Whether all numbers are finite in a tensor, a number, or lists of these; other values count as finite."""
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def non_padding_tokens(batch: dict) -> int:
@@ -302,9 +321,19 @@ class Training:
         more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
         return (
             f"the {what} is {value} at step {self.progress.step + 1}, batch {self.progress.batch + 1} of epoch "
-            f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. The last checkpoint has the weights from "
-            "before; a lower --learning_rate or --mixed_precision no may help."
+            f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. {AFTER_DIVERGENCE}"
         )
+
+    def check_weights(self) -> None:
+        """Raises TrainingError, on all processes, if a weight is not finite. The loss of the last update is computed
+        before the update, and does not show it."""
+        parts = [each.to_local() if hasattr(each, "to_local") else each for each in self.model.parameters()]
+        bad = torch.stack([~each.detach().isfinite().all() for each in parts]).float()
+        if bad_tensors := int((self.accelerator.reduce(bad, "sum") > 0).sum()):
+            raise TrainingError(
+                f"{bad_tensors} of {len(parts)} tensors of the model are not finite after step {self.progress.step}. "
+                f"{AFTER_DIVERGENCE}"
+            )
 
     # -- the run
 
@@ -322,7 +351,7 @@ class Training:
         with self.bar() as bar:
             if self.task.evaluates_at_start and progress.step == 0:
                 self.evaluate(bar)
-                self.checkpoints.save(progress)  # it may remain the best
+                self.save()  # it may remain the best
             while not progress.finished:
                 began = time.monotonic()
                 for group in self.groups():
@@ -351,25 +380,31 @@ class Training:
         if evaluates or self.progress.finished:
             self.evaluate(bar)
         if evaluates or self.progress.finished or (settings.save_steps and step % settings.save_steps == 0):
-            self.checkpoints.save(self.progress)
+            self.save()
         if self.stop_agreed and not self.progress.finished:
-            self.checkpoints.save(self.progress)
+            self.save()
             number = self.stop_signal or signal.SIGTERM
             raise Stopped(f"stopped at step {step} of {self.steps}, which is saved; --resume continues there", number)
 
     def end_of_epoch(self, bar) -> None:
         if self.progress.batch == 0:
-            raise TrainingError("the training set has no batch")
+            raise TrainingError("the training set has no batch; expected an example for each process")
         self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         if self.settings.eval_steps is None:
             self.evaluate(bar)
         if self.settings.eval_steps is None or self.settings.save_steps is None:
-            self.checkpoints.save(self.progress)
+            self.save()
+
+    def save(self) -> None:
+        """Saves a checkpoint, unless a weight is not finite."""
+        self.check_weights()
+        self.checkpoints.save(self.progress)
 
     def evaluate(self, bar) -> None:
         progress, task = self.progress, self.task
         if "validation" not in task.splits or progress.evaluated_step == progress.step:
             return
+        self.check_weights()
         progress.evaluated_step = progress.step
         metrics = task.evaluate(self.model, "validation")
         value = metrics[task.metric]

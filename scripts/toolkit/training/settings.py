@@ -129,6 +129,9 @@ class Settings:
             self.check_range(name, 0)
         for name in ("warmup_ratio", "layer_decay", "lora_dropout"):
             self.check_range(name, 0, 1)
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{name} is {value}; expected a finite number")
         if (self.train_file is None) == (self.dataset is None):
             given = "neither is" if self.dataset is None else "both are"
             raise ValueError(f"{given} given of --train_file and --dataset; expected one of the two")

@@ -238,14 +238,16 @@ class TokenClassification(FineTuning):
         """A tag for each word of each row."""
 
         def forward(model, batch):
-            return [row.tolist() for row in unpadded(batch, self.logits(model, batch).argmax(-1))]
+            best = self.logits(model, batch).max(-1)
+            # With its score, so that `predict` finds scores that are not finite.
+            return [row.cpu() for row in unpadded(batch, torch.stack([best.values, best.indices.float()], -1))]
 
         unseen = OUTSIDE if self.settings.scheme == "iob2" else self.tag_counts.most_common(1)[0][0]
         tags = [[unseen] * len(row) for row in self.rows[split]["words"]]
         examples = self.splits[split].select_columns(["row", "words", "positions"])
-        for example, labels in zip(examples, self.predict(model, split, forward), strict=True):
+        for example, scored in zip(examples, self.predict(model, split, forward), strict=True):
             for word, position in zip(example["words"], example["positions"], strict=True):
-                tags[example["row"]][word] = self.labels[labels[position]]
+                tags[example["row"]][word] = self.labels[int(scored[position, 1])]
         return tags
 
     def evaluate(self, model, split):
