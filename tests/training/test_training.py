@@ -133,7 +133,7 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     again = read_settings(ClassificationSettings, [str(recipe)])
     paths = {"train_file": [str(here / name) for name in ("x.csv", "y.csv")], "output": str(here / "b")}
-    assert again == dataclasses.replace(settings, **paths)
+    assert again == dataclasses.replace(settings, **paths, resume=False)
 
 
 def test_files_of_a_recipe_are_relative_to_it_if_they_begin_with_a_dot(tmp_path):

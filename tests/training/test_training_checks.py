@@ -21,7 +21,7 @@ from toolkit.training.classification import label_order
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.loop import Training
 from toolkit.training.masked_lm import Pretraining
-from toolkit.training.settings import PretrainingSettings
+from toolkit.training.settings import ClassificationSettings, PretrainingSettings, changed_flags, recipe_of
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -338,3 +338,49 @@ def test_texts_without_tokens_leave_no_separators(flags, tmp_path):
         "[CLS]", "good", "film", "[SEP]", "bad", "film", "[SEP]"
     ]  # fmt: skip
     assert [len(task.train_set), len(task.train_set[0]["input_ids"])] == [1, 7]
+
+
+# ------------------------------------------------------------------------------------------------------------ recipes
+
+
+def read(argv: list[str]) -> ClassificationSettings:
+    return read_settings(ClassificationSettings, argv)
+
+
+NEEDED = "model: a\noutput: b\ntrain_file: c.csv\n"
+
+
+def test_values_of_a_recipe_are_as_they_are_written(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    labels = ["yes", "no", "-1", "-b", "--c", "01", "1e3", "2020-01-01", "null", "off"]
+    recipe.write_text(
+        f"{NEEDED}labels: [yes, no, -1, -b, --c, 01, 1e3, 2020-01-01, 'null', off]\nmixed_precision: no\n"
+        "hub_private: on\npadding_free_collation: false\nmax_steps: null\neval_steps:\nepochs: 4\nlearning_rate: 1e-4\n"
+    )
+    settings = read([str(recipe)])
+    assert (settings.labels, settings.mixed_precision) == (labels, "no")
+    assert (settings.hub_private, settings.padding_free_collation) == (True, False)
+    assert (settings.max_steps, settings.eval_steps, settings.epochs) == (None, None, 4)
+    assert settings.learning_rate == 1e-4
+    # The recipe that a run saves has the same values, and the command line replaces them.
+    recipe.write_text(recipe_of(settings))
+    assert read([str(recipe)]).labels == labels
+    assert changed_flags(read([str(recipe)]), recipe.read_text()) == {}
+    assert read([str(recipe), "--labels", "x", "-y"]).labels == ["x", "-y"]
+
+
+def test_labels_on_the_command_line_may_begin_with_a_hyphen(flags, capsys):
+    assert read([*flags(), "--labels", "-bad", "good", "-1", "--seed", "3"]).labels == ["-bad", "good", "-1"]
+    assert read([*flags(), "--class-weights", "1", "2", "--labels", "-a", "-b"]).labels == ["-a", "-b"]
+    for wrong in (["--labels", "a", "--sed", "3"], ["--labels"], ["--text_column", "-x"]):
+        with pytest.raises(SystemExit):
+            read([*flags(), *wrong])
+    assert "\0" not in capsys.readouterr().err
+
+
+def test_a_saved_recipe_starts_a_run_from_its_beginning(flags, tmp_path):
+    assert finetune_classification.main([*flags(max_steps=1), "--resume"]) == 0
+    recipe = tmp_path / "run" / "recipe.yaml"
+    assert "resume" not in recipe.read_text()
+    assert not read([str(recipe)]).resume
+    assert finetune_classification.main([str(recipe), "--resume"]) == 0

@@ -34,6 +34,10 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
 FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps",
                   "save_steps", "eval_batch_size"}  # fmt: skip
 
+# Before the values of a list in the parser's arguments: a value that begins with a hyphen is then not taken for a flag.
+# No command line can have this character.
+VALUE = "\0"
+
 COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "epochs", "max_steps",
           "eval_steps", "save_steps", "keep_checkpoints", "log_steps", "early_stopping")  # fmt: skip
 
@@ -421,7 +425,8 @@ def parse(
     try:
         if argv and not argv[0].startswith("-"):
             argv = recipe_arguments(find_shipped(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]
-        given = vars(parser.parse_args(argv))
+        lists = {name for name, annotation in get_type_hints(settings_class).items() if is_list(annotation)}
+        given = vars(parser.parse_args(mark_values(argv, lists)))
         if given.get("config_file") is not None:
             given["config_file"] = str(find_shipped(given["config_file"]))
         settings = settings_class(**given)
@@ -455,14 +460,24 @@ def argument_of(name: str, annotation) -> dict:
     if get_origin(annotation) is Literal:
         return {"choices": get_args(annotation)}
     if get_origin(annotation) is list:
-        return {"nargs": "+", "type": get_args(annotation)[0], "metavar": metavar}
+        return {"nargs": "+", "type": unmarked, "metavar": metavar}
     if annotation is bool:
         return {"nargs": "?", "const": True, "type": boolean, "metavar": "true|false"}
     return {"type": annotation, "metavar": {int: "N", float: "X"}.get(annotation, metavar)}
 
 
+def is_list(annotation) -> bool:
+    """Whether a type is a list, or a list or None."""
+    return list in map(get_origin, (annotation, *get_args(annotation)))
+
+
+def unmarked(text: str) -> str:
+    return text.removeprefix(VALUE)
+
+
 def boolean(text: str) -> bool:
-    values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+    values = dict.fromkeys(("yes", "true", "on", "t", "y", "1"), True)
+    values |= dict.fromkeys(("no", "false", "off", "f", "n", "0"), False)
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected true or false")
     return values[text.lower()]
@@ -481,7 +496,7 @@ def recipe_arguments(path: Path, known: set[str]) -> list[str]:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise ValueError(f"{path} is not a recipe; expected a .yaml file that exists, or flags that begin with --")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
@@ -490,10 +505,33 @@ def recipe_arguments(path: Path, known: set[str]) -> list[str]:
         raise ValueError(f"{path} has {', '.join(unknown)}; expected names of flags")
     arguments = []
     for name, value in with_paths(recipe, lambda each, _: beside(path, each)).items():
-        if value is not None:
-            # One argument, so that a value such as -1 is not parsed as a flag.
-            arguments += [f"--{name}={value}"] if not isinstance(value, list) else [f"--{name}", *map(str, value)]
+        if isinstance(value, list):
+            arguments += [f"--{name}", *(VALUE + each if each.startswith("-") else each for each in map(str, value))]
+        elif value is not None:
+            arguments += [f"--{name}={value}"]
     return arguments
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Reads all values as strings, which the parser converts like those of the command line. YAML would make booleans
+    of yes and no, which may be labels, and numbers of labels such as 01."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def mark_values(arguments: list[str], lists: set[str]) -> list[str]:
+    """The arguments with `VALUE` before each that begins with one hyphen and follows one of the flags `lists`, except
+    for -h."""
+    marked, in_list = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            in_list = argument[2:].replace("-", "_") in lists
+        is_value = in_list and argument.startswith("-") and not argument.startswith("--") and argument != "-h"
+        marked.append(VALUE + argument if is_value else argument)
+    return marked
 
 
 def beside(recipe: Path, value: str) -> str:
@@ -502,8 +540,11 @@ def beside(recipe: Path, value: str) -> str:
 
 
 def recipe_of(settings: Settings) -> str:
-    """The recipe, in YAML, of exactly this run. It can be run from any folder: its paths are absolute."""
-    return yaml.safe_dump(with_paths(asdict(settings), absolute), sort_keys=False, allow_unicode=True)
+    """The recipe, in YAML, of exactly this run, from its beginning. It can be run from any folder: its paths are
+    absolute."""
+    recipe = with_paths(asdict(settings), absolute)
+    del recipe["resume"]
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
 
 
 def absolute(value: str, is_file: bool) -> str:
