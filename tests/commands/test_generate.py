@@ -628,9 +628,7 @@ def test_opens_weights_without_code_beside_them(folders, kind, tmp_path, capsys)
 def test_names_the_package_where_it_takes_it(folders, capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "modeling_scratchbert", None)
     err = refused(capsys, folders[name], "dog")
-    assert err.startswith(
-        f"{folders[name]}: It has no code beside the weights, and modeling_scratchbert is not installed"
-    )
+    assert err.startswith(f"{folders[name]}: modeling_scratchbert, which opens it, is not installed")
 
 
 def test_the_dtype(folders, opened, calls, capsys):

@@ -34,7 +34,7 @@ def test_a_converted_folder_is_enough(tmp_path):
     folder = tmp_path / "converted"
     ScratchBertModel.from_pretrained(MINILM).save_pretrained(folder)
     AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
-    done = run(tmp_path, folder, "--without-package")
+    done = run(tmp_path, folder, "--without-package", "--trust-remote-code")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "ScratchBertModel" in done.stdout
@@ -45,7 +45,7 @@ def test_a_converted_folder_is_enough(tmp_path):
 
 
 def test_a_folder_without_code_does_not_pass_for_one_with(tmp_path):
-    done = run(tmp_path, MINILM, "--without-package")
+    done = run(tmp_path, MINILM, "--without-package", "--trust-remote-code")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"sentence_similarity.py: {MINILM}: BertModel comes from transformers.models.bert.modeling_bert, not from code "
@@ -54,7 +54,7 @@ def test_a_folder_without_code_does_not_pass_for_one_with(tmp_path):
 
 
 def test_refuses_to_show_anything_where_the_package_is_imported(capsys):
-    assert sentence_similarity.main([MINILM, "--without-package"]) == 2
+    assert sentence_similarity.main([MINILM, "--without-package", "--trust-remote-code"]) == 2
     assert "imported already" in capsys.readouterr().err
 
 

@@ -1,0 +1,133 @@
+"""Code in a model's folder: it runs only with --trust_remote_code, and what this package wrote opens without it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import generate
+import sentence_similarity
+from modeling_scratchbert import ScratchBertModel
+from support.folders import ROOT, SCRIPTS
+from support.models import tiny_config
+from toolkit import remote_code
+from toolkit.files import read_json
+from toolkit.hub import read_config
+from toolkit.remote_code import check_code, digests
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+SENTENCES = ["Dogs bark.", "Cats sleep."]
+
+
+@pytest.fixture
+def folder(minilm, tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    ScratchBertModel(tiny_config(vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def change_code(folder):
+    """Adds a line to the code, which leaves a file behind when it runs."""
+    ran = folder / "the-code-ran"
+    with (folder / "modeling_scratchbert.py").open("a") as file:
+        file.write(f"\nopen({str(ran)!r}, 'w').close()\n")
+    return ran
+
+
+def set_field(file, name, value):
+    file.write_text(json.dumps(read_json(file) | {name: value}))
+
+
+def run(folder, *flags) -> subprocess.CompletedProcess:
+    """In a process that has not imported the package, whose classes would otherwise be taken."""
+    command = [sys.executable, SCRIPTS / "sentence_similarity.py", folder, *SENTENCES, *flags]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder.parent / "modules"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_changed_code_runs_only_with_the_flag(folder):
+    ran = change_code(folder)
+    done = run(folder)
+    assert (done.returncode, done.stdout, ran.exists()) == (2, "", False), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "in modeling_scratchbert.py; expected the same code. If you trust it, --trust_remote_code runs it." in line
+    assert run(folder, "--trust-remote-code").returncode == 0
+    assert ran.exists()
+
+
+def test_the_package_opens_what_it_wrote(folder):
+    done = run(folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(ROOT / "modeling_scratchbert" / "modeling_scratchbert.py") in done.stdout
+    assert not (folder.parent / "modules").exists()
+
+
+@pytest.mark.parametrize("script", [generate, sentence_similarity])
+@pytest.mark.parametrize("change", ["code", "missing file", "auto_map", "other repository", "tokenizer", "generate"])
+def test_other_code_is_refused(folder, script, change, capsys):
+    config = folder / "config.json"
+    auto_map = read_json(config)["auto_map"]
+    if change == "code":
+        change_code(folder)
+    elif change == "missing file":
+        (folder / "attention.py").unlink()
+    elif change == "auto_map":
+        set_field(config, "auto_map", auto_map | {"AutoModel": "other.Model"})
+    elif change == "other repository":
+        set_field(config, "auto_map", auto_map | {"AutoModel": f"ada/code--{auto_map['AutoModel']}"})
+    elif change == "tokenizer":
+        set_field(folder / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["own.Tokenizer", None]})
+    else:
+        (folder / "custom_generate").mkdir()
+        (folder / "custom_generate" / "generate.py").write_text("")
+    assert script.main([str(folder), *SENTENCES]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--trust_remote_code runs it" in line
+
+
+def test_a_bert_with_code_is_refused(minilm, tmp_path, capsys):
+    """The code may compute something else than BERT."""
+    (tmp_path / "config.json").write_text(Path(minilm, "config.json").read_text())
+    set_field(tmp_path / "config.json", "auto_map", {"AutoModel": "own.AlibiBert"})
+    assert sentence_similarity.main([str(tmp_path), *SENTENCES]) == 2
+    assert "Its auto_map names its own code, 'own.AlibiBert' for AutoModel; expected no such" in capsys.readouterr().err
+
+
+def test_code_of_a_release_is_accepted(folder, tmp_path, monkeypatch):
+    with (folder / "attention.py").open("a") as file:
+        file.write("# as in the release\n")
+    (folder / "unpadding.py").write_bytes((folder / "unpadding.py").read_bytes().replace(b"\n", b"\r\n"))
+    with pytest.raises(ValueError, match=r"in attention\.py; expected the same"):
+        check_code(str(folder), read_config(str(folder)))
+    monkeypatch.setattr(remote_code, "RELEASES", tmp_path / "released_code.json")
+    remote_code.RELEASES.write_text(json.dumps({"0.0.1": digests(folder)}))
+    check_code(str(folder), read_config(str(folder)))
+    remote_code.record_release("0.0.2")
+    assert list(read_json(remote_code.RELEASES)) == ["0.0.1", "0.0.2"]
+
+
+def test_a_release_keeps_its_code():
+    """Who changes the code of a released version gives it another number."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    releases = read_json(remote_code.RELEASES)
+    assert releases.get(version) in (None, digests(ROOT / "modeling_scratchbert"))
+
+
+def test_without_the_package_its_own_code_must_be_trusted(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "modeling_scratchbert", None)
+    assert sentence_similarity.main([str(folder), *SENTENCES]) == 2
+    assert re.search(
+        "modeling_scratchbert, which opens it, is not installed.*--trust_remote_code", capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        sentence_similarity.main([str(folder), "--without_package"])
+    assert "--without_package is given without --trust_remote_code" in capsys.readouterr().err
