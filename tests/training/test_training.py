@@ -6,19 +6,23 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
 import finetune_classification
@@ -30,9 +34,11 @@ from support.models import randomise, tiny_config
 from toolkit import publish
 from toolkit.files import find_shipped
 from toolkit.training import loop as training
+from toolkit.training.checkpoints import Checkpoints, checksums
 from toolkit.training.classification import CLASSES, Classification
-from toolkit.training.optimizer import parameter_groups
+from toolkit.training.optimizer import make_schedule, parameter_groups
 from toolkit.training.settings import (
+    SCHEDULES,
     ClassificationSettings,
     PretrainingSettings,
     Seq2SeqSettings,
@@ -179,6 +185,7 @@ def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkey
         ({"output": f"{os.devnull}/run"}, f"{os.devnull} is not a folder"),
         ({"freeze": "3"}, "--freeze is 3; expected embeddings, encoder, or a number of blocks, at most 2"),
         ({"schedule": "steep"}, "steep"),
+        ({"schedule": "reduce_lr_on_plateau"}, "argument --schedule: invalid choice"),
         (
             {"text_column": "words"},
             "no column 'words' for the text (--text_column); the columns are 'text', 'label', 'rating'",
@@ -490,6 +497,202 @@ def test_a_checkpoint_that_breaks_off_is_none(make_training, monkeypatch):
     assert [path.name for path in run.checkpoints.complete()] == ["step-00000001"]
     run.checkpoints.discard_unfinished()
     assert [path.name for path in run.checkpoints.folder.iterdir()] == ["step-00000001"]
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoints, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run with a checkpoint at each of four updates, and its flags but for --output."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    flags = {
+        "model": checkpoints["scratchbert"], "train_file": REVIEWS, "validation_file": REVIEWS, "max_length": 24,
+        "batch_size": 16, "max_steps": 4, "save_steps": 1, "eval_steps": 4, "keep_checkpoints": 9, "trackers": "none",
+        "learning_rate": 1e-3, "log_steps": 1,
+    }  # fmt: skip
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    forget()
+    assert finetune_classification.main([*argv, f"--output={output}"]) == 0
+    forget()
+    return output, argv
+
+
+@pytest.fixture
+def stopped(whole, tmp_path):
+    """A copy of this run as it was after three updates, and a function that continues it."""
+    output, argv = tmp_path / "stopped", whole[1]
+    shutil.copytree(whole[0], output)
+    (output / "model.safetensors").unlink()
+    shutil.rmtree(output / "checkpoints" / "step-00000004-epoch-1", ignore_errors=True)
+    shutil.rmtree(output / "checkpoints" / "step-00000004", ignore_errors=True)
+    return output, lambda *more: finetune_classification.main([*argv, f"--output={output}", "--resume", *more])
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def overwrite_random_state(path: Path) -> None:
+    """Another state of torch's generator, which Accelerate would load without a word."""
+    states = torch.load(path, weights_only=False)
+    states["torch_manual_seed"] = torch.Generator().manual_seed(1).get_state()
+    torch.save(states, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("random_states_0.pkl", overwrite_random_state),
+        ("random_states_0.pkl", lambda path: path.write_bytes(b"")),
+        ("optimizer.bin", lambda path: path.write_bytes(path.read_bytes()[:1000])),
+        ("model.safetensors", flip_last_byte),
+        ("schedule.json", Path.unlink),
+        ("progress.json", lambda path: path.write_text("")),
+        ("checksums.json", lambda path: path.write_text("[]")),
+    ],
+)
+def test_the_checkpoint_before_a_damaged_one_is_used(name, harm, whole, stopped, capsys):
+    output, resume = stopped
+    harm(output / "checkpoints" / "step-00000003" / name)
+    assert resume() == 0
+    said = capsys.readouterr()
+    assert "resuming at step 2 of 4" in said.out
+    (line,) = [line for line in said.err.splitlines() if "step-00000003 is not used: " in line]
+    assert name in line.partition(": ")[2]
+    assert_same_run(output, whole[0])
+    names = {path.name for path in (output / "checkpoints").iterdir()}
+    assert {"step-00000003", "damaged-step-00000003"} <= names
+
+
+def test_a_checkpoint_whose_best_one_is_damaged_is_not_used(stopped, whole, capsys):
+    output, resume = stopped
+    folder = output / "checkpoints"
+    progress = json.loads((folder / "step-00000003" / "progress.json").read_text()) | {
+        "best_checkpoint": "step-00000002"
+    }
+    (folder / "step-00000003" / "progress.json").write_text(json.dumps(progress))
+    renew_checksums(folder / "step-00000003")
+    flip_last_byte(folder / "step-00000002" / "model.safetensors")
+    assert resume() == 0
+    assert "in the best checkpoint, step-00000002, model.safetensors differs" in capsys.readouterr().err
+    assert_same_run(output, whole[0])
+
+
+def test_without_an_intact_checkpoint_the_run_does_not_continue(stopped, capsys):
+    output, resume = stopped
+    for path in (output / "checkpoints").iterdir():
+        flip_last_byte(path / "optimizer.bin")
+    assert_one_line(resume, "is intact (step-00000003: optimizer.bin differs from its checksum; step-00000002", capsys)
+    assert len(list((output / "checkpoints").glob("step-*"))) == 3
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def renew_checksums(folder: Path) -> None:
+    (folder / "checksums.json").write_text(json.dumps(checksums(folder)))
+
+
+@pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer.bin", "random_states_0.pkl"])
+def test_code_in_a_checkpoint_does_not_run(name, stopped, capsys):
+    output, resume = stopped
+    folder, ran = output / "checkpoints" / "step-00000003", output / "the-code-ran"
+    torch.save(Payload(ran), folder / name)
+    renew_checksums(folder)
+    assert_one_line(resume, f"{folder} cannot be loaded", capsys)
+    assert not ran.exists()
+
+
+def test_formats_that_run_code_require_a_flag(stopped, monkeypatch, capsys):
+    _, resume = stopped
+    monkeypatch.setattr(Checkpoints, "runs_code", True)
+    assert_one_line(resume, "of sharded FSDP, which can run code when it is read; expected --trust_checkpoints", capsys)
+    forget()
+    assert resume("--trust_checkpoints") == 0
+    assert "which can run code when it is read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("distributed", "state_dict", "expected"),
+    [
+        (DistributedType.NO, None, False),
+        (DistributedType.DEEPSPEED, None, True),
+        (DistributedType.FSDP, StateDictType.SHARDED_STATE_DICT, True),
+        (DistributedType.FSDP, StateDictType.FULL_STATE_DICT, False),
+    ],
+)
+def test_formats_that_run_code(distributed, state_dict, expected):
+    state = SimpleNamespace(fsdp_plugin=state_dict and SimpleNamespace(state_dict_type=state_dict))
+    accelerator = SimpleNamespace(distributed_type=distributed, state=state)
+    assert Checkpoints(Path(), accelerator, None, 1).runs_code == expected
+
+
+@pytest.mark.parametrize("name", ["fsdp.yaml", "fsdp_cpu.yaml"])
+def test_fsdp_is_configured_for_full_state_dicts(name):
+    configuration = yaml.safe_load((ROOT / "configuration" / name).read_text())
+    assert configuration["fsdp_config"]["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_survive_json(name):
+    def make():
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=1e-3)
+        return make_schedule(optimizer, SimpleNamespace(schedule=name, warmup_ratio=0.3), 10)
+
+    def rates(schedule, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            schedule.optimizer.step()
+            schedule.step()
+            found += schedule.get_last_lr()
+        return found
+
+    whole, first, second = make(), make(), make()
+    expected = rates(whole, 10)
+    assert rates(first, 4) == expected[:4]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert rates(second, 6) == expected[4:]
+
+
+@pytest.fixture
+def small_files():
+    """Limits the size of files, so that writing fails as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_checkpoint_that_does_not_fit(name, stopped, small_files, capsys):
+    output, resume = stopped
+    saved = output / "checkpoints" / "step-00000003"
+    small_files((saved / name).stat().st_size - 1000)
+    assert resume() == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{saved.with_name('step-00000004')} cannot be written: " in line
+    assert line.endswith("With enough space on the disk, --resume continues from step-00000003.")
+    assert sorted(path.name for path in saved.parent.iterdir())[-1] == "step-00000003"
+
+
+def test_a_model_that_does_not_fit(stopped, small_files, monkeypatch, capsys):
+    output, resume = stopped
+    train = training.Training.train
+    monkeypatch.setattr(training.Training, "train", lambda self: (train(self), small_files(5000)))
+    assert resume() == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{output} cannot be written: " in line
+    assert line.endswith("With enough space on the disk, --resume writes it.")
+    assert not (output / ".unfinished").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- kills

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +42,7 @@ from toolkit.files import write_text
 from toolkit.hub import check_source, open_tokenizer
 from toolkit.model_card import write_training_card
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
-from toolkit.training.checkpoints import Checkpoints, Progress
+from toolkit.training.checkpoints import Checkpoints, Progress, read_progress, writing
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.report import headline, in_words, plot_curves, write_metrics
@@ -237,7 +238,6 @@ class Training:
 
     def __init__(self, task: Task, output: Path):
         self.task, self.settings, self.accelerator, self.output = task, task.settings, task.accelerator, output
-        self.checkpoints = Checkpoints(output / "checkpoints", self.accelerator, self.settings.keep_checkpoints)
         if self.settings.lora_rank and self.accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("--lora_rank is given with FSDP; expected no sharding, because adapters do not need it")
         self.model_class = type(task.model).__name__  # FSDP replaces the class
@@ -246,8 +246,10 @@ class Training:
         optimizer = make_optimizer(model, self.settings)
         self.schedule = make_schedule(optimizer, self.settings, self.steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        # Not prepared: Accelerate would step it once per process.
-        self.accelerator.register_for_checkpointing(self.schedule)
+        # The schedule is not prepared, because Accelerate would step it once per process.
+        self.checkpoints = Checkpoints(
+            output / "checkpoints", self.accelerator, self.schedule, self.settings.keep_checkpoints
+        )
         self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints())
         set_seed(self.settings.seed + self.accelerator.process_index)  # dropout differs between processes
         self.stop_signal: int | None = None
@@ -464,26 +466,29 @@ class Training:
     # -- before and after
 
     def resume(self) -> None:
-        """Loads the last checkpoint, with --resume and if there is one.
+        """Loads the last intact checkpoint, with --resume and if there is one.
 
         Raises:
-            ValueError: it was written by another number of processes, or the data have changed since.
+            ValueError: it was written by another number of processes, the data have changed since, all checkpoints are
+                damaged, or code in them could run.
         """
-        complete = self.checkpoints.complete() if self.settings.resume else []
-        if not complete:
+        if not self.settings.resume or not self.checkpoints.complete():
             return
-        self.check_data(complete[-1])
-        self.progress = self.checkpoints.load(complete[-1])
+        if self.checkpoints.runs_code:
+            self.check_trust()
+        checkpoint = self.checkpoints.last_intact()
+        self.check_data(checkpoint)
+        self.progress = self.checkpoints.load(checkpoint)
         if self.progress.processes != self.accelerator.num_processes:
             raise ValueError(
-                f"--resume: {complete[-1]} is of a run on {self.progress.processes} processes; expected "
-                f"{self.accelerator.num_processes}, as in this run"
+                f"--resume: {self.checkpoints.path(self.progress)} is of a run on {self.progress.processes} processes; "
+                f"expected {self.accelerator.num_processes}, as in this run"
             )
         self.accelerator.print(f"resuming at step {self.progress.step} of {self.steps}")
 
     def check_data(self, checkpoint: Path) -> None:
         """Raises ValueError if the data are not those of a checkpoint."""
-        earlier, present = self.checkpoints.read_progress(checkpoint).data, self.progress.data
+        earlier, present = read_progress(checkpoint).data, self.progress.data
         if not earlier:  # written before checkpoints had fingerprints
             self.accelerator.print(f"--resume: {checkpoint} has no fingerprint of the data; changes are not noticed")
             return
@@ -494,6 +499,22 @@ class Training:
                     f"--resume: the {split} rows ({named}) have changed since {checkpoint.name} was saved; expected "
                     "the same rows. Restore them, or start a new run in another --output"
                 )
+
+    def check_trust(self) -> None:
+        """Warns that code in the checkpoints could run, with --trust_checkpoints.
+
+        Raises:
+            ValueError: the flag is not given.
+        """
+        reason = (
+            f"the checkpoints in {self.checkpoints.folder} are in a format of DeepSpeed or of sharded FSDP, which can "
+            "run code when it is read"
+        )
+        if not self.settings.trust_checkpoints:
+            raise ValueError(
+                f"--resume: {reason}; expected --trust_checkpoints. Give it if nobody else can write to the folder"
+            )
+        self.accelerator.print(f"warning: {reason}", file=sys.stderr)
 
     def finish(self) -> dict:
         """Evaluates the best model, and writes the files of the finished run. Returns the content of metrics.json."""
@@ -523,13 +544,26 @@ class Training:
         complete."""
         unfinished = self.output / ".unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        model.save_pretrained(unfinished, state_dict=weights)
-        self.task.tokenizer.save_pretrained(unfinished)
-        write_metrics(unfinished, report)
-        plot_curves(unfinished / "curves.png", self.progress.history, list(headline(report.get("validation", {}))))
+        with writing(unfinished, self.output, "--resume writes it"):
+            unfinished.mkdir()
+            self.write_files(unfinished, model, weights, report)
+            for path in sorted(unfinished.iterdir()):
+                path.replace(self.output / path.name)
+            unfinished.rmdir()
+        print(f"{self.output}: the model is saved, with the weights of {report['checkpoint']}")
+        for split in self.task.splits:
+            print(f"{split}: {in_words(report[split])}")
+        if self.settings.push_to_hub:
+            self.push()
+
+    def write_files(self, folder: Path, model, weights: dict | None, report: dict) -> None:
+        """Writes the model, its tokenizer, the metrics, the curves and the model card."""
+        model.save_pretrained(folder, state_dict=weights)
+        self.task.tokenizer.save_pretrained(folder)
+        write_metrics(folder, report)
+        plot_curves(folder / "curves.png", self.progress.history, list(headline(report.get("validation", {}))))
         write_training_card(
-            unfinished,
+            folder,
             task=self.task.name,
             model_class=self.model_class,
             base_model=self.settings.model,
@@ -540,14 +574,6 @@ class Training:
             history=self.progress.history,
             name=self.output.resolve().name,
         )
-        for path in sorted(unfinished.iterdir()):
-            path.replace(self.output / path.name)
-        unfinished.rmdir()
-        print(f"{self.output}: the model is saved, with the weights of {report['checkpoint']}")
-        for split in self.task.splits:
-            print(f"{split}: {in_words(report[split])}")
-        if self.settings.push_to_hub:
-            self.push()
 
     def push(self) -> None:
         """Pushes the folder to the Hub.

@@ -31,8 +31,12 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
                                            "dataset": "DATASET", "push_to_hub": "REPO"}  # fmt: skip
 
 # Flags that may differ between a run and its continuation: they change no weight.
-FREE_TO_CHANGE = {"resume", "output", "trackers", "push_to_hub", "hub_private", "keep_checkpoints", "log_steps",
-                  "save_steps", "eval_batch_size"}  # fmt: skip
+FREE_TO_CHANGE = {"resume", "output", "trust_checkpoints", "trackers", "push_to_hub", "hub_private", "keep_checkpoints",
+                  "log_steps", "save_steps", "eval_batch_size"}  # fmt: skip
+
+# Those of transformers that the number of updates and of warm-up updates define.
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+             "inverse_sqrt")  # fmt: skip
 
 # Before the values of a list in the parser's arguments: a value that begins with a hyphen is then not taken for a flag.
 # No command line can have this character.
@@ -77,8 +81,7 @@ class Settings:
     epochs: int = flag(3, "training", "passes over the training set")
     max_steps: int | None = flag(None, "training", "number of updates, instead of --epochs")
     learning_rate: float = flag(5e-5, "training", "the maximum learning rate")
-    schedule: str = flag("linear", "training", "the learning-rate schedule: linear, cosine, constant_with_warmup, … "
-                         "(transformers' names)")  # fmt: skip
+    schedule: Literal[SCHEDULES] = flag("linear", "training", "the learning-rate schedule, by transformers' name")
     warmup_ratio: float = flag(0.1, "training", "share of the updates during which the learning rate rises")
     weight_decay: float = flag(0.01, "training", "AdamW's weight decay; not applied to biases and layer norms")
     layer_decay: float = flag(
@@ -104,6 +107,9 @@ class Settings:
     save_steps: int | None = flag(None, "output", "updates between checkpoints; default: at each evaluation")
     keep_checkpoints: int = flag(2, "output", "number of checkpoints to keep, in addition to the best")
     resume: bool = flag(False, "output", "continue the run in --output from its last checkpoint, if it has one")
+    trust_checkpoints: bool = flag(
+        False, "output", "resume from checkpoints of DeepSpeed or sharded FSDP, which can run code when they are read"
+    )
     log_steps: int = flag(10, "output", "updates between points of the curves")
     trackers: str = flag("tensorboard", "output", "where the run is logged: one of accelerate's trackers, all, or none")
     push_to_hub: str | None = flag(None, "output", "the repository to push the finished model to: user/name")
