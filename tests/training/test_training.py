@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -209,6 +210,27 @@ def test_bert_does_not_open_a_scratchbert(arguments, checkpoints, tmp_path, caps
     for model, implementation in (("bert", "bert"), ("bert", "scratchbert"), ("scratchbert", "scratchbert")):
         argv = arguments(model=checkpoints[model], implementation=implementation)
         training.check_sources(read_settings(ClassificationSettings, argv))
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+@pytest.mark.parametrize("harm", [lambda content: content[:1000], lambda content: b"", lambda content: b"x" * 1000])
+def test_a_corrupt_model(implementation, harm, arguments, checkpoints, tmp_path, capsys):
+    shutil.copytree(checkpoints["bert"], tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(harm(weights.read_bytes()))
+    argv = arguments(model=tmp_path / "model", implementation=implementation)
+    assert_one_line(
+        lambda: finetune_classification.main(argv), "is truncated, corrupt or not a file of weights", capsys
+    )
+
+
+def test_a_library_that_is_missing():
+    """In a process that has not imported it."""
+    command = "import sys; sys.modules['accelerate'] = None; sys.path.insert(0, 'scripts'); import finetune_seq2seq; "
+    command += "sys.exit(finetune_seq2seq.main(['--model=a', '--output=b', '--train_file=c.csv']))"
+    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == 'finetune_seq2seq.py: accelerate is not installed; pip install "scratchbert[train]"\n'
 
 
 @pytest.mark.parametrize("text", ["batch_sise: 3", "- a list", "a: [", None])
@@ -587,6 +609,13 @@ def test_without_an_intact_checkpoint_the_run_does_not_continue(stopped, capsys)
         flip_last_byte(path / "optimizer.bin")
     assert_one_line(resume, "is intact (step-00000003: optimizer.bin differs from its checksum; step-00000002", capsys)
     assert len(list((output / "checkpoints").glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- a list"])
+def test_a_damaged_recipe(text, stopped, capsys):
+    output, resume = stopped
+    (output / "recipe.yaml").write_text(text)
+    assert_one_line(resume, f"{output / 'recipe.yaml'} is not ", capsys)
 
 
 class Payload:

@@ -136,7 +136,8 @@ class Checkpoints:
             damaged[path] = next(filter(None, problems))
         reasons = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
         raise ValueError(
-            f"--resume: no checkpoint in {self.folder} is intact ({reasons}); expected one. Start again in a new --output"
+            f"--resume: no checkpoint in {self.folder} is intact ({reasons}); expected one. Start again in a new "
+            "--output"
         )
 
     def damage(self, path: Path) -> str | None:

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from toolkit import publish
-from toolkit.checkpoint import config_fields, kind_of
+from toolkit.checkpoint import config_fields, kind_of, tensor_names
 from toolkit.cli import CommandError, Parser
 from toolkit.files import write_text
 from toolkit.hub import check_source, open_tokenizer
@@ -634,7 +634,7 @@ def check_output(settings: Settings) -> Path:
         raise ValueError(f"--resume: {output} holds no run; recipe.yaml is missing there")
     # Without a checkpoint the run starts from the beginning, and so may have other flags.
     has_checkpoint = any((output / "checkpoints").glob("step-*"))
-    if has_checkpoint and (other := changed_flags(settings, recipe.read_text(encoding="utf-8"))):
+    if has_checkpoint and (other := changed_flags(settings, recipe)):
         changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
         raise ValueError(f"--resume: the run in {output} has other flags; expected the same: {changes}")
     return output
@@ -738,7 +738,7 @@ def check_sources(settings: Settings) -> None:
     """Checks that the model and the tokenizer can be opened.
 
     Raises:
-        OSError: one is neither a folder nor a hub id that can be reached.
+        OSError: one is neither a folder nor a hub id that can be reached, or the weights of a BERT are corrupt.
         ValueError: the model is of a kind that --implementation bert would open with random weights.
     """
     for name in ("model", "tokenizer"):
@@ -754,6 +754,7 @@ def check_sources(settings: Settings) -> None:
                 f"--model {settings.model} is of the kind {kind}; expected a BERT with --implementation bert. "
                 "convert_checkpoint.py --to bert makes one of a ScratchBert"
             )
+        tensor_names(settings.model)  # our classes check the files of weights, those of transformers do not
 
 
 def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> None:

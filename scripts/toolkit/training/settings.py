@@ -501,12 +501,7 @@ def recipe_arguments(path: Path, known: set[str]) -> list[str]:
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise ValueError(f"{path} is not a recipe; expected a .yaml file that exists, or flags that begin with --")
-    try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path} is not a recipe; expected `flag: value` on each line")
+    recipe = read_recipe(path, RecipeLoader)
     if unknown := sorted(map(str, recipe.keys() - known)):
         raise ValueError(f"{path} has {', '.join(unknown)}; expected names of flags")
     arguments = []
@@ -540,6 +535,21 @@ def mark_values(arguments: list[str], lists: set[str]) -> list[str]:
     return marked
 
 
+def read_recipe(path: Path, loader: type = yaml.SafeLoader) -> dict:
+    """The flags in a recipe.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is not a recipe.
+    """
+    try:
+        recipe = yaml.load(path.read_text(encoding="utf-8"), loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} is not a recipe; expected `flag: value` on each line")
+    return recipe
+
+
 def beside(recipe: Path, value: str) -> str:
     """`value`, if it begins with ./ or ../, relative to the folder of the recipe."""
     return str((recipe.parent / value).resolve()) if value.startswith(("./", "../")) else value
@@ -570,9 +580,9 @@ def with_paths(settings: dict, change) -> dict:
     return {name: changed(name, value) for name, value in settings.items()}
 
 
-def changed_flags(settings: Settings, recipe: str) -> dict[str, tuple]:
+def changed_flags(settings: Settings, recipe: Path) -> dict[str, tuple]:
     """The flags, with their earlier and present values, that make a continuation differ from the run of `recipe`."""
-    earlier = with_paths(yaml.safe_load(recipe), absolute)
+    earlier = with_paths(read_recipe(recipe), absolute)
     return {
         name: (earlier.get(name), value)
         for name, value in with_paths(asdict(settings), absolute).items()
