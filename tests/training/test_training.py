@@ -21,6 +21,7 @@ import torch
 import yaml
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from datasets import arrow_dataset
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import StateDictType
@@ -519,6 +520,35 @@ def test_a_checkpoint_that_breaks_off_is_none(make_training, monkeypatch):
     assert [path.name for path in run.checkpoints.complete()] == ["step-00000001"]
     run.checkpoints.discard_unfinished()
     assert [path.name for path in run.checkpoints.folder.iterdir()] == ["step-00000001"]
+
+
+# ---------------------------------------------------------------------------------------------------------- preparation
+
+
+def test_no_function_is_hashed(arguments, monkeypatch):
+    """`datasets` ignores all exceptions while it hashes one, a KeyboardInterrupt included."""
+    monkeypatch.setattr(arrow_dataset, "update_fingerprint", lambda *arguments: pytest.fail("a function is hashed"))
+    assert finetune_classification.main(arguments(max_steps=1)) == 0
+
+
+def test_rows_are_mapped_in_one_place():
+    """By `map_rows`, so that no function is hashed in any task."""
+    training = (ROOT / "scripts" / "toolkit" / "training").glob("*.py")
+    assert [
+        path.name for path in training if "def map_rows" not in path.read_text() and ".map(" in path.read_text()
+    ] == []
+
+
+def test_ctrl_c_while_data_are_prepared(arguments, monkeypatch, capsys):
+    call = BertTokenizer.__call__
+
+    def interrupt(self, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(BertTokenizer, "__call__", interrupt)
+    assert finetune_classification.main(arguments()) == 130
+    assert capsys.readouterr().err == "finetune_classification.py: interrupted\n"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

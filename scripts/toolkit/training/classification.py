@@ -13,7 +13,7 @@ from toolkit.training.batches import PadOrFlatten
 from toolkit.training.labels import class_weights, label_fields
 from toolkit.training.loop import FineTuning, check_room, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
-from toolkit.training.rows import columns_of, find_column, load_rows, text_of
+from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import ClassificationSettings
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
@@ -119,7 +119,9 @@ class Classification(FineTuning):
             labels = [self.target(names) for names in batch["label"]]
             return {**encoded, "labels": labels, "length": [len(ids) for ids in encoded["input_ids"]]}
 
-        return rows.map(encode, batched=True, remove_columns=[name for name in rows.column_names if name != "place"])
+        return map_rows(
+            rows, encode, batched=True, remove_columns=[name for name in rows.column_names if name != "place"]
+        )
 
     def target(self, names: list):
         """A row's labels as the loss expects them."""

@@ -18,7 +18,7 @@ from toolkit.training.batches import PadOrFlatten
 from toolkit.training.fingerprint import fingerprint, source_fingerprint
 from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import perplexity
-from toolkit.training.rows import Source, columns_of, find_column, load_rows, stream_rows, text_of
+from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
 
 TEXTS = ("text", "sentence", "content", "document")
@@ -221,8 +221,8 @@ class Pretraining(FineTuning):
         documents = (stream_rows if streaming else load_rows)(
             source, lambda row: {"text": text_of(row, column)}, settings.on_bad_row, self.accelerator.print
         )
-        sequences = documents.map(
-            self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
+        sequences = map_rows(
+            documents, self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
             remove_columns=["text", "place"], features=self.features,
         )  # fmt: skip
         if next(iter(sequences), None) is None:
@@ -278,7 +278,7 @@ class Pretraining(FineTuning):
             ids, labels = self.masking(torch.tensor(row["input_ids"]), generator_of(number))
             return {"input_ids": ids.tolist(), "labels": labels.tolist()}
 
-        masked = sequences.map(mask, with_indices=True)
+        masked = map_rows(sequences, mask, with_indices=True)
         if all(label == -100 for labels in masked["labels"] for label in labels):
             raise ValueError(f"the {split} set is too small: no word of it is masked")
         return masked

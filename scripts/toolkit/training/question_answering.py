@@ -17,7 +17,7 @@ from toolkit.spans import Answer, Feature, best_spans, context_windows, position
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.loop import FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
-from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, text_of
+from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, map_rows, text_of
 from toolkit.training.settings import QuestionAnsweringSettings
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
@@ -176,7 +176,7 @@ class QuestionAnswering(FineTuning):
                 "length": [len(feature.input_ids) for feature in features],
             }
 
-        return rows.map(encode, batched=True, with_indices=True, remove_columns=rows.column_names)
+        return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
 
     # -- loss and metrics
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, IterableDataset, List, load_dataset
+from datasets.fingerprint import generate_random_fingerprint
 from datasets.iterable_dataset import ExamplesIterable
 from pyarrow import parquet
 
@@ -370,6 +371,17 @@ def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger
     """
     check_policy(on_bad_row)
     return Dataset.from_list(list(keep_rows(read_rows(source), check, on_bad_row, warn)))
+
+
+def map_rows(rows: Dataset | IterableDataset, function: Callable, **options):
+    """`rows.map(function, **options)`, without a hash of the function.
+
+    `datasets` would hash it for a cache, which rows in memory do not have. That takes seconds for a function that
+    refers to a whole task, and a Ctrl-C in the meantime is lost.
+    """
+    if isinstance(rows, Dataset):
+        options["new_fingerprint"] = generate_random_fingerprint()
+    return rows.map(function, **options)
 
 
 def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> IterableDataset:

@@ -11,7 +11,7 @@ from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGen
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.training.loop import FineTuning, check_lengths, check_room, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, perplexity
-from toolkit.training.rows import columns_of, find_column, load_rows, text_of
+from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 SOURCES = ("source", "text", "article", "document", "en")
@@ -89,7 +89,7 @@ class Seq2Seq(FineTuning):
             lengths = [len(source) + len(target) for source, target in zip(inputs, labels, strict=True)]
             return {"input_ids": inputs, "labels": labels, "length": lengths}
 
-        return rows.map(encode, batched=True)
+        return map_rows(rows, encode, batched=True)
 
     def collate(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask`, `(B, S)`; `decoder_input_ids` and `labels`, -100 for padding, `(B, T)`."""

@@ -13,7 +13,7 @@ from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.labels import class_weights, label_fields
 from toolkit.training.loop import FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load
-from toolkit.training.rows import columns_of, find_column, load_rows
+from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
 from toolkit.windows import split_into_windows
 
@@ -186,7 +186,7 @@ class TokenClassification(FineTuning):
                 "length": [len(window.input_ids) for *_, window in found],
             }
 
-        return rows.map(encode, batched=True, with_indices=True, remove_columns=rows.column_names)
+        return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
 
     def targets(self, window: WordWindow, tags: list[str]) -> list[int]:
         """The label of each token of a window."""
