@@ -554,15 +554,11 @@ def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
     steps = list(zip(*processes, strict=True))  # as many batches on each process
     seen = sorted(row for step in steps for batch in step for row in batch)
     whole, left = divmod(len(lengths), batch_size * world)
-    if left >= world or left == 0:
-        assert seen == list(range(len(lengths)))
-    else:
-        assert len(set(seen)) == len(seen) == len(lengths) - left
+    assert seen == list(range(len(lengths)))
     assert all(len(batch) == batch_size for step in steps[:whole] for batch in step)
-    assert len(steps) in (whole, whole + 1)
+    assert len(steps) == whole + (left > 0)
     for step in steps[whole:]:
         sizes = [len(batch) for batch in step]
-        assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
     if shuffle and whole:
         assert max(lengths) in {lengths[row] for batch in steps[0] for row in batch}
@@ -595,8 +591,9 @@ def test_start_is_of_the_first_epoch():
     assert (len(sampler), sampler.batches_per_epoch) == (3, 5)
 
 
-def test_processes_share_the_steps_of_one_with_the_larger_batch():
-    lengths = torch.randint(1, 60, (300,)).tolist()
+@pytest.mark.parametrize("rows", [297, 300])  # 1 and 4 rows are left for the last step
+def test_processes_share_the_steps_of_one_with_the_larger_batch(rows):
+    lengths = torch.randint(1, 60, (rows,)).tolist()
     two, one = sampled(lengths, 4, 2, 1, seed=7), sampled(lengths, 8, 1, 1, seed=7)
     assert [sorted(a + b) for a, b in zip(*two, strict=True)] == [sorted(batch) for batch in one[0]]
 

@@ -66,6 +66,11 @@ def measured(folder: Path) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
+def losses(report: dict) -> list[float]:
+    """Of the updates."""
+    return [point["loss"] for point in report["history"] if "loss" in point]
+
+
 def accuracy(folder: Path, rows: list[list[str]]) -> float:
     """Of a saved model, by nothing of ours but the model."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -88,13 +93,28 @@ def test_two_processes_do_what_one_does(configuration, arguments, alone):
     # So are the losses, and each row is evaluated once: 61 rows, of which a 62nd would show.
     own, one = measured(folder), measured(alone)
     assert own["processes"] == 2
-    losses = [[point["loss"] for point in report["history"] if "loss" in point] for report in (own, one)]
-    assert len(losses[0]) == 9
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert len(losses(own)) == 9
+    assert losses(own) == pytest.approx(losses(one), abs=1e-3)
     assert own["validation"]["accuracy"] == accuracy(folder, arguments.rows)
     # One set of files, one line for each evaluation, one model.
     assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
     assert sum(line.startswith("step ") for line in done.stdout.splitlines()) == 3
+
+
+@pytest.mark.parametrize("configuration", ["two_process.yaml", "fsdp_cpu.yaml"])
+def test_the_last_row_of_an_epoch_is_trained_on_without_a_row_for_the_other_process(configuration, arguments):
+    """25 rows are two steps of 12, and one of a single row."""
+    train = arguments.folder / "25.csv"
+    with train.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["text", "label", "rating"], *arguments.rows[:25]])
+    flags = {"train_file": train, "gradient_accumulation_steps": 1, "epochs": 2}
+    name = f"odd_{Path(configuration).stem}"
+    assert launched.main(arguments(f"{name}_alone", 12, **flags)) == 0
+    done = launch(configuration, arguments(name, 6, **flags))
+    assert done.returncode == 0, done.stderr
+    own, one = (losses(measured(arguments.folder / each)) for each in (name, f"{name}_alone"))
+    assert len(own) == 6
+    assert own == pytest.approx(one, abs=1e-4)
 
 
 def test_sharded_runs_resume(arguments):
@@ -110,8 +130,7 @@ def test_sharded_runs_resume(arguments):
     assert "resuming at step 3 of 4" in done.stdout
     after = measured(folder)
     assert (accuracy(folder, arguments.rows), after["validation"]) == (before[0], before[1]["validation"])
-    losses = [[point["loss"] for point in report["history"] if "loss" in point] for report in (after, before[1])]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses(after) == pytest.approx(losses(before[1]), abs=1e-6)
 
 
 def test_an_error_on_two_processes(arguments):

@@ -23,7 +23,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
     batch with fewer rows is the last.
 
     Each process takes every `world`-th of the `batch_size` × `world` rows of a step. The remaining rows make a smaller
-    step, or are dropped if there are fewer than processes.
+    step; if there are fewer than processes, some processes have an empty batch in it.
 
     Args:
         lengths: of each row, in tokens.
@@ -62,8 +62,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
     @property
     def batches_per_epoch(self) -> int:
         """The batches of a whole epoch, as many on each process."""
-        whole, left = divmod(len(self.lengths), self.step_rows)
-        return whole + (left >= self.world)
+        return -(-len(self.lengths) // self.step_rows)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the next epoch. If it is another one, it starts at its first batch."""
@@ -84,7 +83,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
         return self.batches_per_epoch - self.start
 
     def __iter__(self) -> Iterator[list[int]]:
-        for rows in self._steps()[self.start : self.batches_per_epoch]:
+        for rows in self._steps()[self.start :]:
             yield rows[self.rank :: self.world].tolist()
 
     def _steps(self) -> list[np.ndarray]:

@@ -120,7 +120,10 @@ class Task(ABC):
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
         """The batches of an epoch from number `start` on, each with the places of its rows. They depend on the seed and
-        the arguments only."""
+        the arguments only.
+
+        A batch without places holds a row of another process: all processes take part in each update, also where the
+        last rows of the epoch are fewer than the processes. It adds nothing to the loss."""
 
 
 class FineTuning(Task):
@@ -159,10 +162,10 @@ class FineTuning(Task):
         return self.loader(self.train_set, self.sampler)
 
     def loader(self, examples, batches: Iterable[list[int]]) -> DataLoader:
-        """Yields places and batches."""
+        """Yields places and batches; for no rows, a batch of the first example, without places."""
 
         def collate(rows: list[dict]):
-            return [row["place"] for row in rows], self.collate(rows)
+            return [row["place"] for row in rows], self.collate(rows or [examples[0]])
 
         # Its own generator: a loader draws a number, at another moment after --resume.
         return DataLoader(examples, batch_sampler=batches, collate_fn=collate, generator=torch.Generator())
@@ -277,21 +280,24 @@ class Training:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        accelerator, batches = self.accelerator, [to_device(batch, self.accelerator.device) for _, batch in group]
-        counts = accelerator.reduce(sum(self.task.counts(batch).float() for batch in batches), "sum")
+        accelerator, device = self.accelerator, self.accelerator.device
+        # A batch without places counts as 0; see `Task.batches`.
+        batches = [(to_device(batch, device), float(bool(places))) for places, batch in group]
+        counts = accelerator.reduce(sum(self.task.counts(batch).float() * share for batch, share in batches), "sum")
         counts = counts.where(counts > 0, 1)  # without labels the loss is 0
         # Accelerate divides by the batches of an update, and averages the gradients of the processes.
         scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
         losses = []
-        for i, batch in enumerate(batches):
+        for i, (batch, share) in enumerate(batches):
             last = i == len(batches) - 1
             accelerator.gradient_state._set_sync_gradients(last)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                loss = (self.task.losses(self.model, batch).float() / counts).sum()
+                loss = (self.task.losses(self.model, batch).float() / counts).sum() * share
                 accelerator.backward(loss * scale)
             losses.append(loss.detach())
-        own = [sum(losses), sum(map(non_padding_tokens, batches)), float(self.stop_signal is not None)]
-        own = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=accelerator.device) for each in own])
+        tokens = sum(non_padding_tokens(batch) * share for batch, share in batches)
+        own = [sum(losses), tokens, float(self.stop_signal is not None)]
+        own = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=device) for each in own])
         loss, tokens, stop = accelerator.reduce(own, "sum").tolist()  # the only synchronisation with the device
         if not math.isfinite(loss):  # the same on all processes
             self.raise_for_loss(losses, group)

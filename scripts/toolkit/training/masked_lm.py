@@ -301,17 +301,17 @@ class Pretraining(FineTuning):
 
     def streamed(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
         """As `FineTuning.batches`: each process takes its share of a step's sequences. The remainder makes a smaller
-        step, if it has a sequence for each process."""
+        step."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.train_set.set_epoch(epoch)
         sequences = iter(self.train_set)
         for number in count():
             step = list(islice(sequences, self.settings.batch_size * world))
-            if len(step) < world:
+            if not step:
                 return
             if number >= start:
                 own = step[rank::world]
-                yield [row["place"] for row in own], self.collate(own)
+                yield [row["place"] for row in own], self.collate(own or step[:1])
 
     # -- loss and metrics
 
