@@ -11,7 +11,8 @@ in order, which is empty if the text has no answer (with --n_best N: up to N lin
 object for each question instead, with the answers' positions in characters and their scores.
 
 An answer's score is the sum of its start and end logits minus that of "no answer", the [CLS] token. The answer is given
-if the score is above --threshold (Devlin et al. 2018, section 4.3).
+if the score is above --threshold (Devlin et al. 2018, section 4.3). By default this is the threshold of the training,
+which finetune_question_answering.py saves with the model, or 0 for other models.
 
 In Python, `toolkit.spans.answer` does the same.
 
@@ -51,8 +52,8 @@ def make_parser() -> Parser:
     output.add_argument("--n_best", type=integer_from(1), default=1, metavar="N", help="maximum number of answers to "
                         "each question")  # fmt: skip
     decides = output.add_mutually_exclusive_group()
-    decides.add_argument("--threshold", type=float, default=0.0, metavar="X", help="the score that an answer must "
-                         "exceed; a higher one gives fewer answers")  # fmt: skip
+    decides.add_argument("--threshold", type=float, metavar="X", help="the score that an answer must exceed; a higher "
+                         "one gives fewer answers; default: that of the training")  # fmt: skip
     decides.add_argument("--always_answer", action="store_true", help="give the best answer, whatever its score")
     output.add_argument("--json", action="store_true", help="print an object on each line: question, and answers with "
                         "text, start, end (characters of the context) and score")  # fmt: skip
@@ -80,12 +81,13 @@ def answer_all(args) -> None:
 
     silence_libraries()
     context = read_context(args)
+    given = "saved" if args.threshold is None else args.threshold
     with about(args.model):
         tokenizer, model = open_reader(args.model, args.device)
         found = answer(
             model, tokenizer, args.question, [context] * len(args.question), max_length=args.max_length,
             stride=args.stride, max_answer_length=args.max_answer_length, n_best=args.n_best,
-            threshold=None if args.always_answer else args.threshold, batch_size=args.batch_size,
+            threshold=None if args.always_answer else given, batch_size=args.batch_size,
         )  # fmt: skip
     with writing_output():
         for question, answers in zip(args.question, found, strict=True):

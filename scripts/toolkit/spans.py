@@ -1,9 +1,11 @@
 """Extractive question answering over texts of any length: overlapping windows, the positions to train on, and the best
 spans of all windows."""
 
+import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -266,7 +268,8 @@ def with_no_answer(spans: Sequence[Answer], threshold: float | None) -> list[Ans
 
 def answer(
     model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *, max_length: int = 384, stride: int = 128,
-    max_answer_length: int = 30, n_best: int = 1, threshold: float | None = 0.0, batch_size: int = 8,
+    max_answer_length: int = 30, n_best: int = 1, threshold: float | Literal["saved"] | None = "saved",
+    batch_size: int = 8,
 ) -> list[list[Answer]]:  # fmt: skip
     """The answers of a model to each question, in the context with the same index.
 
@@ -276,16 +279,18 @@ def answer(
         max_length, stride: see `context_windows`.
         max_answer_length: in tokens.
         threshold: an answer whose score is not above it comes after "no answer". None: there always is an answer, for
-            models that were not trained on questions without one.
+            models that were not trained on questions without one. "saved": that of `saved_threshold`.
         batch_size: windows per call of the model, windows of similar length together.
 
     Returns:
         For each question up to `n_best` answers, the best first. "No answer" may be one of them: `NO_ANSWER`.
 
     Raises:
-        ValueError: as `context_windows` and `best_spans`; or `max_length` is more than the model has positions.
+        ValueError: as `context_windows`, `best_spans` and `saved_threshold`; or `max_length` is more than the model has
+            positions.
     """
     check_least(batch_size=batch_size)
+    threshold = saved_threshold(model.config) if threshold == "saved" else threshold
     limit = model.config.max_position_embeddings
     if max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, the positions of the model")
@@ -293,6 +298,23 @@ def answer(
     start_logits, end_logits = logits_of(model, features, tokenizer.pad_token_id, batch_size)
     spans = best_spans(start_logits, end_logits, features, contexts, max_answer_length=max_answer_length, n_best=n_best)
     return [with_no_answer(one, threshold)[:n_best] for one in spans]
+
+
+def saved_threshold(config) -> float | None:
+    """The threshold of `answer` that training saved in the model's configuration; 0 if it did not save one.
+
+    Raises:
+        ValueError: it is neither a number nor "never".
+    """
+    saved = getattr(config, "null_threshold", None)
+    if saved is None or saved == "never":
+        return None if saved == "never" else 0.0
+    if not isinstance(saved, int | float) or not math.isfinite(saved):
+        raise ValueError(
+            f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
+            "--always_answer replaces it"
+        )
+    return float(saved)
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ files of questions and entities in `scripts/data`."""
 import io
 import itertools
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -397,6 +398,23 @@ def test_answer_is_that_of_the_windows_one_by_one(tokenizer):
                 (span.text, span.start, span.end) for span in own
             ]
             assert [span.score for span in spans] == pytest.approx([span.score for span in own], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "threshold"),
+    [("never", None), (1.5, 1.5), (-2, -2.0), (None, 0.0), ("best", ValueError), (math.nan, ValueError)],
+)
+def test_the_threshold_of_the_training_is_that_of_the_answers(tokenizer, tmp_path, saved, threshold):
+    model = ScratchBertForQuestionAnswering(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=64))
+    model.config.null_threshold = saved
+    model.save_pretrained(tmp_path)
+    model = randomise(ScratchBertForQuestionAnswering.from_pretrained(tmp_path))
+    asked, options = (model, tokenizer, [QUESTION], [LONG]), {"max_length": 48, "stride": 16, "n_best": 3}
+    if threshold is ValueError:
+        with pytest.raises(ValueError, match=f"null_threshold in config.json is {saved!r}; expected a number"):
+            answer(*asked, **options)
+    else:
+        assert answer(*asked, **options) == answer(*asked, threshold=threshold, **options)
 
 
 def test_answer_refuses(tokenizer):

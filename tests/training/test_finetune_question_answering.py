@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, BertForQuestionAnswering
 
 import finetune_question_answering as script
+import question_answering
 from finetune_question_answering import main
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
@@ -320,6 +321,31 @@ def test_resumed_is_uninterrupted_and_answers(tiny, tmp_path, monkeypatch):
     texts = [each["question"] for each in ROWS], [each["context"] for each in ROWS]
     found = answer(model, tokenizer, *texts, max_length=14, stride=4)
     assert [each[0].text for each in found] == list(answers.values())
+
+
+ANSWERABLE = [each for each in ROWS if each["answers"]["text"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags"),
+    [(ANSWERABLE, []), (ANSWERABLE, ["--null_threshold", "best"]), (ROWS, ["--null_threshold", "-100"])],
+    ids=["never", "best", "a number"],
+)
+def test_the_command_answers_as_the_training_did(rows, flags, tiny, tmp_path, capsys):
+    """After two updates some answers have a score below 0, so that a threshold of 0 would omit them."""
+    path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    flags = [*flags, "--max_steps", "2", "--learning_rate", "1e-3", "--max_length", "32", "--stride", "4"]
+    files = ["--train_file", path, "--validation_file", path, "--output", str(out), "--trackers", "none"]
+    assert main(["--model", tiny, *files, *flags]) == 0
+    expected = json.loads((out / "predictions_validation.json").read_text(encoding="utf-8"))
+    capsys.readouterr()
+    found = {}
+    for each in rows:
+        asked = ["--question", each["question"], "--context", each["context"], "--max_length", "32", "--stride", "4"]
+        assert question_answering.main([str(out), *asked]) == 0
+        found[each["id"]] = capsys.readouterr().out.removesuffix("\n")
+    assert found == expected
+    assert all(found.values())
 
 
 def test_help(capsys):

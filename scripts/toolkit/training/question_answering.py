@@ -100,9 +100,10 @@ class QuestionAnswering(FineTuning):
             self.rows[split] = self.read(source)
             self.splits[split] = self.encode(self.rows[split])
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
-        self.threshold = self.make_threshold(self.rows.pop("train"))
+        threshold = self.make_threshold(self.rows.pop("train"))
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
         self.model = CLASSES[settings.implementation].from_pretrained(settings.model, num_labels=2)
+        self.set_threshold(threshold)
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
         )
@@ -118,6 +119,11 @@ class QuestionAnswering(FineTuning):
         if given is None:
             given = "never" if all(rows["answers"]) else "0"
         return None if given == "never" else 0.0 if given == "best" else float(given)
+
+    def set_threshold(self, threshold: float | None) -> None:
+        """Sets the threshold, with which the model is also saved; see `spans.saved_threshold`."""
+        self.threshold = threshold
+        self.model.config.null_threshold = "never" if threshold is None else threshold
 
     # -- data
 
@@ -217,7 +223,7 @@ class QuestionAnswering(FineTuning):
         spans, golds = self.best_answers(model, split), list(self.rows[split]["answers"])
         best = self.settings.null_threshold == "best"
         if best and split == "validation":
-            self.threshold = best_threshold(spans, golds)
+            self.set_threshold(best_threshold(spans, golds))
         texts = [with_no_answer([span], self.threshold)[0].text for span in spans]
         if self.accelerator.is_main_process:
             path = Path(self.settings.output) / f"predictions_{split}.json"
