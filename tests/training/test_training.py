@@ -22,7 +22,7 @@ import yaml
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import arrow_dataset
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
@@ -286,6 +286,23 @@ def test_what_is_frozen_stays(what, trained, make_training):
     # A key's bias has no gradient: the softmax does not see it. In the classifier of two batches all others have.
     assert {name for name in expected - changed if "key.bias" not in name} == set()
     assert changed <= expected
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+@pytest.mark.parametrize("flags", [{"freeze": "encoder"}, {"lora_rank": 2}], ids=["frozen", "adapted"])
+def test_a_pooler_that_the_checkpoint_lacks_is_trained(flags, implementation, checkpoints, make_training, tmp_path):
+    if "lora_rank" in flags:
+        pytest.importorskip("peft", reason="PEFT is not installed")
+    model = tmp_path / "without-pooler"
+    shutil.copytree(checkpoints[implementation], model)
+    tensors = {name: value for name, value in weights(model).items() if "pooler" not in name}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    run = make_training(model=model, implementation=implementation, max_steps=2, **flags)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.train()
+    changed = {name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name for name in before if "pooler" in name} <= changed
+    assert not [name for name in changed if not any(part in name for part in ("pooler", "classifier", "lora"))]
 
 
 def test_adapters_are_merged_into_a_model_of_its_own_kind(arguments, checkpoints, tmp_path):

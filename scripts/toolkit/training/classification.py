@@ -135,8 +135,8 @@ class Classification(FineTuning):
 
     def make_model(self):
         problem = self.settings.problem
-        return CLASSES[self.settings.implementation].from_pretrained(
-            self.settings.model,
+        return self.open_model(
+            CLASSES[self.settings.implementation],
             **label_fields(self.labels),
             problem_type=problem if problem == "regression" else f"{problem}_classification",
         )

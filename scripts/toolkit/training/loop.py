@@ -82,6 +82,7 @@ class Task(ABC):
     Attributes:
         name: the Hub's name of the task, such as "text-classification".
         model, tokenizer: of transformers.
+        new_weights: the names of the parameters that the checkpoint lacks. They are random, so no flag freezes them.
         splits: the examples of "validation" and "test", if there are any.
         rows: the rows of these splits, if metrics are computed from the rows.
         metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction.
@@ -95,7 +96,13 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        self.splits, self.rows = {}, {}
+        self.splits, self.rows, self.new_weights = {}, {}, set()
+
+    def open_model(self, model_class, **fields):
+        """The model of --model, with these fields of its configuration. Sets `new_weights`."""
+        model, info = model_class.from_pretrained(self.settings.model, output_loading_info=True, **fields)
+        self.new_weights = set(info["missing_keys"])
+        return model
 
     @abstractmethod
     def counts(self, batch: dict) -> torch.Tensor:
@@ -244,8 +251,8 @@ class Training:
         if self.settings.lora_rank and self.accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("--lora_rank is given with FSDP; expected no sharding, because adapters do not need it")
         self.model_class = type(task.model).__name__  # FSDP replaces the class
-        freeze(task.model, self.settings.freeze)
-        model = add_lora(task.model, self.settings)
+        freeze(task.model, self.settings.freeze, task.new_weights)
+        model = add_lora(task.model, self.settings, task.new_weights)
         optimizer = make_optimizer(model, self.settings)
         self.schedule = make_schedule(optimizer, self.settings, self.steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

@@ -203,7 +203,7 @@ class Pretraining(FineTuning):
         # Computes the vocabulary's scores of the masked words only.
         options = {"sparse_prediction": True} if ours else {}
         if settings.config_file is None:
-            model = model_class.from_pretrained(settings.model, **options)
+            model = self.open_model(model_class, **options)
         else:
             given = config_file_fields(settings.config_file)
             fitting = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}

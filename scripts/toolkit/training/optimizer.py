@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Set
 
 import torch
 from torch import nn
@@ -63,9 +64,12 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings, steps: int):
     )
 
 
-def freeze(model: nn.Module, what: str | None) -> None:
+def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
     """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
     with the embeddings.
+
+    Args:
+        new_weights: the names of parameters that are trained nevertheless, because they would stay random.
 
     Raises:
         ValueError: `what` is none of these.
@@ -81,12 +85,15 @@ def freeze(model: nn.Module, what: str | None) -> None:
             frozen = inside
         else:
             frozen = inside and depth(name, blocks) <= (0 if what == "embeddings" else int(what))
-        if frozen:
+        if frozen and name not in new_weights:
             parameter.requires_grad = False
 
 
-def add_lora(model: nn.Module, settings) -> nn.Module:
+def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) -> nn.Module:
     """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and with its model head trained.
+
+    Args:
+        new_weights: the names of parameters that are trained as well, because they would stay random.
 
     Raises:
         ImportError: PEFT is not installed.
@@ -108,7 +115,12 @@ def add_lora(model: nn.Module, settings) -> nn.Module:
         target_modules=["query", "value"],
         modules_to_save=heads or None,
     )
-    return get_peft_model(model, config)
+    # PEFT trains a copy of a head.
+    new = [each for name, each in model.named_parameters() if name in new_weights and name.split(".")[0] not in heads]
+    adapted = get_peft_model(model, config)
+    for parameter in new:
+        parameter.requires_grad = True
+    return adapted
 
 
 def merged(model: nn.Module) -> nn.Module:

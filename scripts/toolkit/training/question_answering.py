@@ -102,7 +102,7 @@ class QuestionAnswering(FineTuning):
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
         threshold = self.make_threshold(self.rows.pop("train"))
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
-        self.model = CLASSES[settings.implementation].from_pretrained(settings.model, num_labels=2)
+        self.model = self.open_model(CLASSES[settings.implementation], num_labels=2)
         self.set_threshold(threshold)
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]

@@ -119,7 +119,7 @@ class Seq2Seq(FineTuning):
                 f"--{name} is given and --model is not a generator, so the cross-attention would stay random"
             )
         if is_generator:
-            return cls.from_pretrained(settings.model, **fields)
+            return self.open_model(cls, **fields)
         special = {
             "decoder_start_token_id": self.tokenizer.cls_token_id,
             "eos_token_id": self.tokenizer.sep_token_id,

@@ -89,7 +89,10 @@ class Settings:
     )
     max_grad_norm: float = flag(1.0, "training", "larger gradients are scaled to this norm; 0: never")
     freeze: str | None = flag(
-        None, "training", "what is not trained: embeddings, encoder, or the number of lowest blocks"
+        None,
+        "training",
+        "what is not trained: embeddings, encoder, or the number of lowest blocks; weights that the "
+        "checkpoint lacks are always trained",
     )
     lora_rank: int = flag(0, "training", "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights")
     lora_alpha: float = flag(16, "training", "LoRA scales by this divided by the rank")

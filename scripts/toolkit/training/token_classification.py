@@ -207,10 +207,7 @@ class TokenClassification(FineTuning):
     # -- model
 
     def make_model(self):
-        return CLASSES[self.settings.implementation].from_pretrained(
-            self.settings.model,
-            **label_fields(self.labels),
-        )
+        return self.open_model(CLASSES[self.settings.implementation], **label_fields(self.labels))
 
     # -- loss and metrics
 
