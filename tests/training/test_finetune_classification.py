@@ -1,6 +1,7 @@
 """scripts/finetune_classification.py: labels of each kind, in each form that a file has them; losses and metrics."""
 
 import json
+import math
 import subprocess
 
 import pytest
@@ -67,6 +68,22 @@ def test_the_loss_is_berts(problem, flatten, make, tmp_path):
     assert reference.config.problem_type == {"regression": "regression"}.get(problem, f"{problem}_classification")
 
 
+@pytest.mark.parametrize("problem", KINDS)
+def test_the_loss_of_an_evaluation_is_that_of_the_training(problem, make):
+    """Whatever the batches, with weights of the labels."""
+    weights = {"labels": ["0", "1", "2"], "class_weights": ["1", "2", "3"]} if problem == "single_label" else {}
+    found = []
+    for size in (1, 3, 64):
+        task = make(KINDS[problem], KINDS[problem], problem=problem, eval_batch_size=size, **weights)
+        torch.manual_seed(1)
+        torch.nn.init.normal_(task.model.classifier.weight)
+        found.append(task.evaluate(task.model, "validation")["loss"])
+    batch = batch_of(task)
+    with torch.no_grad():
+        loss = task.losses(task.model.eval(), batch) / task.counts(batch)
+    assert found == pytest.approx([loss.item()] * 3, rel=1e-5)
+
+
 def test_several_labels_a_row(make, tmp_path):
     """By hand: with a logit above 0 for x alone, x is right in rows 0 and 3; y and z are never said."""
     task = make(KINDS["multi_label"], KINDS["multi_label"], problem="multi_label")
@@ -76,7 +93,9 @@ def test_several_labels_a_row(make, tmp_path):
     task.model.classifier.bias.data = torch.tensor([1.0, -1.0, -1.0])
     metrics = task.evaluate(task.model, "validation")
     # F1 of x: precision 2/4, recall 2/2, so 2/3; macro: a third of it. No row is right in all three.
-    assert metrics == {"f1": pytest.approx(2 / 9), "accuracy": 0.0}
+    # In each row the losses of a label and its absence are -log σ(1) and 1 more: 12 of the first, 5 times 1 more.
+    loss = math.log1p(math.exp(-1)) + 5 / 12
+    assert metrics == {"loss": pytest.approx(loss), "f1": pytest.approx(2 / 9), "accuracy": 0.0}
     # The same out of a CSV file.
     path = tmp_path / "several.csv"
     path.write_text("text,labels\ngood film .,x|y\nbad film,\na very good film, y\nfun .,z|x\n")
@@ -90,10 +109,11 @@ def test_numbers(make):
     the mean square of the differences is 1."""
     rows = [{"text": text, "score": score} for text, score in zip(TEXTS, [1, 2, 3, 4], strict=True)]
     task = make(rows, rows, problem="regression")
-    said = iter([2.0, 1.0, 4.0, 3.0])
-    task.predict = lambda model, split, forward: [[next(said)] for _ in rows]
+    said = {1: 2.0, 2: 1.0, 3: 4.0, 4: 3.0}
+    task.logits = lambda model, batch: torch.tensor([[said[score]] for [score] in batch["labels"].tolist()])
     metrics = task.evaluate(task.model, "validation")
-    assert metrics == {"pearson": pytest.approx(0.6), "spearman": pytest.approx(0.6), "mean_squared_error": 1.0}
+    expected = {"pearson": 0.6, "spearman": 0.6, "mean_squared_error": 1.0, "loss": 1.0}
+    assert metrics == pytest.approx(expected)
     assert task.metric == "pearson"
     assert task.greater_is_better
     assert not make(rows, rows, problem="regression", metric="mean_squared_error").greater_is_better

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -436,7 +437,7 @@ def test_both_implementations_make_the_same_of_the_same(checkpoints, make_traini
 def test_early_stopping(make_training, monkeypatch):
     run = make_training(epochs=20, early_stopping=3)
     values = iter([0.5, 0.6, 0.6, 0.55, 0.6, 0.9])
-    monkeypatch.setattr(run.task, "evaluate", lambda *_: {"accuracy": next(values)})
+    monkeypatch.setattr(run.task, "evaluate", lambda *_: {"accuracy": next(values), "loss": 0.4})
     run.train()
     assert run.progress.epoch == 5
     assert run.progress.best == 0.6
@@ -446,6 +447,29 @@ def test_early_stopping(make_training, monkeypatch):
         "step-00000016-epoch-4",
         "step-00000020-epoch-5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best"),
+    [
+        ("accuracy", [(0.9, 0.1), (1.0, 0.5), (1.0, 0.3), (1.0, 0.4), (0.8, 0.2)], 3),
+        ("accuracy", [(math.nan, 0.5), (0.2, 0.5), (math.nan, 0.1), (0.1, 0.1), (0.2, math.nan)], 2),
+        ("loss", [(0, 0.5), (0, 0.4), (0, 0.4), (0, math.nan), (0, 0.6)], 2),
+    ],
+)
+def test_of_equal_checkpoints_the_one_with_the_lowest_loss_is_the_best(
+    metric, values, best, make_training, monkeypatch
+):
+    run = make_training(epochs=5, save_steps=1)
+    run.task.metric, run.task.greater_is_better = metric, metric == "accuracy"
+    found = iter(values)
+    monkeypatch.setattr(run.task, "evaluate", lambda *_: dict(zip(("accuracy", "loss"), next(found), strict=True)))
+    run.train()
+    assert run.progress.best_checkpoint == f"step-{4 * best:08d}-epoch-{best}"
+    assert (run.progress.best, run.progress.best_loss) == (values[best - 1][metric == "loss"], values[best - 1][1])
+    # As the next process reads it.
+    read = run.checkpoints.load(run.checkpoints.complete()[-1])
+    assert (read.best_checkpoint, read.best_loss) == (run.progress.best_checkpoint, run.progress.best_loss)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(arguments, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -33,6 +34,7 @@ class Progress:
     batch: int = 0  # complete batches of the current epoch
     best_checkpoint: str | None = None
     best: float | None = None
+    best_loss: float = math.inf  # decides between checkpoints with the same metric
     without_better: int = 0  # evaluations since the best
     evaluated_step: int | None = None
     seconds: float = 0.0  # of training, including evaluations

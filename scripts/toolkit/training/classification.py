@@ -12,7 +12,7 @@ from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.labels import class_weights, label_fields
 from toolkit.training.loop import FineTuning, check_room, sources, tokenizer_of
-from toolkit.training.metrics import compute, load
+from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import ClassificationSettings
 
@@ -149,8 +149,15 @@ class Classification(FineTuning):
         return (self.weights[labels] if labels.ndim == 1 else torch.ones_like(labels)).sum()[None]
 
     def losses(self, model, batch):
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits, labels = model(**inputs).logits.float(), batch["labels"]
+        return self.losses_of(self.logits(model, batch), batch)
+
+    def logits(self, model, batch) -> torch.Tensor:
+        """`(B, L)`."""
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
+
+    def losses_of(self, logits: torch.Tensor, batch: dict) -> torch.Tensor:
+        """As `losses`, of these logits."""
+        labels = batch["labels"]
         if self.settings.problem == "regression":
             loss = nn.functional.mse_loss(logits, labels, reduction="sum")
         elif self.settings.problem == "multi_label":
@@ -162,10 +169,11 @@ class Classification(FineTuning):
 
     def evaluate(self, model, split):
         def forward(model, batch):
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
-            return model(**inputs).logits.float().cpu().tolist()
+            logits = self.logits(model, batch)
+            return logits.tolist(), [self.losses_of(logits, batch).item(), self.counts(batch).item()]
 
-        logits, labels = torch.tensor(self.predict(model, split, forward)), self.splits[split]["labels"]
+        rows, sums = self.predict(model, split, forward)
+        logits, labels = torch.tensor(rows), self.splits[split]["labels"]
         options = {"average": "macro"} if self.settings.problem != "regression" else {}
         if self.settings.problem == "regression":
             predictions, labels = logits.flatten().tolist(), [number for row in labels for number in row]
@@ -173,7 +181,9 @@ class Classification(FineTuning):
             predictions, labels = (logits > 0).int().tolist(), torch.tensor(list(labels)).int().tolist()
         else:
             predictions = logits.argmax(-1).tolist()
-        return compute(METRICS[self.settings.problem], predictions, list(labels), **options)
+        return {"loss": mean_loss(*sums)} | compute(
+            METRICS[self.settings.problem], predictions, list(labels), **options
+        )
 
 
 def label_name(value) -> str:

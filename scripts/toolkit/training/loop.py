@@ -85,7 +85,8 @@ class Task(ABC):
         new_weights: the names of the parameters that the checkpoint lacks. They are random, so no flag freezes them.
         splits: the examples of "validation" and "test", if there are any.
         rows: the rows of these splits, if metrics are computed from the rows.
-        metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction.
+        metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction. Of
+            checkpoints with the same value, the one with the lowest loss is the best.
         evaluates_at_start: whether the model is evaluated before the first update, as step 0.
     """
 
@@ -114,7 +115,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model, split: str) -> dict[str, float]:
-        """The metrics over the rows of all processes, each counted once."""
+        """The metrics over the rows of all processes, each counted once. One of them is `loss`."""
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
@@ -178,10 +179,16 @@ class FineTuning(Task):
         return DataLoader(examples, batch_sampler=batches, collate_fn=collate, generator=torch.Generator())
 
     @torch.no_grad()
-    def predict(self, model, split: str, forward: Callable[[torch.nn.Module, dict], list]) -> list:
-        """The values that `forward(model, batch)` returns for each row of a split, in order, on every process.
+    def predict(
+        self, model, split: str, forward: Callable[[torch.nn.Module, dict], tuple[list, list[float]]]
+    ) -> tuple[list, list[float]]:
+        """Evaluates a split with `forward(model, batch)`, which returns a value for each row, and sums over the batch.
 
-        All processes make the same number of calls, because a sharded model requires all of them in each."""
+        All processes make the same number of calls, because a sharded model requires all of them in each.
+
+        Returns:
+            On every process: the values of all rows, in order, and the sums over all batches.
+        """
         examples, accelerator = self.splits[split], self.accelerator
         sharding = self.settings.eval_batch_size, accelerator.num_processes
         shards = [evaluation_batches(examples["length"], sharding[0], rank, sharding[1]) for rank in range(sharding[1])]
@@ -189,17 +196,22 @@ class FineTuning(Task):
         filled = own + (own or [[0]])[-1:] * (most - len(own))
         was_training = model.training
         model.eval()
-        found = []
+        found, sums = [], []
         for i, (_, batch) in enumerate(self.loader(examples, filled)):
-            values = forward(model, to_device(batch, accelerator.device))
-            found += zip(own[i], values, strict=True) if i < len(own) else []
+            values, sums_of_batch = forward(model, to_device(batch, accelerator.device))
+            if i < len(own):
+                found += zip(own[i], values, strict=True)
+                sums.append(sums_of_batch)
         model.train(was_training)
         in_order = dict(gather_object(found))
         for row in range(len(examples)):
             if not is_finite(in_order[row]):  # the same on all processes
                 place = examples[row]["place"]
                 raise TrainingError(f"the output is not finite for {place}, of the {split} set. {AFTER_DIVERGENCE}")
-        return [in_order[row] for row in range(len(examples))]
+        totals = [math.fsum(each) for each in zip(*gather_object(sums), strict=True)]
+        if not all(map(math.isfinite, totals)):
+            raise TrainingError(f"the loss is not finite for the {split} set. {AFTER_DIVERGENCE}")
+        return [in_order[row] for row in range(len(examples))], totals
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
@@ -422,10 +434,9 @@ class Training:
         self.check_weights()
         progress.evaluated_step = progress.step
         metrics = task.evaluate(self.model, "validation")
-        value = metrics[task.metric]
-        better = progress.best is None or (value > progress.best if task.greater_is_better else value < progress.best)
+        better = self.is_better(metrics)
         if better:
-            progress.best, progress.without_better = value, 0
+            progress.best, progress.best_loss, progress.without_better = metrics[task.metric], metrics["loss"], 0
             progress.best_checkpoint = self.checkpoints.path(progress).name
         else:
             progress.without_better += 1
@@ -435,6 +446,17 @@ class Training:
         if self.accelerator.is_main_process:
             best = "  (best)" if better else ""
             bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {in_words(metrics)}{best}")
+
+    def is_better(self, metrics: dict[str, float]) -> bool:
+        """Whether these metrics are better than those of the best checkpoint. NaN is worse than every number."""
+        sign = 1 if self.task.greater_is_better else -1
+
+        def rank(value: float, loss: float) -> list[float]:
+            return [-math.inf if math.isnan(each) else each for each in (sign * value, -loss)]
+
+        progress = self.progress
+        own = rank(metrics[self.task.metric], metrics["loss"])
+        return progress.best is None or own > rank(progress.best, progress.best_loss)
 
     def epochs_done(self) -> float:
         batches = self.task.batches_per_epoch()

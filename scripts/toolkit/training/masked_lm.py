@@ -1,6 +1,5 @@
 """Pre-training of encoders: masked words, whole words, and next sentences."""
 
-import math
 import re
 from collections.abc import Iterator
 from itertools import count, islice
@@ -342,16 +341,13 @@ class Pretraining(FineTuning):
     def evaluate(self, model, split):
         """`loss`, as in training; `perplexity` of the masked words; loss and accuracy of pairs."""
 
-        def forward(model, batch) -> list[list[float]]:
-            """The sums over the batch, as the values of its first row."""
+        def forward(model, batch) -> tuple[list[None], list[float]]:
             words, *pairs = self.each_loss(model, batch)
             sums = [words.double().sum().item(), len(words), *(each.double().sum().item() for each in pairs)]
             starts = batch.get("cu_seq_lens_q")
-            rows = len(batch["labels"]) if starts is None else len(starts) - 1
-            return [sums] + [[0.0] * len(sums)] * (rows - 1)
+            return [None] * (len(batch["labels"]) if starts is None else len(starts) - 1), sums
 
-        rows = self.predict(model, split, forward)
-        total, words, *pairs = map(math.fsum, zip(*rows, strict=True))
+        rows, (total, words, *pairs) = self.predict(model, split, forward)
         names = ("next_sentence_loss", "next_sentence_accuracy")
         of_pairs = {name: each / len(rows) for name, each in zip(names, pairs, strict=False)}
         loss = total / words + of_pairs.get("next_sentence_loss", 0.0)

@@ -103,6 +103,11 @@ def check_labels(name: str, **columns: Sequence) -> None:
         raise ValueError(f"{' and '.join(columns)} have different numbers of labels; expected as many for {name}")
 
 
+def mean_loss(total_loss: float, count: float) -> float:
+    """The mean of a loss that was summed over `count` labels, or over their weights; 0 without labels."""
+    return total_loss / count if count else 0.0
+
+
 def perplexity(total_loss: float, count: float) -> float:
     """exp of the mean loss per token; infinity if that is too large for a float.
 

@@ -16,7 +16,7 @@ from toolkit.files import write_json
 from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.loop import FineTuning, sources, tokenizer_of
-from toolkit.training.metrics import compute, load
+from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, map_rows, text_of
 from toolkit.training.settings import QuestionAnsweringSettings
 
@@ -192,9 +192,12 @@ class QuestionAnswering(FineTuning):
     def losses(self, model, batch):
         """The mean of the cross-entropies of start and end over the window's tokens. `BertForQuestionAnswering`
         includes padding, so that its loss depends on the other rows of the batch."""
+        return self.losses_of(self.logits(model, batch), batch)
+
+    def losses_of(self, rows: list[tuple[torch.Tensor, torch.Tensor]], batch: dict) -> torch.Tensor:
+        """As `losses`, of these logits of each window."""
         targets = batch["start_positions"], batch["end_positions"]
-        rows = zip(*self.logits(model, batch), strict=True)
-        logits = (pad_sequence(each, batch_first=True, padding_value=float("-inf")) for each in rows)
+        logits = (pad_sequence(each, batch_first=True, padding_value=float("-inf")) for each in zip(*rows, strict=True))
         both = (nn.functional.cross_entropy(*each, reduction="sum") for each in zip(logits, targets, strict=True))
         return (sum(both) / 2)[None]
 
@@ -205,22 +208,26 @@ class QuestionAnswering(FineTuning):
         both = (unpadded(batch, logits.float()) for logits in (outputs.start_logits, outputs.end_logits))
         return list(zip(*both, strict=True))
 
-    def best_answers(self, model, split: str) -> list[Answer]:
-        """The best span of each row, whatever its score."""
+    def best_answers(self, model, split: str) -> tuple[list[Answer], float]:
+        """The best span of each row, whatever its score, and the mean loss."""
 
         def forward(model, batch):
-            return [torch.stack(pair).cpu() for pair in self.logits(model, batch)]
+            logits = self.logits(model, batch)
+            sums = [self.losses_of(logits, batch).item(), self.counts(batch).item()]
+            return [torch.stack(pair).cpu() for pair in logits], sums
 
-        starts, ends = zip(*self.predict(model, split, forward), strict=True)
+        logits, sums = self.predict(model, split, forward)
+        starts, ends = zip(*logits, strict=True)
         features = [
             Feature(each["row"], each["input_ids"], each["token_type_ids"], each["first"], each["offsets"])
             for each in self.splits[split]
         ]
         contexts, longest = self.rows[split]["context"], self.settings.max_answer_length
-        return [spans[0] for spans in best_spans(starts, ends, features, contexts, max_answer_length=longest)]
+        spans = best_spans(starts, ends, features, contexts, max_answer_length=longest)
+        return [each[0] for each in spans], mean_loss(*sums)
 
     def evaluate(self, model, split):
-        spans, golds = self.best_answers(model, split), list(self.rows[split]["answers"])
+        (spans, loss), golds = self.best_answers(model, split), list(self.rows[split]["answers"])
         best = self.settings.null_threshold == "best"
         if best and split == "validation":
             self.set_threshold(best_threshold(spans, golds))
@@ -228,7 +235,8 @@ class QuestionAnswering(FineTuning):
         if self.accelerator.is_main_process:
             path = Path(self.settings.output) / f"predictions_{split}.json"
             write_json(path, dict(zip(self.ids[split], texts, strict=True)), indent=1)
-        return compute("squad", texts, golds) | ({"null_threshold": self.threshold} if best else {})
+        threshold = {"null_threshold": self.threshold} if best else {}
+        return {"loss": loss} | compute("squad", texts, golds) | threshold
 
 
 def ids_of(rows: Dataset) -> list[str]:

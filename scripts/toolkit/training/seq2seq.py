@@ -10,7 +10,7 @@ from transformers import DataCollatorForSeq2Seq
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.training.loop import FineTuning, check_lengths, check_room, check_vocabulary, sources, tokenizer_of
-from toolkit.training.metrics import compute, load, perplexity
+from toolkit.training.metrics import compute, load, mean_loss, perplexity
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
@@ -175,13 +175,12 @@ class Seq2Seq(FineTuning):
 
     def evaluate(self, model, split):
         def forward(model, batch):
-            losses = self.token_losses(model, batch).sum(1)
-            counts = (batch["labels"] != IGNORED).sum(1)
-            texts = self.generate(model, batch) if self.text_metrics else [None] * len(losses)
-            return list(zip(losses.tolist(), counts.tolist(), texts, strict=True))
+            sums = [self.token_losses(model, batch).double().sum().item(), self.counts(batch).item()]
+            texts = self.generate(model, batch) if self.text_metrics else [None] * len(batch["labels"])
+            return texts, sums
 
-        losses, counts, texts = zip(*self.predict(model, split, forward), strict=True)
-        metrics = {"loss": sum(losses) / sum(counts), "perplexity": perplexity(sum(losses), sum(counts))}
+        texts, sums = self.predict(model, split, forward)
+        metrics = {"loss": mean_loss(*sums), "perplexity": perplexity(*sums)}
         if not self.text_metrics:
             return metrics
         rows = self.splits[split]

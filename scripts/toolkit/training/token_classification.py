@@ -12,7 +12,7 @@ from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.labels import class_weights, label_fields
 from toolkit.training.loop import FineTuning, sources, tokenizer_of
-from toolkit.training.metrics import compute, load
+from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
 from toolkit.windows import split_into_windows
@@ -217,8 +217,12 @@ class TokenClassification(FineTuning):
         return self.weights[labels[labels != IGNORED]].sum()[None]
 
     def losses(self, model, batch):
+        return self.losses_of(self.logits(model, batch), batch)
+
+    def losses_of(self, logits: torch.Tensor, batch: dict) -> torch.Tensor:
+        """As `losses`, of these logits."""
         loss = nn.functional.cross_entropy(
-            self.logits(model, batch).flatten(0, 1),
+            logits.flatten(0, 1),
             batch["labels"].flatten(),
             self.weights,
             reduction="sum",
@@ -231,27 +235,28 @@ class TokenClassification(FineTuning):
         """`(B, T, L)`, or `(1, N, L)` of a batch without padding."""
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
 
-    def predict_tags(self, model, split: str) -> list[list[str]]:
-        """A tag for each word of each row."""
+    def predict_tags(self, model, split: str) -> tuple[list[list[str]], float]:
+        """A tag for each word of each row, and the mean loss."""
 
         def forward(model, batch):
-            best = self.logits(model, batch).max(-1)
-            # With its score, so that `predict` finds scores that are not finite.
-            return [row.cpu() for row in unpadded(batch, torch.stack([best.values, best.indices.float()], -1))]
+            logits = self.logits(model, batch)
+            sums = [self.losses_of(logits, batch).item(), self.counts(batch).item()]
+            return [row.tolist() for row in unpadded(batch, logits.argmax(-1))], sums
 
         unseen = OUTSIDE if self.settings.scheme == "iob2" else self.tag_counts.most_common(1)[0][0]
         tags = [[unseen] * len(row) for row in self.rows[split]["words"]]
         examples = self.splits[split].select_columns(["row", "words", "positions"])
-        for example, scored in zip(examples, self.predict(model, split, forward), strict=True):
+        labels_of_windows, sums = self.predict(model, split, forward)
+        for example, labels in zip(examples, labels_of_windows, strict=True):
             for word, position in zip(example["words"], example["positions"], strict=True):
-                tags[example["row"]][word] = self.labels[int(scored[position, 1])]
-        return tags
+                tags[example["row"]][word] = self.labels[labels[position]]
+        return tags, mean_loss(*sums)
 
     def evaluate(self, model, split):
-        predictions, references = self.predict_tags(model, split), list(self.rows[split]["tags"])
+        (predictions, loss), references = self.predict_tags(model, split), list(self.rows[split]["tags"])
         if self.settings.scheme == "iob2":
-            return compute(METRICS["iob2"], predictions, references)
+            return {"loss": loss} | compute(METRICS["iob2"], predictions, references)
         predictions, references = (
             [self.labels.index(tag) for row in rows for tag in row] for rows in (predictions, references)
         )
-        return compute(METRICS["plain"], predictions, references, average="macro")
+        return {"loss": loss} | compute(METRICS["plain"], predictions, references, average="macro")
