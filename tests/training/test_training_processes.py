@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import finetune_seq2seq
 from support import launched
 from support.comparison import assert_same_gradients
 from support.finetuning import save_tiny
@@ -55,9 +56,9 @@ def alone(arguments) -> Path:
     return arguments.folder / "alone"
 
 
-def launch(configuration: str, argv: list[str]) -> subprocess.CompletedProcess:
+def launch(configuration: str, argv: list[str], script: str = launched.__file__) -> subprocess.CompletedProcess:
     file = ROOT / "configuration" / configuration
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, launched.__file__, *argv]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, script, *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
 
@@ -131,6 +132,33 @@ def test_sharded_runs_resume(arguments):
     after = measured(folder)
     assert (accuracy(folder, arguments.rows), after["validation"]) == (before[0], before[1]["validation"])
     assert losses(after) == pytest.approx(losses(before[1]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--tie_encoder_decoder"], ["--config_overrides", "share_embeddings=false"]],
+    ids=["shared_embeddings", "tied", "unshared_embeddings"],
+)
+def test_a_sharded_encoder_and_decoder_train_as_on_one_process(more, arguments, tmp_path):
+    """The best checkpoint is loaded, texts are generated, and the last row has none for the other process."""
+    file = tmp_path / "pairs.jsonl"
+    words = ["cat", "dog", "bird", "fish", "horse", "cow", "pig", "hen", "goose"]
+    file.write_text("".join(json.dumps({"source": word, "target": word[::-1]}) + "\n" for word in words))
+    common = ["--model", arguments.folder / "model", "--train_file", file, "--validation_file", file, *more]
+    common += ["--max_length", "16", "--max_target_length", "9", "--metrics", "error_rate", "--trackers", "none"]
+    common += ["--epochs", "2", "--learning_rate", "1e-3", "--log_steps", "1"]
+    common = list(map(str, common))
+    assert finetune_seq2seq.main([*common, "--output", str(tmp_path / "one"), "--batch_size", "4"]) == 0
+    argv = [*common, "--output", str(tmp_path / "two"), "--batch_size", "2"]
+    done = launch("fsdp_cpu.yaml", argv, finetune_seq2seq.__file__)
+    assert done.returncode == 0, done.stderr
+    own, one = measured(tmp_path / "two"), measured(tmp_path / "one")
+    assert len(losses(own)) == 6
+    assert losses(own) == pytest.approx(losses(one), abs=1e-4)
+    assert own["validation"] == pytest.approx(one["validation"], abs=1e-3)
+    models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).state_dict() for name in ("two", "one")]
+    for name, expected in models[1].items():
+        torch.testing.assert_close(models[0][name], expected, rtol=0, atol=1e-4)
 
 
 def test_an_error_on_two_processes(arguments):

@@ -48,6 +48,7 @@ from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_sc
 from toolkit.training.report import headline, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings, changed_flags, recipe_of
+from toolkit.training.sharding import prepare
 
 # In a checkpoint: the weight, and two numbers of Adam.
 FLOATS_PER_PARAMETER = 3
@@ -267,7 +268,7 @@ class Training:
         model = add_lora(task.model, self.settings, task.new_weights)
         optimizer = make_optimizer(model, self.settings)
         self.schedule = make_schedule(optimizer, self.settings, self.steps)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = prepare(self.accelerator, model, optimizer)
         # The schedule is not prepared, because Accelerate would step it once per process.
         self.checkpoints = Checkpoints(
             output / "checkpoints", self.accelerator, self.schedule, self.settings.keep_checkpoints
