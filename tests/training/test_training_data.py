@@ -630,7 +630,7 @@ def test_rows_are_sorted_in_lots(count, lot):
 def test_in_order():
     assert sampled([9, 1, 5, 3, 7], 2, 1, seed=0, shuffle=False) == [[[0, 1], [2, 3], [4]]]
     assert sampled([9, 1, 5, 3, 7, 2, 8], 2, 2, seed=0, shuffle=False) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-    assert sampled([9, 1, 5, 3, 7], 2, 2, seed=0, shuffle=False) == [[[0, 2]], [[1, 3]]]  # 4 is one too few for two
+    assert sampled([9, 1, 5, 3, 7], 2, 2, seed=0, shuffle=False) == [[[0, 2], [4]], [[1, 3], []]]
 
 
 def test_the_longest_row_is_in_the_first_step_though_it_were_left_over():

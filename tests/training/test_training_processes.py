@@ -157,7 +157,8 @@ def test_a_sharded_encoder_and_decoder_train_as_on_one_process(more, arguments, 
     assert losses(own) == pytest.approx(losses(one), abs=1e-4)
     assert own["validation"] == pytest.approx(one["validation"], abs=1e-3)
     models = [AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).state_dict() for name in ("two", "one")]
-    for name, expected in models[1].items():
+    for name in models[1].keys() - {name for name in models[1] if name.endswith("key.bias")}:
+        expected = models[1][name]  # not of those biases: their gradient is 0, and Adam scales rounding errors up
         torch.testing.assert_close(models[0][name], expected, rtol=0, atol=1e-4)
 
 

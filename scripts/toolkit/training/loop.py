@@ -525,9 +525,6 @@ class Training:
     def check_data(self, checkpoint: Path) -> None:
         """Raises ValueError if the data are not those of a checkpoint."""
         earlier, present = read_progress(checkpoint).data, self.progress.data
-        if not earlier:  # written before checkpoints had fingerprints
-            self.accelerator.print(f"--resume: {checkpoint} has no fingerprint of the data; changes are not noticed")
-            return
         for split in {**earlier, **present}:
             if earlier.get(split) != present.get(split):
                 named = sources(self.settings).get(split)
@@ -825,8 +822,9 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     if main_process:
         prepare_output(settings)  # not before: after a failed start, the folder would not be empty
     accelerator.wait_for_everyone()
-    for warning in shared_data(settings) if main_process else ():
-        parser.report(warning)
+    if main_process and not training.checkpoints.complete():  # reported once, at the start of the run
+        for warning in shared_data(settings):
+            parser.report(warning)
     accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(settings).items()})
     with stopped_by_signals(training):
         training.train()
