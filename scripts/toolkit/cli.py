@@ -6,11 +6,13 @@ Nothing here imports torch or transformers, so that every command answers `--hel
 import argparse
 import importlib.util
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 # The extra that installs a library. pyproject.toml has the versions.
 EXTRAS = {
@@ -234,6 +236,46 @@ def writing_output() -> Iterator[None]:
         raise
     except OSError as error:
         raise CommandError(f"the output cannot be written: {error.strerror}") from error
+
+
+class UntilClosed:
+    """A text stream, such as standard output, that discards what it is given when its reader has closed it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            return self._discard(len(text))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._discard(0)
+
+    def _discard(self, length: int) -> int:
+        # Also what is in the buffer, which Python writes again at the exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        return length
+
+
+@contextmanager
+def continuing_when_output_is_closed() -> Iterator[None]:
+    """Lets the work continue when the reader of its output has gone, as in `command | head`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(UntilClosed, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def is_expected(error: Exception, more: tuple[type[Exception], ...] = ()) -> bool:

@@ -40,12 +40,14 @@ from toolkit.training import loop as training
 from toolkit.training.checkpoints import Checkpoints, checksums
 from toolkit.training.classification import CLASSES, Classification
 from toolkit.training.optimizer import make_schedule, parameter_groups
+from toolkit.training.output import OutputFolder
 from toolkit.training.settings import (
     SCHEDULES,
     ClassificationSettings,
     PretrainingSettings,
     Seq2SeqSettings,
     recipe_arguments,
+    recipe_of,
 )
 
 REVIEWS = DATA / "movie_reviews.csv"
@@ -102,8 +104,8 @@ def make_training(arguments, tmp_path):
 
     def make(task_class=Classification, **flags):
         settings = read_settings(ClassificationSettings, arguments(**flags))
-        output = training.prepare_output(settings)
-        return training.Training(task_class(settings, training.make_accelerator(settings)), output)
+        OutputFolder(settings).prepare()
+        return training.Training(task_class(settings, training.make_accelerator(settings)), Path(settings.output))
 
     return make
 
@@ -138,7 +140,7 @@ def test_a_recipe_and_what_the_command_line_says_instead(tmp_path, monkeypatch):
     assert (settings.learning_rate, settings.resume, settings.freeze) == (1e-4, True, None)
     assert settings.problem == "regression"
     # The recipe that a run saves is the same run from any folder.
-    recipe.write_text(training.recipe_of(settings))
+    recipe.write_text(recipe_of(settings))
     monkeypatch.chdir(tmp_path)
     again = read_settings(ClassificationSettings, [str(recipe)])
     paths = {"train_file": [str(here / name) for name in ("x.csv", "y.csv")], "output": str(here / "b")}
@@ -436,16 +438,16 @@ def test_both_implementations_make_the_same_of_the_same(checkpoints, make_traini
 
 def test_early_stopping(make_training, monkeypatch):
     run = make_training(epochs=20, early_stopping=3)
-    values = iter([0.5, 0.6, 0.6, 0.55, 0.6, 0.9])
+    values = iter([0.5, 0.55, 0.5, 0.6, 0.6, 0.55, 0.6, 0.9])
     monkeypatch.setattr(run.task, "evaluate", lambda *_: {"accuracy": next(values), "loss": 0.4})
     run.train()
-    assert run.progress.epoch == 5
+    assert run.progress.epoch == 7
     assert run.progress.best == 0.6
-    assert run.progress.best_checkpoint == "step-00000008-epoch-2"
+    assert run.progress.best_checkpoint == "step-00000016-epoch-4"
     assert [path.name for path in run.checkpoints.complete()] == [
-        "step-00000008-epoch-2",
         "step-00000016-epoch-4",
-        "step-00000020-epoch-5",
+        "step-00000024-epoch-6",
+        "step-00000028-epoch-7",
     ]
 
 

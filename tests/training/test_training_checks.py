@@ -1,6 +1,9 @@
 """What a training run refuses or reports, because its result would be wrong without a word."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
+from filelock import FileLock
 from transformers import BertConfig, BertModel
 
 import finetune_classification
@@ -21,6 +25,7 @@ from toolkit.training.classification import label_order
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.loop import Training
 from toolkit.training.masked_lm import Pretraining
+from toolkit.training.output import LOCK
 from toolkit.training.settings import ClassificationSettings, PretrainingSettings, changed_flags, recipe_of
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -228,6 +233,41 @@ def test_flags_are_free_until_there_is_a_checkpoint(flags, tmp_path, monkeypatch
     argv = [*flags(max_steps=1, learning_rate=1e-2), "--resume"]
     message = "has other flags; expected the same: --learning_rate was 0.001 and is 0.01"
     assert_one_line(lambda: finetune_classification.main(argv), message, capsys)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_one_run_at_a_time_has_the_output(resume, flags, tmp_path, capsys):
+    argv = [*flags(max_steps=1), "--resume"] if resume else flags(max_steps=1)
+    if resume:
+        assert finetune_classification.main(argv) == 0
+        (tmp_path / "run" / "model.safetensors").unlink()
+    else:
+        (tmp_path / "run").mkdir()
+    capsys.readouterr()
+    before = set(tmp_path.rglob("*"))
+    with FileLock(tmp_path / "run" / LOCK):
+        assert_one_line(lambda: finetune_classification.main(argv), "run is in use by another run;", capsys)
+    assert set(tmp_path.rglob("*")) - {tmp_path / "run" / LOCK} == before
+    assert finetune_classification.main(argv) == 0
+    with FileLock(tmp_path / "run" / LOCK, timeout=0):
+        pass  # it is free after the run
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_training_continues_when_the_reader_of_its_output_has_gone(closed, flags, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    argv = flags(max_steps=2, eval_steps=1, validation_file=write_labels(tmp_path / "other.jsonl", [1, 0] * 4))
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, finetune_classification.__file__, *argv],
+            **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, closed: pipe}, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- validation data

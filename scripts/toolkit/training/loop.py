@@ -38,21 +38,17 @@ from tqdm.auto import tqdm
 from toolkit import publish
 from toolkit.checkpoint import config_fields, kind_of, tensor_names
 from toolkit.cli import CommandError, Parser
-from toolkit.files import write_text
 from toolkit.hub import check_source, open_tokenizer
 from toolkit.model_card import write_training_card
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.checkpoints import Checkpoints, Progress, read_progress, writing
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
+from toolkit.training.output import CHECKPOINTS, OutputFolder
 from toolkit.training.report import headline, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
-from toolkit.training.settings import Settings, changed_flags, recipe_of
+from toolkit.training.settings import Settings
 from toolkit.training.sharding import prepare
-
-# In a checkpoint: the weight, and two numbers of Adam.
-FLOATS_PER_PARAMETER = 3
-
 
 # The end of the messages about numbers that are not finite.
 AFTER_DIVERGENCE = (
@@ -271,7 +267,7 @@ class Training:
         self.model, self.optimizer = prepare(self.accelerator, model, optimizer)
         # The schedule is not prepared, because Accelerate would step it once per process.
         self.checkpoints = Checkpoints(
-            output / "checkpoints", self.accelerator, self.schedule, self.settings.keep_checkpoints
+            output / CHECKPOINTS, self.accelerator, self.schedule, self.settings.keep_checkpoints
         )
         self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints())
         set_seed(self.settings.seed + self.accelerator.process_index)  # dropout differs between processes
@@ -646,64 +642,6 @@ def parts_in_both(one: Source, other: Source) -> list[str]:
     return [str(one)] if one == other else []
 
 
-def check_output(settings: Settings) -> Path:
-    """Checks the folder to write, and writes nothing.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: it holds something else, or checkpoints of a run with other flags.
-    """
-    output = Path(settings.output)
-    recipe, is_empty = output / "recipe.yaml", not output.is_dir() or not any(output.iterdir())
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output} is a file; expected a folder")
-    if not os.access(folder := existing_folder(output), os.W_OK):
-        raise PermissionError(f"--output {output}: {folder} cannot be written; expected a folder that can")
-    if not is_empty and not settings.resume:
-        raise ValueError(
-            f"--output {output} is not empty; expected a new folder, or --resume to continue the run in it"
-        )
-    if not is_empty and not recipe.exists():
-        raise ValueError(f"--resume: {output} holds no run; recipe.yaml is missing there")
-    # Without a checkpoint the run starts from the beginning, and so may have other flags.
-    has_checkpoint = any((output / "checkpoints").glob("step-*"))
-    if has_checkpoint and (other := changed_flags(settings, recipe)):
-        changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
-        raise ValueError(f"--resume: the run in {output} has other flags; expected the same: {changes}")
-    return output
-
-
-def existing_folder(path: Path) -> Path:
-    """The folder itself, or the lowest folder above it that exists.
-
-    Raises:
-        NotADirectoryError: there is a file instead.
-    """
-    found = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not found.is_dir():
-        raise NotADirectoryError(f"--output {path} cannot be created: {found} is not a folder")
-    return found
-
-
-def prepare_output(settings: Settings) -> Path:
-    """Checks the folder to write, creates it, and writes the recipe into it. Raises as `check_output` does."""
-    output = check_output(settings)
-    output.mkdir(parents=True, exist_ok=True)
-    write_text(output / "recipe.yaml", recipe_of(settings))
-    return output
-
-
-def check_space(output: Path, parameters: int, keep: int) -> None:
-    """Raises OSError unless the disk has room for the checkpoints and the model."""
-    # The checkpoints that are kept, the best one, and the one that is being written; and the model.
-    needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
-    if (free := shutil.disk_usage(existing_folder(output)).free) < needed:
-        raise OSError(
-            f"--output {output} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} GiB, "
-            f"which the run may need. A smaller --keep_checkpoints than {keep} needs less"
-        )
-
-
 def tokenizer_of(settings: Settings, **options):
     """The tokenizer of --tokenizer or, where that is not given, of --model.
 
@@ -806,29 +744,30 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     # The progress bar of the training is enough.
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bar()
-    output = check_output(settings) if main_process else Path(settings.output)
     if settings.push_to_hub and get_token() is None:
         raise ValueError(
             "--push_to_hub is given and there is no token; expected one with write access, by `hf auth login` or "
             "HF_TOKEN"
         )
-    accelerator = make_accelerator(settings)
-    set_seed(settings.seed)
-    task = make_task(settings, accelerator)
-    check_lengths(settings, ["max_length"], task.model.config)
-    if main_process:
-        check_space(output, sum(weight.numel() for weight in task.model.parameters()), settings.keep_checkpoints)
-    training = Training(task, output)
-    if main_process:
-        prepare_output(settings)  # not before: after a failed start, the folder would not be empty
-    accelerator.wait_for_everyone()
-    if main_process and not training.checkpoints.complete():  # reported once, at the start of the run
-        for warning in shared_data(settings):
-            parser.report(warning)
-    accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(settings).items()})
-    with stopped_by_signals(training):
-        training.train()
-    training.finish()
+    with OutputFolder(settings) as output:
+        if main_process:
+            output.check()
+        accelerator = make_accelerator(settings)
+        set_seed(settings.seed)
+        task = make_task(settings, accelerator)
+        check_lengths(settings, ["max_length"], task.model.config)
+        if main_process:
+            output.check_space(sum(weight.numel() for weight in task.model.parameters()))
+        training = Training(task, output.path)
+        if main_process:
+            output.prepare()
+            for warning in shared_data(settings) if not training.checkpoints.complete() else ():
+                parser.report(warning)
+        accelerator.wait_for_everyone()
+        accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(settings).items()})
+        with stopped_by_signals(training):
+            training.train()
+        training.finish()
 
 
 @contextmanager

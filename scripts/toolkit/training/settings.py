@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 import yaml
 
-from toolkit.cli import Parser
+from toolkit.cli import Parser, continuing_when_output_is_closed
 from toolkit.files import find_shipped, looks_like_a_path
 
 # The first group of `--help`. The others are in the order of GROUPS.
@@ -416,7 +416,8 @@ def train(file: str, description: str, settings_class: type[Settings], argv: lis
         module, _, name = settings_class.task.partition(":")
         run(parser, settings, getattr(importlib.import_module(module), name))
 
-    return parser.run(work)
+    with continuing_when_output_is_closed():
+        return parser.run(work)
 
 
 def parse(

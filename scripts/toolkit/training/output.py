@@ -1,0 +1,103 @@
+"""The folder of --output."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from toolkit.files import write_text
+from toolkit.training.settings import Settings, changed_flags, recipe_of
+
+RECIPE, CHECKPOINTS, LOCK = "recipe.yaml", "checkpoints", ".lock"
+
+# In a checkpoint: the weight, and two numbers of Adam.
+FLOATS_PER_PARAMETER = 3
+
+
+class OutputFolder:
+    """The folder that a run writes. Only one run at a time has it, between `check` and the end of the `with` block.
+
+    Nothing is written there before the data, the model and the schedule have been made, so that a corrected command
+    runs after a failed start.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings, self.path = settings, Path(settings.output)
+        self.lock = FileLock(self.path / LOCK, timeout=0)
+
+    def __enter__(self) -> "OutputFolder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.lock.is_locked:
+            with suppress(PermissionError):  # Windows removes it at the release
+                Path(self.lock.lock_file).unlink()
+        self.lock.release(force=True)
+
+    def check(self) -> None:
+        """Checks the folder and, if it exists, locks it.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: it holds something else, or checkpoints of a run with other flags; or another run has it.
+        """
+        path, settings = self.path, self.settings
+        recipe, is_empty = path / RECIPE, not path.is_dir() or not any(each.name != LOCK for each in path.iterdir())
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--output {path} is a file; expected a folder")
+        if not os.access(folder := existing_folder(path), os.W_OK):
+            raise PermissionError(f"--output {path}: {folder} cannot be written; expected a folder that can")
+        if not is_empty and not settings.resume:
+            raise ValueError(
+                f"--output {path} is not empty; expected a new folder, or --resume to continue the run in it"
+            )
+        if not is_empty and not recipe.exists():
+            raise ValueError(f"--resume: {path} holds no run; {RECIPE} is missing there")
+        # Without a checkpoint the run starts from the beginning, and so may have other flags.
+        has_checkpoint = any((path / CHECKPOINTS).glob("step-*"))
+        if has_checkpoint and (other := changed_flags(settings, recipe)):
+            changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
+            raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
+        if path.is_dir():
+            self.acquire()
+
+    def acquire(self) -> None:
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"--output {self.path} is in use by another run; expected a folder of its own. Wait for the other run, "
+                "or stop it"
+            ) from None
+
+    def prepare(self) -> None:
+        """Creates and locks the folder, and writes the recipe into it. Raises as `check` does."""
+        self.check()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.acquire()
+        write_text(self.path / RECIPE, recipe_of(self.settings))
+
+    def check_space(self, parameters: int) -> None:
+        """Raises OSError unless the disk has room for the checkpoints and the model."""
+        # The checkpoints that are kept, the best one, and the one that is being written; and the model.
+        keep = self.settings.keep_checkpoints
+        needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
+        if (free := shutil.disk_usage(existing_folder(self.path)).free) < needed:
+            raise OSError(
+                f"--output {self.path} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} "
+                f"GiB, which the run may need. A smaller --keep_checkpoints than {keep} needs less"
+            )
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder itself, or the lowest folder above it that exists.
+
+    Raises:
+        NotADirectoryError: there is a file instead.
+    """
+    found = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not found.is_dir():
+        raise NotADirectoryError(f"--output {path} cannot be created: {found} is not a folder")
+    return found
