@@ -2,15 +2,24 @@
 a run, and a run that breaks off."""
 
 import json
+from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, BertTokenizer
 
+import finetune_classification
+import finetune_question_answering
+import finetune_seq2seq
+import finetune_token_classification
+import pretrain_mlm
 from support.models import tiny_config
 from toolkit.training.loop import Training
 from toolkit.training.settings import parse
+
+WORDS = ["good", "bad", "film", "fun", "a", "very", "."]
+TEXTS = ["good film .", "bad film", "a very good film", "a bad film .", "good fun .", "very bad", "good", "bad ."]
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -79,3 +88,41 @@ def assert_help_tells(script, flags: tuple[str, ...], capsys) -> None:
     said = capsys.readouterr().out
     assert script.__doc__.split("\n")[0][:40] in " ".join(said.split())
     assert all(flag in said for flag in flags)
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_labels(path: Path, labels: list) -> str:
+    """A file of TEXTS with these labels."""
+    return write_rows(path, [{"text": text, "label": label} for text, label in zip(TEXTS, labels, strict=True)])
+
+
+# A row for each command.
+ROWS = {
+    finetune_classification: {"text": "good", "label": 1},
+    finetune_token_classification: {"tokens": ["good"], "tags": ["O"]},
+    finetune_question_answering: {"question": "a", "context": "a", "answers": {"text": [], "answer_start": []}},
+    finetune_seq2seq: {"source": "good", "target": "bad"},
+    pretrain_mlm: {"text": "good film"},
+}
+
+TASKS = ("classification", "tags", "answers", "pairs", "masked words")
+
+
+def main_of(task: str, tmp_path) -> tuple:
+    """A command, and its flags for eight rows that are the training set and the validation set."""
+    command, row = {
+        "classification": (finetune_classification, {"text": "good", "label": 1}),
+        "tags": (finetune_token_classification, {"tokens": ["good", "bad"], "tags": ["B-X", "O"]}),
+        "answers": (finetune_question_answering, {**ROWS[finetune_question_answering]}),
+        "pairs": (finetune_seq2seq, {"source": "good", "target": "bad"}),
+        "masked words": (pretrain_mlm, {"text": "good bad film fun a very good bad film"}),
+    }[task]
+    file = write_rows(
+        tmp_path / "rows.jsonl", [{**row, **({"label": i % 2} if "label" in row else {})} for i in range(8)]
+    )
+    more = {"pairs": {"max_target_length": 8, "metrics": "loss"}, "answers": {"stride": 4}}.get(task, {})
+    return command.main, {"train_file": file, "validation_file": file, "max_length": 24, **more}

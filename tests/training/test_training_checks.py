@@ -1,25 +1,20 @@
 """What a training run refuses or reports, because its result would be wrong without a word."""
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from filelock import FileLock
 from transformers import BertConfig, BertModel
 
 import finetune_classification
-import finetune_question_answering
 import finetune_seq2seq
 import finetune_token_classification
 import pretrain_mlm
-from support.finetuning import assert_one_line, read_settings, save_tiny
+from support.finetuning import ROWS, TASKS, assert_one_line, main_of, read_settings, write_labels, write_rows
 from support.models import tiny_config
 from toolkit.training.classification import label_order
 from toolkit.training.fingerprint import fingerprint
@@ -28,63 +23,10 @@ from toolkit.training.masked_lm import Pretraining
 from toolkit.training.output import LOCK
 from toolkit.training.settings import ClassificationSettings, PretrainingSettings, changed_flags, recipe_of
 
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
-
-WORDS = ["good", "bad", "film", "fun", "a", "very", "."]
-TEXTS = ["good film .", "bad film", "a very good film", "a bad film .", "good fun .", "very bad", "good", "bad ."]
-
-
-@pytest.fixture(autouse=True)
-def new_accelerator():
-    """Accelerate keeps the state of the first Accelerator of a process for all later ones."""
-    states = (AcceleratorState, PartialState, GradientState)
-    for state in states:
-        state._reset_state()
-    yield
-    for state in states:
-        state._reset_state()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    torch.manual_seed(0)
-    return save_tiny(tmp_path_factory.mktemp("model"), WORDS)
-
-
-def write_rows(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def write_labels(path: Path, labels: list) -> str:
-    """A file of TEXTS with these labels."""
-    return write_rows(path, [{"text": text, "label": label} for text, label in zip(TEXTS, labels, strict=True)])
-
-
-@pytest.fixture
-def flags(model, tmp_path):
-    """The command line of a run of four updates, one epoch, on eight texts."""
-
-    def make(train_file=None, output="run", **changed) -> list[str]:
-        given = {
-            "model": model, "output": tmp_path / output, "batch_size": 2, "epochs": 1, "max_length": 12,
-            "trackers": "none", "train_file": train_file or write_labels(tmp_path / "train.jsonl", [1, 0] * 4),
-            **changed,
-        }  # fmt: skip
-        return [f"--{name}={value}" for name, value in given.items() if value is not None]
-
-    return make
+pytestmark = pytest.mark.usefixtures("quiet_only_here", "new_accelerator")
 
 
 # ------------------------------------------------------------------------------------------------------ the tokenizer
-
-ROWS = {
-    finetune_classification: {"text": "good", "label": 1},
-    finetune_token_classification: {"tokens": ["good"], "tags": ["O"]},
-    finetune_question_answering: {"question": "a", "context": "a", "answers": {"text": [], "answer_start": []}},
-    finetune_seq2seq: {"source": "good", "target": "bad"},
-    pretrain_mlm: {"text": "good film"},
-}
 
 
 @pytest.mark.parametrize("command", ROWS, ids=lambda command: command.__name__)
@@ -301,25 +243,6 @@ def test_flags_for_evaluations_require_a_validation_set(command, given, message,
 
 
 # --------------------------------------------------------------------------------------------------------- divergence
-
-
-def main_of(task: str, tmp_path) -> tuple:
-    """A command, and its flags for eight rows that are the training set and the validation set."""
-    command, row = {
-        "classification": (finetune_classification, {"text": "good", "label": 1}),
-        "tags": (finetune_token_classification, {"tokens": ["good", "bad"], "tags": ["B-X", "O"]}),
-        "answers": (finetune_question_answering, {**ROWS[finetune_question_answering]}),
-        "pairs": (finetune_seq2seq, {"source": "good", "target": "bad"}),
-        "masked words": (pretrain_mlm, {"text": "good bad film fun a very good bad film"}),
-    }[task]
-    file = write_rows(
-        tmp_path / "rows.jsonl", [{**row, **({"label": i % 2} if "label" in row else {})} for i in range(8)]
-    )
-    more = {"pairs": {"max_target_length": 8, "metrics": "loss"}, "answers": {"stride": 4}}.get(task, {})
-    return command.main, {"train_file": file, "validation_file": file, "max_length": 24, **more}
-
-
-TASKS = ("classification", "tags", "answers", "pairs", "masked words")
 
 
 @pytest.mark.parametrize("task", TASKS)

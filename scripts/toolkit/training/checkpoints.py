@@ -39,6 +39,7 @@ class Progress:
     evaluated_step: int | None = None
     seconds: float = 0.0  # of training, including evaluations
     finished: bool = False
+    steps: int = 0  # the updates of the whole run
     processes: int = 1
     data: dict[str, str] = field(default_factory=dict)  # the fingerprint of each split
     history: list[dict] = field(default_factory=list)
@@ -53,7 +54,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, accelerator: Accelerator, schedule: LRScheduler, keep: int):
-        self.folder, self.accelerator, self.schedule, self.keep = folder, accelerator, schedule, keep
+        self.folder, self.accelerator, self.schedule = folder, accelerator, schedule
+        self.keep = max(1, keep)  # 0: the run removes them when it is finished
 
     def path(self, progress: Progress) -> Path:
         """The folder of a checkpoint. At the end of an epoch its name differs, because an evaluation may have come
@@ -110,6 +112,10 @@ class Checkpoints:
         removed = path.with_name(f".unfinished-removed-{path.name}")
         path.rename(removed)
         shutil.rmtree(removed)
+
+    def remove_all(self) -> None:
+        """Removes the folder, with the checkpoints and what earlier interruptions left in it."""
+        shutil.rmtree(self.folder)
 
     # -- reading
 
@@ -195,6 +201,11 @@ def read_progress(path: Path) -> Progress:
         return Progress(**read_json_object(path / PROGRESS))
     except TypeError as error:
         raise ValueError(f"{path / PROGRESS} is of another version of this project: {error}") from error
+
+
+def megabytes(folder: Path) -> float:
+    """The size of the files in a folder, in units of 10^6 bytes."""
+    return sum(path.stat().st_size for path in files_in(folder)) / 1e6
 
 
 def flush(folder: Path) -> None:

@@ -11,8 +11,9 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import FineTuning, check_room, sources, tokenizer_of
+from toolkit.training.loop import Evaluation, FineTuning, check_room, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
+from toolkit.training.report import plot_confusion
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import ClassificationSettings
 
@@ -45,8 +46,9 @@ class Classification(FineTuning):
         for split, source in sources(settings).items():  # the training set first
             rows = self.read(source)
             self.labels = self.labels or self.find_labels(rows)
-            self.splits[split] = self.encode(rows)
+            self.rows[split], self.splits[split] = rows, self.encode(rows)
         self.train_set = self.splits.pop("train")
+        del self.rows["train"]
         self.model = self.make_model()
         counts = Counter(self.labels[label] for label in self.train_set["labels"] if settings.problem == "single_label")
         self.weights = class_weights(settings.class_weights, self.labels, counts).to(accelerator.device)
@@ -131,12 +133,20 @@ class Classification(FineTuning):
             return [float(name in names) for name in self.labels]
         return self.labels.index(names[0])
 
+    def shown(self, example):
+        labels = example["labels"]
+        if self.settings.problem == "single_label":
+            labels = self.labels[labels]
+        elif self.settings.problem == "multi_label":
+            labels = [label for label, is_given in zip(self.labels, labels, strict=True) if is_given]
+        return f"{super().shown(example)} → {labels}"
+
     # -- model
 
     def make_model(self):
         problem = self.settings.problem
         return self.open_model(
-            CLASSES[self.settings.implementation],
+            CLASSES[self.settings.implementation].from_pretrained,
             **label_fields(self.labels),
             problem_type=problem if problem == "regression" else f"{problem}_classification",
         )
@@ -172,8 +182,8 @@ class Classification(FineTuning):
             logits = self.logits(model, batch)
             return logits.tolist(), [self.losses_of(logits, batch).item(), self.counts(batch).item()]
 
-        rows, sums = self.predict(model, split, forward)
-        logits, labels = torch.tensor(rows), self.splits[split]["labels"]
+        scores, sums = self.predict(model, split, forward)
+        logits, labels = torch.tensor(scores), self.splits[split]["labels"]
         options = {"average": "macro"} if self.settings.problem != "regression" else {}
         if self.settings.problem == "regression":
             predictions, labels = logits.flatten().tolist(), [number for row in labels for number in row]
@@ -181,9 +191,40 @@ class Classification(FineTuning):
             predictions, labels = (logits > 0).int().tolist(), torch.tensor(list(labels)).int().tolist()
         else:
             predictions = logits.argmax(-1).tolist()
-        return {"loss": mean_loss(*sums)} | compute(
-            METRICS[self.settings.problem], predictions, list(labels), **options
-        )
+        metrics = compute(METRICS[self.settings.problem], predictions, list(labels), **options)
+        return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
+
+    def predictions(self, split: str, logits: torch.Tensor) -> list[dict]:
+        """The rows with the predicted label and its probability; several labels, or the numbers."""
+        problem, rows = self.settings.problem, self.rows[split]
+        if problem == "regression":
+            found = [{"prediction": numbers} for numbers in logits.tolist()]
+        elif problem == "multi_label":
+            scores = logits.sigmoid().tolist()
+            found = [
+                {"prediction": [label for label, score in zip(self.labels, row, strict=True) if score > 0.5],
+                 "scores": dict(zip(self.labels, row, strict=True))}
+                for row in scores
+            ]  # fmt: skip
+        else:
+            best = logits.softmax(-1).max(-1)
+            found = [
+                {"prediction": self.labels[label], "score": score}
+                for score, label in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+        one = problem == "single_label"
+        return [
+            {**row, "label": row["label"][0] if one else row["label"], **own}
+            for row, own in zip(rows, found, strict=True)
+        ]
+
+    def write_predictions(self, folder, predictions):
+        """Also draws the confusion matrix of the test set or, without one, of the validation set."""
+        super().write_predictions(folder, predictions)
+        split = "test" if "test" in predictions else "validation"
+        if self.settings.problem == "single_label" and split in predictions:
+            references, predicted = ([row[name] for row in predictions[split]] for name in ("label", "prediction"))
+            plot_confusion(folder / "confusion_matrix.png", self.labels, references, predicted, f"{split} set")
 
 
 def label_name(value) -> str:

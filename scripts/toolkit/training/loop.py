@@ -5,6 +5,7 @@ of labels in the update, over all accumulated batches and all processes.
 """
 
 import functools
+import json
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -38,17 +39,22 @@ from tqdm.auto import tqdm
 from toolkit import publish
 from toolkit.checkpoint import config_fields, kind_of, tensor_names
 from toolkit.cli import CommandError, Parser
+from toolkit.files import to_json, write_text
 from toolkit.hub import check_source, open_tokenizer
-from toolkit.model_card import write_training_card
+from toolkit.model_card import auto_class, is_own, write_training_card
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
-from toolkit.training.checkpoints import Checkpoints, Progress, read_progress, writing
+from toolkit.training.checkpoints import Checkpoints, Progress, megabytes, read_progress, writing
+from toolkit.training.dry_run import rehearse
 from toolkit.training.fingerprint import fingerprint
-from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
-from toolkit.training.output import CHECKPOINTS, OutputFolder
+from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
+from toolkit.training.output import CHECKPOINTS, OutputFolder, has_checkpoint
 from toolkit.training.report import headline, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings
 from toolkit.training.sharding import prepare
+
+# Of the progress bar, where standard error is not a terminal.
+SECONDS_BETWEEN_LOG_LINES = 60
 
 # The end of the messages about numbers that are not finite.
 AFTER_DIVERGENCE = (
@@ -71,6 +77,19 @@ class Stopped(CommandError):  # noqa: N818, it is not an error
 
 
 # ---------------------------------------------------------------------------------------------------------------- task
+
+
+@dataclass
+class Evaluation:
+    """The result of an evaluation.
+
+    Attributes:
+        metrics: by name; one of them is `loss`.
+        predictions: for each row, in order, what is written to predictions_SPLIT.jsonl.
+    """
+
+    metrics: dict[str, float]
+    predictions: list[dict]
 
 
 class Task(ABC):
@@ -96,10 +115,21 @@ class Task(ABC):
         self.settings, self.accelerator = settings, accelerator
         self.splits, self.rows, self.new_weights = {}, {}, set()
 
-    def open_model(self, model_class, **fields):
-        """The model of --model, with these fields of its configuration. Sets `new_weights`."""
-        model, info = model_class.from_pretrained(self.settings.model, output_loading_info=True, **fields)
+    def open_model(self, open_checkpoint: Callable, **fields):
+        """The model of --model, with these fields of its configuration. Sets `new_weights` and, if the run starts anew,
+        prints their modules.
+
+        Args:
+            open_checkpoint: `from_pretrained` of a class, or a method like it.
+        """
+        with without_loading_reports():
+            model, info = open_checkpoint(self.settings.model, output_loading_info=True, **fields)
         self.new_weights = set(info["missing_keys"])
+        if self.new_weights and not has_checkpoint(self.settings):
+            new = ", ".join(modules_of(self.new_weights))
+            self.accelerator.print(
+                f"{self.settings.model} has no weights of {new}; they are random before the training"
+            )
         return model
 
     @abstractmethod
@@ -111,8 +141,22 @@ class Task(ABC):
         """The sums of the losses over these labels, `(k,)`."""
 
     @abstractmethod
-    def evaluate(self, model, split: str) -> dict[str, float]:
-        """The metrics over the rows of all processes, each counted once. One of them is `loss`."""
+    def evaluate(self, model, split: str) -> Evaluation:
+        """Evaluates the rows of all processes, each counted once."""
+
+    def shown(self, example: dict) -> str:
+        """The tokens of an example and, in tasks with labels, its target."""
+        return " ".join(self.tokenizer.convert_ids_to_tokens(example["input_ids"]))
+
+    def write_predictions(self, folder: Path, predictions: dict[str, list[dict]]) -> None:
+        """Writes the predictions of each split into the folder of the finished run."""
+        for split, rows in predictions.items():
+            lines = (json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) for row in rows)
+            write_text(folder / f"predictions_{split}.jsonl", "".join(f"{line}\n" for line in lines))
+
+    def samples(self, predictions: list[dict]) -> list[str]:
+        """What is printed of the predictions after each evaluation, a line each."""
+        return []
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
@@ -211,6 +255,31 @@ class FineTuning(Task):
         return [in_order[row] for row in range(len(examples))], totals
 
 
+def modules_of(names: Iterable[str]) -> list[str]:
+    """The modules that have these parameters, with `*` for the numbers of blocks, and without the layers in them."""
+    found = set()
+    for name in names:
+        parts = ["*" if part.isdecimal() else part for part in name.split(".")[:-1]]
+        last = parts.index("*") + 2 if "*" in parts else len(parts) - (parts[-1] == "dense")
+        found.add(".".join(parts[:last]))
+    return sorted(name for name in found if not any(name.startswith(f"{other}.") for other in found))
+
+
+@contextmanager
+def without_loading_reports() -> Iterator[None]:
+    """Hides the table of missing and superfluous weights that transformers logs for each model."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 def to_device(batch: dict, device: torch.device) -> dict:
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -261,6 +330,8 @@ class Training:
             raise ValueError("--lora_rank is given with FSDP; expected no sharding, because adapters do not need it")
         self.model_class = type(task.model).__name__  # FSDP replaces the class
         freeze(task.model, self.settings.freeze, task.new_weights)
+        if self.settings.gradient_checkpointing:
+            task.model.activation_checkpointing_enable({"use_reentrant": False})
         model = add_lora(task.model, self.settings, task.new_weights)
         optimizer = make_optimizer(model, self.settings)
         self.schedule = make_schedule(optimizer, self.settings, self.steps)
@@ -269,7 +340,7 @@ class Training:
         self.checkpoints = Checkpoints(
             output / CHECKPOINTS, self.accelerator, self.schedule, self.settings.keep_checkpoints
         )
-        self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints())
+        self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints(), steps=self.steps)
         set_seed(self.settings.seed + self.accelerator.process_index)  # dropout differs between processes
         self.stop_signal: int | None = None
         self.window: list[tuple[float, int, float]] = []  # loss, tokens, seconds of the updates since the last point
@@ -286,7 +357,7 @@ class Training:
             return self.settings.max_steps
         if (batches := self.task.batches_per_epoch()) is None:
             raise ValueError("--max_steps is missing; streaming requires it, because the number of rows is not known")
-        return self.settings.epochs * math.ceil(batches / self.settings.gradient_accumulation_steps)
+        return math.ceil(self.settings.epochs * math.ceil(batches / self.settings.gradient_accumulation_steps))
 
     # -- an update
 
@@ -430,8 +501,8 @@ class Training:
             return
         self.check_weights()
         progress.evaluated_step = progress.step
-        metrics = task.evaluate(self.model, "validation")
-        better = self.is_better(metrics)
+        evaluation = task.evaluate(self.model, "validation")
+        metrics, better = evaluation.metrics, self.is_better(evaluation.metrics)
         if better:
             progress.best, progress.best_loss, progress.without_better = metrics[task.metric], metrics["loss"], 0
             progress.best_checkpoint = self.checkpoints.path(progress).name
@@ -443,6 +514,8 @@ class Training:
         if self.accelerator.is_main_process:
             best = "  (best)" if better else ""
             bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {in_words(metrics)}{best}")
+            for sample in task.samples(evaluation.predictions):
+                bar.write(f"  {sample}")
 
     def is_better(self, metrics: dict[str, float]) -> bool:
         """Whether these metrics are better than those of the best checkpoint. NaN is worse than every number."""
@@ -462,12 +535,14 @@ class Training:
     # -- progress
 
     def bar(self) -> tqdm:
-        return tqdm(
+        is_terminal = sys.stderr.isatty()
+        return (tqdm if is_terminal else LogLines)(
             total=self.steps,
             initial=self.progress.step,
             unit="step",
-            mininterval=0.5,
-            dynamic_ncols=True,
+            mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
+            miniters=1,
+            dynamic_ncols=is_terminal,
             disable=not self.accelerator.is_main_process,
         )
 
@@ -517,6 +592,27 @@ class Training:
                 f"expected {self.accelerator.num_processes}, as in this run"
             )
         self.accelerator.print(f"resuming at step {self.progress.step} of {self.steps}")
+        if self.steps != self.progress.steps:
+            self.extend()
+
+    def extend(self) -> None:
+        """Continues a finished run to a later step.
+
+        Raises:
+            ValueError: it has made that many updates already.
+        """
+        progress = self.progress
+        if self.steps <= progress.step:
+            raise ValueError(
+                f"--resume: the run to extend has made {progress.step} updates, and --epochs or --max_steps give "
+                f"{self.steps}; expected more"
+            )
+        self.accelerator.print(
+            f"the run of {progress.steps} updates is extended; the learning rate follows the schedule of {self.steps} "
+            f"updates from step {progress.step} on"
+        )
+        progress.steps, progress.finished, progress.without_better = self.steps, False, 0
+        extend_schedule(self.schedule)
 
     def check_data(self, checkpoint: Path) -> None:
         """Raises ValueError if the data are not those of a checkpoint."""
@@ -550,9 +646,9 @@ class Training:
         progress, task, accelerator = self.progress, self.task, self.accelerator
         if progress.best_checkpoint not in (None, self.checkpoints.path(progress).name):
             self.checkpoints.load(self.checkpoints.folder / progress.best_checkpoint)
-        metrics = {split: task.evaluate(self.model, split) for split in task.splits}
+        evaluations = {split: task.evaluate(self.model, split) for split in task.splits}
         report = {
-            **metrics,
+            **{split: evaluation.metrics for split, evaluation in evaluations.items()},
             "steps": progress.step,
             "epochs": self.epochs_done(),
             "checkpoint": progress.best_checkpoint or self.checkpoints.path(progress).name,
@@ -563,12 +659,12 @@ class Training:
         weights = None if self.settings.lora_rank else accelerator.get_state_dict(self.model)
         model = merged(accelerator.unwrap_model(self.model))
         if accelerator.is_main_process:
-            self.write(model, weights, report)
+            self.write(model, weights, report, {split: each.predictions for split, each in evaluations.items()})
         accelerator.wait_for_everyone()
         accelerator.end_training()
         return report
 
-    def write(self, model, weights: dict | None, report: dict) -> None:
+    def write(self, model, weights: dict | None, report: dict, predictions: dict[str, list[dict]]) -> None:
         """Writes the model and its files into a temporary folder, and moves them into `output` when all are
         complete."""
         unfinished = self.output / ".unfinished"
@@ -576,12 +672,13 @@ class Training:
         with writing(unfinished, self.output, "--resume writes it"):
             unfinished.mkdir()
             self.write_files(unfinished, model, weights, report)
+            self.task.write_predictions(unfinished, predictions)
             for path in sorted(unfinished.iterdir()):
                 path.replace(self.output / path.name)
             unfinished.rmdir()
-        print(f"{self.output}: the model is saved, with the weights of {report['checkpoint']}")
-        for split in self.task.splits:
-            print(f"{split}: {in_words(report[split])}")
+        if self.settings.keep_checkpoints == 0:
+            self.checkpoints.remove_all()
+        print(self.summary(report))
         if self.settings.push_to_hub:
             self.push()
 
@@ -603,6 +700,30 @@ class Training:
             history=self.progress.history,
             name=self.output.resolve().name,
         )
+
+    def summary(self, report: dict) -> str:
+        """What is printed at the end: the metrics, whose weights the model has, how to open it, and the space that the
+        checkpoints take."""
+        lines = [f"{split}: {in_words(report[split])}" for split in self.task.splits]
+        lines.append(f"{self.output} has the model, with {self.delivered()}")
+        trust = ", trust_remote_code=True" if is_own(self.model_class) else ""
+        opening = f'{auto_class(self.model_class)}.from_pretrained("{self.output}"{trust})'
+        lines.append(f"  {opening} opens it; README.md has an example")
+        if self.checkpoints.complete():
+            size = f"{megabytes(self.checkpoints.folder):,.1f} MB"
+            lines.append(
+                f"{self.checkpoints.folder} takes {size} and can be removed, unless the run will be extended; "
+                "--keep_checkpoints 0 does so"
+            )
+        return "\n".join(lines)
+
+    def delivered(self) -> str:
+        """Which checkpoint the model of the finished run is, and why."""
+        progress, task = self.progress, self.task
+        if progress.best_checkpoint is None:
+            return f"the weights of the last step, {progress.step}, because there is no validation set"
+        step = int(progress.best_checkpoint.split("-")[1])
+        return f"the weights of step {step} of {progress.step}: the best validation {task.metric}, {progress.best:.4g}"
 
     def push(self) -> None:
         """Pushes the folder to the Hub.
@@ -728,6 +849,30 @@ def check_sources(settings: Settings) -> None:
         tensor_names(settings.model)  # our classes check the files of weights, those of transformers do not
 
 
+class LogLines(tqdm):
+    """A progress bar for log files, with a line for each state instead of one that is overwritten."""
+
+    displayed = -1
+
+    @staticmethod
+    def status_printer(file):
+        def print_status(text: str) -> None:
+            if text.strip():
+                file.write(f"{text}\n")
+                file.flush()
+
+        return print_status
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if self.n != self.displayed:
+            self.displayed = self.n
+            super().display(msg, pos)
+
+    @staticmethod
+    def write(text: str) -> None:
+        print(text, flush=True)
+
+
 def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> None:
     """The whole run: checks, training, evaluation, and the files of the result.
 
@@ -759,6 +904,9 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
         if main_process:
             output.check_space(sum(weight.numel() for weight in task.model.parameters()))
         training = Training(task, output.path)
+        if settings.dry_run:
+            rehearse(training)
+            return
         if main_process:
             output.prepare()
             for warning in shared_data(settings) if not training.checkpoints.complete() else ():

@@ -13,9 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
 from toolkit.files import read_json_object
-from toolkit.training.batches import PadOrFlatten
+from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.fingerprint import fingerprint, source_fingerprint
-from toolkit.training.loop import FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
+from toolkit.training.loop import Evaluation, FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
@@ -202,7 +202,7 @@ class Pretraining(FineTuning):
         # Computes the vocabulary's scores of the masked words only.
         options = {"sparse_prediction": True} if ours else {}
         if settings.config_file is None:
-            model = self.open_model(model_class, **options)
+            model = self.open_model(model_class.from_pretrained, **options)
         else:
             given = config_file_fields(settings.config_file)
             fitting = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
@@ -321,37 +321,53 @@ class Pretraining(FineTuning):
         return torch.stack([words, *pairs])
 
     def losses(self, model, batch):
-        return torch.stack([each.sum() for each in self.each_loss(model, batch)[:2]])
+        return torch.stack([each.sum() for each in self.each_loss(model, batch)[:3:2]])
 
     def each_loss(self, model, batch) -> list[torch.Tensor]:
-        """The loss of each masked word, `(N,)`; with next sentences also that of each pair, `(B,)`, and whether its
-        prediction is correct, `(B,)`."""
+        """The loss and the prediction of each masked word, `(N,)`; with next sentences also the loss of each pair,
+        `(B,)`, and whether its prediction is correct, `(B,)`."""
         labels, follows = batch["labels"], batch.get("next_sentence_label")
         ours = self.settings.implementation == "scratchbert"
         not_given = ("next_sentence_label",) if ours else ("next_sentence_label", "labels")
         outputs = model(**{name: value for name, value in batch.items() if name not in not_given})
         scores = outputs.logits if follows is None else outputs.prediction_logits
         labelled = labels != -100
-        words = cross_entropy((scores if ours else scores[labelled]).float(), labels[labelled], reduction="none")
+        scores = (scores if ours else scores[labelled]).float()
+        words = [cross_entropy(scores, labels[labelled], reduction="none"), scores.argmax(-1)]
         if follows is None:
-            return [words]
+            return words
         pairs = outputs.seq_relationship_logits.float()
-        return [words, cross_entropy(pairs, follows, reduction="none"), pairs.argmax(-1) == follows]
+        return [*words, cross_entropy(pairs, follows, reduction="none"), pairs.argmax(-1) == follows]
 
     def evaluate(self, model, split):
         """`loss`, as in training; `perplexity` of the masked words; loss and accuracy of pairs."""
 
-        def forward(model, batch) -> tuple[list[None], list[float]]:
-            words, *pairs = self.each_loss(model, batch)
-            sums = [words.double().sum().item(), len(words), *(each.double().sum().item() for each in pairs)]
-            starts = batch.get("cu_seq_lens_q")
-            return [None] * (len(batch["labels"]) if starts is None else len(starts) - 1), sums
+        def forward(model, batch) -> tuple[list[list[int]], list[float]]:
+            losses, predicted, *pairs = self.each_loss(model, batch)
+            sums = [losses.double().sum().item(), len(losses), *(each.double().sum().item() for each in pairs)]
+            masked = [int((row != -100).sum()) for row in unpadded(batch, batch["labels"])]
+            return [row.tolist() for row in predicted.split(masked)], sums
 
-        rows, (total, words, *pairs) = self.predict(model, split, forward)
+        predicted, (total, words, *pairs) = self.predict(model, split, forward)
         names = ("next_sentence_loss", "next_sentence_accuracy")
-        of_pairs = {name: each / len(rows) for name, each in zip(names, pairs, strict=False)}
+        of_pairs = {name: each / len(predicted) for name, each in zip(names, pairs, strict=False)}
         loss = total / words + of_pairs.get("next_sentence_loss", 0.0)
-        return {"loss": loss, "perplexity": perplexity(total, words), **of_pairs}
+        metrics = {"loss": loss, "perplexity": perplexity(total, words), **of_pairs}
+        return Evaluation(metrics, self.predictions(split, predicted))
+
+    def predictions(self, split: str, predicted: list[list[int]]) -> list[dict]:
+        """The masked sequences, with their masked words and the most probable ones."""
+        examples = self.splits[split].select_columns(["input_ids", "labels", "place"])
+        words = self.tokenizer.convert_ids_to_tokens
+        return [
+            {
+                "text": self.tokenizer.decode(example["input_ids"]),
+                "masked_words": words([label for label in example["labels"] if label != -100]),
+                "prediction": words(own),
+                "place": example["place"],
+            }
+            for example, own in zip(examples, predicted, strict=True)
+        ]
 
 
 def config_file_fields(path: str) -> dict:

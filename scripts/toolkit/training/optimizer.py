@@ -9,6 +9,8 @@ from torch import nn
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from toolkit.training.settings import named_values
+
 # Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 
@@ -42,8 +44,8 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     return list(groups.values())
 
 
-def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
-    """AdamW over the parameters that are trained.
+def make_optimizer(model: nn.Module, settings) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained.
 
     Raises:
         ValueError: there are none.
@@ -51,17 +53,46 @@ def make_optimizer(model: nn.Module, settings) -> torch.optim.AdamW:
     groups = parameter_groups(model, settings.learning_rate, settings.weight_decay, settings.layer_decay)
     if not groups:
         raise ValueError(f"--freeze is {settings.freeze}, which freezes all parameters; expected at least one to train")
-    return torch.optim.AdamW(groups, fused=True)  # one pass over the weights instead of a dozen
+    rate = settings.learning_rate  # each group has its own, but the polynomial schedule divides by this one
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, rate, momentum=0.9)
+    if settings.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, rate)
+    return torch.optim.AdamW(groups, rate, fused=True)  # one pass over the weights instead of a dozen
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings, steps: int):
-    """The learning-rate schedule over `steps` updates."""
-    return get_scheduler(
-        settings.schedule,
-        optimizer,
-        num_warmup_steps=round(settings.warmup_ratio * steps),
-        num_training_steps=steps,
-    )
+    """The learning-rate schedule over `steps` updates.
+
+    Raises:
+        ValueError: --lr_scheduler_kwargs has an argument that the schedule does not have, or lacks one.
+    """
+    arguments = named_values("lr_scheduler_kwargs", settings.lr_scheduler_kwargs)
+    try:
+        if arguments and settings.schedule.startswith("constant"):  # get_scheduler would ignore them
+            raise ValueError("it has none")
+        return get_scheduler(
+            settings.schedule,
+            optimizer,
+            num_warmup_steps=round(settings.warmup_ratio * steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=arguments,
+        )
+    except (TypeError, ValueError) as error:
+        given = ", ".join(settings.lr_scheduler_kwargs or []) or "missing"
+        raise ValueError(
+            f"--lr_scheduler_kwargs is {given}; expected arguments of {settings.schedule}: {error}"
+        ) from error
+
+
+def extend_schedule(schedule) -> None:
+    """Sets the learning rates of the next update, after the state of a shorter schedule was loaded."""
+    rates = [
+        base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    schedule._last_lr = rates
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:

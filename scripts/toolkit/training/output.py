@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from toolkit.files import write_text
-from toolkit.training.settings import Settings, changed_flags, recipe_of
+from toolkit.training.settings import EXTENDING, Settings, changed_flags, recipe_of
 
 RECIPE, CHECKPOINTS, LOCK = "recipe.yaml", "checkpoints", ".lock"
 
@@ -55,11 +55,13 @@ class OutputFolder:
             )
         if not is_empty and not recipe.exists():
             raise ValueError(f"--resume: {path} holds no run; {RECIPE} is missing there")
-        # Without a checkpoint the run starts from the beginning, and so may have other flags.
-        has_checkpoint = any((path / CHECKPOINTS).glob("step-*"))
-        if has_checkpoint and (other := changed_flags(settings, recipe)):
-            changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
-            raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
+        if has_checkpoint(settings):
+            check_flags(settings)
+        elif (path / "metrics.json").exists():
+            raise ValueError(
+                f"--resume: the run in {path} is finished, and its checkpoints were removed; expected a run with a "
+                "checkpoint. Start a new run in another --output, from this --model if it is to be trained further"
+            )
         if path.is_dir():
             self.acquire()
 
@@ -82,13 +84,28 @@ class OutputFolder:
     def check_space(self, parameters: int) -> None:
         """Raises OSError unless the disk has room for the checkpoints and the model."""
         # The checkpoints that are kept, the best one, and the one that is being written; and the model.
-        keep = self.settings.keep_checkpoints
+        keep = max(1, self.settings.keep_checkpoints)
         needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
         if (free := shutil.disk_usage(existing_folder(self.path)).free) < needed:
             raise OSError(
                 f"--output {self.path} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} "
                 f"GiB, which the run may need. A smaller --keep_checkpoints than {keep} needs less"
             )
+
+
+def has_checkpoint(settings: Settings) -> bool:
+    """Whether the run continues from a checkpoint. Without one it starts from the beginning, and may have other
+    flags."""
+    return settings.resume and any((Path(settings.output) / CHECKPOINTS).glob("step-*"))
+
+
+def check_flags(settings: Settings) -> None:
+    """Raises ValueError if flags differ from those of the run to continue. A finished run may be extended."""
+    path = Path(settings.output)
+    other = changed_flags(settings, path / RECIPE)
+    if other and not (other.keys() <= EXTENDING and (path / "metrics.json").exists()):
+        changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
+        raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
 
 
 def existing_folder(path: Path) -> Path:

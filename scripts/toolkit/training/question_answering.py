@@ -15,7 +15,7 @@ from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
 from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.loop import FineTuning, sources, tokenizer_of
+from toolkit.training.loop import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, map_rows, text_of
 from toolkit.training.settings import QuestionAnsweringSettings
@@ -102,7 +102,7 @@ class QuestionAnswering(FineTuning):
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
         threshold = self.make_threshold(self.rows.pop("train"))
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
-        self.model = self.open_model(CLASSES[settings.implementation], num_labels=2)
+        self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
         self.set_threshold(threshold)
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
@@ -184,6 +184,10 @@ class QuestionAnswering(FineTuning):
 
         return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
 
+    def shown(self, example):
+        answer = super().shown(example).split(" ")[example["start_positions"] : example["end_positions"] + 1]
+        return f"{super().shown(example)} → {' '.join(answer)}"
+
     # -- loss and metrics
 
     def counts(self, batch):
@@ -232,11 +236,19 @@ class QuestionAnswering(FineTuning):
         if best and split == "validation":
             self.set_threshold(best_threshold(spans, golds))
         texts = [with_no_answer([span], self.threshold)[0].text for span in spans]
-        if self.accelerator.is_main_process:
-            path = Path(self.settings.output) / f"predictions_{split}.json"
-            write_json(path, dict(zip(self.ids[split], texts, strict=True)), indent=1)
         threshold = {"null_threshold": self.threshold} if best else {}
-        return {"loss": loss} | compute("squad", texts, golds) | threshold
+        rows = self.rows[split].select_columns(["question", "answers", "place"])
+        predictions = [
+            {"id": each, **row, "prediction": text, "score": span.score}
+            for each, row, text, span in zip(self.ids[split], rows, texts, spans, strict=True)
+        ]
+        return Evaluation({"loss": loss} | compute("squad", texts, golds) | threshold, predictions)
+
+    def write_predictions(self, folder, predictions):
+        """Also writes the answers in the form that SQuAD's evaluation script reads."""
+        super().write_predictions(folder, predictions)
+        for split, rows in predictions.items():
+            write_json(folder / f"predictions_{split}.json", {row["id"]: row["prediction"] for row in rows}, indent=1)
 
 
 def ids_of(rows: Dataset) -> list[str]:

@@ -144,3 +144,7 @@ def smoothed(values: list[float]) -> list[float]:
             mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         smooth.append(mean / weight if math.isfinite(value) else math.nan)
     return smooth
+
+
+def plot_confusion(path, labels, references, predictions, title):
+    pass

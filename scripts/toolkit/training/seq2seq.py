@@ -1,7 +1,5 @@
 """Fine-tuning of generators on pairs of texts, from a BERT, a generator, or random weights."""
 
-import json
-
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
@@ -9,14 +7,24 @@ from transformers import DataCollatorForSeq2Seq
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
-from toolkit.training.loop import FineTuning, check_lengths, check_room, check_vocabulary, sources, tokenizer_of
+from toolkit.cli import shortened
+from toolkit.training.loop import (
+    Evaluation,
+    FineTuning,
+    check_lengths,
+    check_room,
+    check_vocabulary,
+    sources,
+    tokenizer_of,
+)
 from toolkit.training.metrics import compute, load, mean_loss, perplexity
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
-from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
+from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
 
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")
 LESS_IS_BETTER = {*SEQ2SEQ_METRICS["error_rate"], *SEQ2SEQ_METRICS["loss"]}
+SAMPLES = 3  # outputs that each evaluation prints
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
 
@@ -95,6 +103,10 @@ class Seq2Seq(FineTuning):
         """`input_ids` and `attention_mask`, `(B, S)`; `decoder_input_ids` and `labels`, -100 for padding, `(B, T)`."""
         return {**self.pad([{name: example[name] for name in ("input_ids", "labels")} for example in examples])}
 
+    def shown(self, example):
+        target = super().shown({"input_ids": example["labels"]})
+        return f"{super().shown(example)} → {target}"
+
     # -- model
 
     def make_model(self) -> ScratchBertForConditionalGeneration:
@@ -119,32 +131,26 @@ class Seq2Seq(FineTuning):
                 f"--{name} is given and --model is not a generator, so the cross-attention would stay random"
             )
         if is_generator:
-            return self.open_model(cls, **fields)
+            return self.open_model(cls.from_pretrained, **fields)
         special = {
             "decoder_start_token_id": self.tokenizer.cls_token_id,
             "eos_token_id": self.tokenizer.sep_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         if settings.config_file is None:
-            return cls.from_bert(settings.model, **special, **decoder, **fields)
+            return self.open_model(cls.from_bert, **special, **decoder, **fields)
         special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
         return cls(ScratchBertConfig.from_pretrained(settings.config_file, **{**special, **decoder, **fields}))
 
     def overridden_fields(self) -> dict:
-        """The fields of --config_overrides. A value is JSON, or else a string.
+        """The fields of --config_overrides.
 
         Raises:
             ValueError: one is not NAME=VALUE, or there is no such field.
         """
-        fields, known = {}, set(ScratchBertConfig().to_dict())
-        for override in self.settings.config_overrides or []:
-            name, equals, value = override.partition("=")
-            if not equals or name not in known:
-                raise ValueError(f"--config_overrides has {override!r}; expected FIELD=VALUE, of ScratchBertConfig")
-            try:
-                fields[name] = json.loads(value)
-            except json.JSONDecodeError:
-                fields[name] = value
+        fields = named_values("config_overrides", self.settings.config_overrides)
+        if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
+            raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
 
     def set_generation(self) -> None:
@@ -182,10 +188,17 @@ class Seq2Seq(FineTuning):
         texts, sums = self.predict(model, split, forward)
         metrics = {"loss": mean_loss(*sums), "perplexity": perplexity(*sums)}
         if not self.text_metrics:
-            return metrics
-        rows = self.splits[split]
-        predictions, references = items(rows["source"], rows["target"], texts)
-        return compute(self.text_metrics, predictions, references) | metrics
+            return Evaluation(metrics, [])
+        rows = self.splits[split].select_columns(["source", "target", "place"])
+        found = compute(self.text_metrics, *items(rows["source"], rows["target"], texts))
+        predictions = [{**row, "prediction": text} for row, text in zip(rows, texts, strict=True)]
+        return Evaluation(found | metrics, predictions)
+
+    def samples(self, predictions):
+        return [
+            f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
+            for row in predictions[:SAMPLES]
+        ]
 
     def generate(self, model, batch: dict) -> list[str]:
         """The text that the model generates for each source."""

@@ -5,6 +5,7 @@ Nothing here imports torch or transformers, so that `--help` answers at once.
 
 import argparse
 import importlib
+import json
 import math
 import sys
 import types
@@ -31,19 +32,22 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
                                            "dataset": "DATASET", "push_to_hub": "REPO"}  # fmt: skip
 
 # Flags that may differ between a run and its continuation: they change no weight.
-FREE_TO_CHANGE = {"resume", "output", "trust_checkpoints", "trackers", "push_to_hub", "hub_private", "keep_checkpoints",
-                  "log_steps", "save_steps", "eval_batch_size"}  # fmt: skip
+FREE_TO_CHANGE = {"resume", "dry_run", "output", "trust_checkpoints", "trackers", "push_to_hub", "hub_private",
+                  "keep_checkpoints", "log_steps", "save_steps", "eval_batch_size"}  # fmt: skip
 
-# Those of transformers that the number of updates and of warm-up updates define.
-SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
-             "inverse_sqrt")  # fmt: skip
+# With --resume these may grow, once the run is finished.
+EXTENDING = {"epochs", "max_steps"}
+
+# Those of transformers that do not depend on a metric.
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant",
+             "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay")  # fmt: skip
 
 # Before the values of a list in the parser's arguments: a value that begins with a hyphen is then not taken for a flag.
 # No command line can have this character.
 VALUE = "\0"
 
-COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "epochs", "max_steps",
-          "eval_steps", "save_steps", "keep_checkpoints", "log_steps", "early_stopping")  # fmt: skip
+COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps",
+          "save_steps", "log_steps", "early_stopping")  # fmt: skip
 
 
 def flag(default: Any, group: str, help: str, *aliases: str):
@@ -78,10 +82,19 @@ class Settings:
 
     batch_size: int = flag(32, "training", "sequences per batch, on each process")
     gradient_accumulation_steps: int = flag(1, "training", "batches per update, on each process")
-    epochs: int = flag(3, "training", "passes over the training set")
+    epochs: float = flag(3, "training", "passes over the training set; fractions such as 0.5 are supported")
     max_steps: int | None = flag(None, "training", "number of updates, instead of --epochs")
+    gradient_checkpointing: bool = flag(
+        False, "training", "compute activations again in the backward pass: less memory, slower"
+    )
+    optimizer: Literal["adamw", "adafactor", "sgd"] = flag(
+        "adamw", "training", "the optimizer of torch.optim; sgd has momentum 0.9"
+    )
     learning_rate: float = flag(5e-5, "training", "the maximum learning rate")
     schedule: Literal[SCHEDULES] = flag("linear", "training", "the learning-rate schedule, by transformers' name")
+    lr_scheduler_kwargs: list[str] | None = flag(
+        None, "training", "arguments of the schedule, as NAME=VALUE, such as num_cycles=2 for cosine_with_restarts"
+    )
     warmup_ratio: float = flag(0.1, "training", "share of the updates during which the learning rate rises")
     weight_decay: float = flag(0.01, "training", "AdamW's weight decay; not applied to biases and layer norms")
     layer_decay: float = flag(
@@ -108,8 +121,16 @@ class Settings:
 
     output: str | None = flag(None, "output", "the folder to write; new, empty, or that of the run to --resume")
     save_steps: int | None = flag(None, "output", "updates between checkpoints; default: at each evaluation")
-    keep_checkpoints: int = flag(2, "output", "number of checkpoints to keep, in addition to the best")
-    resume: bool = flag(False, "output", "continue the run in --output from its last checkpoint, if it has one")
+    keep_checkpoints: int = flag(
+        2, "output", "number of checkpoints to keep, in addition to the best; 0: none of them, once the run is finished"
+    )
+    resume: bool = flag(
+        False, "output", "continue the run in --output from its last checkpoint, if it has one; a finished run is "
+        "extended by more --epochs or --max_steps"
+    )  # fmt: skip
+    dry_run: bool = flag(
+        False, "output", "check model and data, show three rows, the lengths and an estimate of the time; write nothing"
+    )
     trust_checkpoints: bool = flag(
         False, "output", "resume from checkpoints of DeepSpeed or sharded FSDP, which can run code when they are read"
     )
@@ -138,8 +159,10 @@ class Settings:
                 raise ValueError(f"--{name} {value}: there is no such folder")
         for name in COUNTS:
             self.check_range(name, 1)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_rank", "seed"):
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_rank", "seed", "keep_checkpoints"):
             self.check_range(name, 0)
+        if self.epochs <= 0:
+            raise ValueError(f"--epochs is {self.epochs}; expected more than 0")
         for name in ("warmup_ratio", "layer_decay", "lora_dropout"):
             self.check_range(name, 0, 1)
         for name, value in vars(self).items():
@@ -476,6 +499,24 @@ def argument_of(name: str, annotation) -> dict:
     return {"type": annotation, "metavar": {int: "N", float: "X"}.get(annotation, metavar)}
 
 
+def named_values(flag: str, given: list[str] | None) -> dict[str, Any]:
+    """The values of a flag with NAME=VALUE entries. A value is JSON, or else a string.
+
+    Raises:
+        ValueError: an entry has another form.
+    """
+    values = {}
+    for entry in given or []:
+        name, equals, value = entry.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--{flag} has {entry!r}; expected NAME=VALUE")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
+
+
 def is_list(annotation) -> bool:
     """Whether a type is a list, or a list or None."""
     return list in map(get_origin, (annotation, *get_args(annotation)))
@@ -563,7 +604,7 @@ def recipe_of(settings: Settings) -> str:
     """The recipe, in YAML, of exactly this run, from its beginning. It can be run from any folder: its paths are
     absolute."""
     recipe = with_paths(asdict(settings), absolute)
-    del recipe["resume"]
+    del recipe["resume"], recipe["dry_run"]
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
 
 

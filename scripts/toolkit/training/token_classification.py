@@ -11,7 +11,7 @@ from transformers import BertForTokenClassification
 from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import FineTuning, sources, tokenizer_of
+from toolkit.training.loop import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
@@ -204,10 +204,15 @@ class TokenClassification(FineTuning):
         inside = f"I-{tag[2:]}"
         return inside if tag.startswith("B-") and inside in self.labels else tag
 
+    def shown(self, example):
+        tokens = super().shown(example).split(" ")
+        tags = [f"/{self.labels[label]}" if label != IGNORED else "" for label in example["labels"]]
+        return " ".join(map("".join, zip(tokens, tags, strict=True)))
+
     # -- model
 
     def make_model(self):
-        return self.open_model(CLASSES[self.settings.implementation], **label_fields(self.labels))
+        return self.open_model(CLASSES[self.settings.implementation].from_pretrained, **label_fields(self.labels))
 
     # -- loss and metrics
 
@@ -253,10 +258,11 @@ class TokenClassification(FineTuning):
         return tags, mean_loss(*sums)
 
     def evaluate(self, model, split):
-        (predictions, loss), references = self.predict_tags(model, split), list(self.rows[split]["tags"])
+        (tags, loss), references = self.predict_tags(model, split), list(self.rows[split]["tags"])
         if self.settings.scheme == "iob2":
-            return {"loss": loss} | compute(METRICS["iob2"], predictions, references)
-        predictions, references = (
-            [self.labels.index(tag) for row in rows for tag in row] for rows in (predictions, references)
-        )
-        return {"loss": loss} | compute(METRICS["plain"], predictions, references, average="macro")
+            metrics = compute(METRICS["iob2"], tags, references)
+        else:
+            numbers = ([self.labels.index(tag) for row in rows for tag in row] for rows in (tags, references))
+            metrics = compute(METRICS["plain"], *numbers, average="macro")
+        predictions = [{**row, "predicted_tags": own} for row, own in zip(self.rows[split], tags, strict=True)]
+        return Evaluation({"loss": loss} | metrics, predictions)
