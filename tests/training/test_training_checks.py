@@ -1,22 +1,28 @@
 """What a training run refuses or reports, because its result would be wrong without a word."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from decimal import Decimal
 
 import pytest
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from filelock import FileLock
-from transformers import BertConfig, BertModel
+from safetensors.torch import load_file
+from scipy.stats import pearsonr
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 import finetune_classification
 import finetune_seq2seq
 import finetune_token_classification
 import pretrain_mlm
-from support.finetuning import ROWS, TASKS, assert_one_line, main_of, read_settings, write_labels, write_rows
+from support.finetuning import ROWS, TASKS, TEXTS, assert_one_line, main_of, read_settings, write_labels, write_rows
 from support.models import tiny_config
-from toolkit.training.classification import label_order
+from toolkit.training.classification import Classification, label_name, label_order
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.loop import Training
 from toolkit.training.masked_lm import Pretraining
@@ -347,3 +353,145 @@ def test_a_saved_recipe_starts_a_run_from_its_beginning(flags, tmp_path):
     assert "resume" not in recipe.read_text()
     assert not read([str(recipe)]).resume
     assert finetune_classification.main([str(recipe), "--resume"]) == 0
+
+
+# ------------------------------------------------------------------------------------------ columns, labels and numbers
+
+
+def texts_of(argv: list[str]) -> list[str]:
+    """What the model reads of the training set."""
+    task = Classification(read_settings(ClassificationSettings, argv), Accelerator())
+    return [task.tokenizer.decode(ids, skip_special_tokens=False) for ids in task.train_set["input_ids"]]
+
+
+PAIRS = [{"premise": "good", "hypothesis": "bad", "label": 1}, {"premise": "film", "hypothesis": "fun", "label": 0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ({}, "[CLS] good [SEP] bad [SEP]"),
+        ({"text_column": "hypothesis"}, "[CLS] bad [SEP]"),
+        ({"text_column": "premise"}, "[CLS] good [SEP]"),
+        ({"text_column": "premise", "text_pair_column": "hypothesis"}, "[CLS] good [SEP] bad [SEP]"),
+        ({"text_pair_column": "premise", "text_column": "hypothesis"}, "[CLS] bad [SEP] good [SEP]"),
+    ],
+    ids=str,
+)
+def test_the_columns_of_pairs(given, first, flags, tmp_path):
+    assert texts_of(flags(write_rows(tmp_path / "pairs.jsonl", PAIRS), **given))[0] == first
+
+
+def test_pairs_are_pairs_in_every_split_and_row(flags, tmp_path, capsys):
+    train = write_rows(tmp_path / "pairs.jsonl", PAIRS)
+    single = write_rows(tmp_path / "single.jsonl", [{"premise": "good", "label": 1}])
+    argv = flags(train, validation_file=single)
+    assert_one_line(lambda: finetune_classification.main(argv), "there is no column 'hypothesis'", capsys)
+    rows = [{"sentence1": "good", "label": i % 2} for i in range(101)]
+    argv = flags(write_rows(tmp_path / "late.jsonl", [*rows[:100], {**rows[100], "sentence2": "a"}]))
+    assert_one_line(lambda: finetune_classification.main(argv), "row 101 (line 101): there is a second text", capsys)
+
+
+def test_a_column_of_labels_that_a_file_lacks(flags, tmp_path, capsys):
+    files = [
+        write_rows(tmp_path / "labels.jsonl", [{"text": "good", "labels": "a|b"}, {"text": "bad", "labels": ""}]),
+        write_rows(tmp_path / "tags.jsonl", [{"text": "good", "tags": "a"}]),
+    ]
+    argv = [*flags(None, problem="multi_label"), "--train_file", *files]
+    argv = [each for each in argv if not each.startswith("--train_file=")]
+    assert_one_line(
+        lambda: finetune_classification.main(argv), "tags.jsonl, row 1 (line 1): 'labels' is missing", capsys
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_are_trained_in_float32(dtype, model, flags, tmp_path):
+    """At this learning rate an update is less than a bfloat16 resolves."""
+    half = tmp_path / "half"
+    shutil.copytree(model, half)
+    BertModel.from_pretrained(model).to(dtype).save_pretrained(half)
+    assert finetune_classification.main(flags(model=half, epochs=2)) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (half, tmp_path / "run"))
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    name = "embeddings.token_type_embeddings.weight"
+    assert not torch.equal(before[name][0].float(), after[f"model.{name}"][0])
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_metrics_of_several_numbers_are_means_over_the_columns(flags, tmp_path):
+    rows = [{"text": text, "label": [i, 100 - i * i]} for i, text in enumerate(TEXTS)]
+    file = write_rows(tmp_path / "numbers.jsonl", rows)
+    assert finetune_classification.main(flags(file, validation_file=file, problem="regression")) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())["validation"]
+    predictions = (tmp_path / "run" / "predictions_validation.jsonl").read_text().splitlines()
+    found, labels = (torch.tensor([json.loads(each)[name] for each in predictions]) for name in ("prediction", "label"))
+    pearson = [pearsonr(found[:, i], labels[:, i]).statistic for i in range(2)]
+    assert metrics["pearson"] == pytest.approx(sum(pearson) / 2, rel=1e-4)
+    assert metrics["mean_squared_error"] == pytest.approx(((found - labels) ** 2).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "message"),
+    [
+        ({"label": [1, 2]}, {"labels": "x"}, "the label is [1, 2]; expected 1 numbers"),
+        ({"label": 1}, {"labels": ["x", "y"]}, "the label is 1; expected 2 numbers"),
+    ],
+    ids=str,
+)
+def test_rows_have_as_many_numbers_as_labels(row, given, message, flags, tmp_path, capsys):
+    argv = flags(write_rows(tmp_path / "rows.jsonl", [{"text": "good", **row}]), problem="regression")
+    labels = given["labels"] if isinstance(given["labels"], list) else [given["labels"]]
+    assert_one_line(lambda: finetune_classification.main([*argv, "--labels", *labels]), message, capsys)
+
+
+def test_held_out_rows_have_as_many_numbers_as_the_training_set(flags, tmp_path, capsys):
+    train, other = (write_rows(tmp_path / f"{n}.jsonl", [{"text": "good", "label": [1] * n}]) for n in (1, 2))
+    argv = flags(train, validation_file=other, problem="regression")
+    assert_one_line(lambda: finetune_classification.main(argv), "2.jsonl, row 1 (line 1): the label is [1, 1]", capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--labels", "a"], "--labels is a; expected two labels or more"),
+        (["--label_separator", "", "--problem", "multi_label"], "--label_separator is empty;"),
+        (["--seed", str(2**32)], f"--seed is {2**32}; expected 0 to {2**32 - 1}"),
+        (["--freeze", "²"], "--freeze is ²; expected"),
+        (["--train_file", "a.csv"], "--train_file is given 2 times; expected once"),
+    ],
+)
+def test_flags_that_are_refused(argv, message, flags, capsys):
+    assert_one_line(lambda: finetune_classification.main([*flags(), *argv]), message, capsys)
+
+
+def test_labels_as_zeros_and_ones_are_refused(flags, tmp_path, capsys):
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "good", "labels": [1, 0, 1]}])
+    argv = flags(file, problem="multi_label")
+    assert_one_line(lambda: finetune_classification.main(argv), "the label is [1, 0, 1]; expected the name of", capsys)
+
+
+def test_numbers_as_labels_are_sorted_by_value():
+    names = ["10.5", "2.5", "1", "-0.5", "0.5", "text", "nan", "1_0"]
+    assert sorted(names, key=label_order) == ["-0.5", "1_0", "nan", "text", "0.5", "1", "2.5", "10.5"]
+    assert [label_name(Decimal(text)) for text in ("1.0", "2.50", "-3")] == ["1", "2.50", "-3"]
+
+
+def test_a_classifier_of_other_labels_gets_a_new_head(model, flags, tmp_path, capsys):
+    old = tmp_path / "old"
+    shutil.copytree(model, old)
+    classifier = BertForSequenceClassification.from_pretrained(model, num_labels=3)
+    classifier.save_pretrained(old)
+    assert finetune_classification.main(flags(model=old, freeze="encoder")) == 0
+    assert f"{old} has no weights of classifier; they are random" in capsys.readouterr().out
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    assert after["classifier.weight"].shape == (2, 32)
+    assert torch.equal(after["model.pooler.dense.weight"], classifier.bert.pooler.dense.weight)
+
+
+def test_weights_of_other_shapes_than_the_configuration(model, flags, tmp_path, capsys):
+    wrong = tmp_path / "wrong"
+    shutil.copytree(model, wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    argv = flags(model=wrong)
+    assert_one_line(lambda: finetune_classification.main(argv), "of shape (37, 32); expected (40, 32)", capsys)

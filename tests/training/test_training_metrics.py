@@ -107,6 +107,13 @@ def test_matthews_correlation_of_one_label_is_0(predictions, references):
 labels = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20)
 
 
+def test_f1_of_several_labels_is_the_mean_over_those_that_occur():
+    assert compute("f1", [[1]] * 4, [[1], [0], [0], [0]], average="macro") == {"f1": pytest.approx(2 / 5)}
+    predicted, right = [[1, 0, 0], [1, 1, 0]], [[1, 1, 0], [1, 1, 0]]
+    assert compute("f1", predicted, right, average="macro") == {"f1": pytest.approx((1 + 2 / 3) / 2)}
+    assert compute("f1", [[0, 0]], [[0, 0]], average="macro") == {"f1": 0}
+
+
 @settings(max_examples=40)
 @given(pairs=labels, randomness=st.randoms(use_true_random=False))
 def test_labels_agree_with_scikit_learn_in_any_order(pairs, randomness):

@@ -1,6 +1,7 @@
 """The harmonic mean of precision and recall."""
 
 import evaluate
+import numpy as np
 from datasets import Features, List, Value
 from sklearn.metrics import f1_score
 
@@ -28,4 +29,11 @@ class F1(evaluate.Metric):
     def _compute(self, predictions, references, average="binary"):
         if average not in AVERAGES:
             raise ValueError(f"average is {average!r}; expected one of {', '.join(AVERAGES)}")
-        return {"f1": f1_score(references, predictions, average=average, zero_division=0.0)}
+        options = {"average": average, "zero_division": 0.0}
+        references, predictions = np.asarray(references), np.asarray(predictions)
+        if references.ndim == 2 and average != "binary":
+            occurring = np.flatnonzero((references + predictions).any(0))
+            options["labels"] = occurring if len(occurring) else [0]
+            # Another column, because scikit-learn takes a single one for the two labels 0 and 1.
+            references, predictions = (np.pad(each, ((0, 0), (0, 1))) for each in (references, predictions))
+        return {"f1": f1_score(references, predictions, **options)}

@@ -43,6 +43,9 @@ class Progress:
     processes: int = 1
     data: dict[str, str] = field(default_factory=dict)  # the fingerprint of each split
     history: list[dict] = field(default_factory=list)
+    window: list[tuple[float, int, float]] = field(
+        default_factory=list
+    )  # loss, tokens and seconds since the last point
 
 
 class Checkpoints:

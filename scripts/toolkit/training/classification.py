@@ -3,6 +3,8 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
+from decimal import Decimal
 
 import torch
 from torch import nn
@@ -28,8 +30,8 @@ METRICS = {
     "regression": ["correlation", "mean_squared_error"],
 }
 
-# Labels that are sorted by value. `str.isdigit` accepts signs such as ², which `int` does not.
-INTEGER = re.compile(r"-?[0-9]{1,18}")
+# Labels that are sorted by value. `float` accepts more, such as "nan", "infinity" and "1_0".
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 class Classification(FineTuning):
@@ -63,21 +65,40 @@ class Classification(FineTuning):
         settings, columns = self.settings, columns_of(source)
         text = find_column(columns, settings.text_column, TEXTS, "the text (--text_column)")
         label = find_column(columns, settings.label_column, LABELS, "the label (--label_column)")
-        pair = settings.text_pair_column or next((name for name in SECOND_TEXTS if name in columns), None)
-        if pair is not None:
-            find_column(columns, pair, (), "the second text (--text_pair_column)")
+        pair = self.find_pair_column(columns)
 
         def check(row: dict) -> dict:
-            kept = {"text": text_of(row, text), "label": self.read_label(row.get(label))}
+            if label not in row:
+                raise ValueError(f"{label!r} is missing")
+            if pair is None and (late := self.default_pair_column(row)):
+                raise ValueError(f"there is a second text, {late!r}, unlike in the first rows; expected it in all rows")
+            kept = {"text": text_of(row, text), "label": self.read_label(row[label])}
             return kept | ({"text_pair": text_of(row, pair)} if pair else {})
 
         return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+
+    def find_pair_column(self, columns: list[str]) -> str | None:
+        """The column of the second texts: that of the training set, in every split; None: there are no second texts.
+
+        Raises:
+            ValueError: it is missing in this split.
+        """
+        if not self.splits:  # the training set
+            self.pair_column = self.settings.text_pair_column or self.default_pair_column(columns)
+        if self.pair_column is not None:
+            find_column(columns, self.pair_column, (), "the second text (--text_pair_column)")
+        return self.pair_column
+
+    def default_pair_column(self, columns: Iterable[str]) -> str | None:
+        """The column of second texts with a usual name. With --text_column, flags name all columns."""
+        is_default = self.settings.text_column is None and self.settings.text_pair_column is None
+        return next((name for name in SECOND_TEXTS if name in columns), None) if is_default else None
 
     def read_label(self, value) -> list:
         """The labels, or the numbers, of a row.
 
         Raises:
-            ValueError: there are none, or one is not among the labels.
+            ValueError: there are none, one is not among the labels, or there are not as many numbers as labels.
         """
         if self.settings.problem == "regression":
             try:
@@ -86,6 +107,8 @@ class Classification(FineTuning):
                 numbers = []
             if not numbers or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"the label is {value!r}; expected finite numbers")
+            if self.labels and len(numbers) != len(self.labels):
+                raise ValueError(f"the label is {value!r}; expected {len(self.labels)} numbers")
             return numbers
         if self.settings.problem == "multi_label" and not isinstance(value, list):
             value = ("" if value is None else str(value)).split(self.settings.label_separator)
@@ -93,6 +116,8 @@ class Classification(FineTuning):
         names = [name for name in names if name]
         if self.settings.problem == "single_label" and len(names) != 1:
             raise ValueError(f"the label is {value!r}; expected one label" if names else "the label is empty")
+        if len(set(names)) < len(names):
+            raise ValueError(f"the label is {value!r}; expected the name of each label once, not 0 or 1 for each label")
         if self.labels and (unknown := [name for name in names if name not in self.labels]):
             raise ValueError(f"the label is {unknown[0]!r}; expected one of {', '.join(self.labels)}")
         return names
@@ -184,15 +209,21 @@ class Classification(FineTuning):
 
         scores, sums = self.predict(model, split, forward)
         logits, labels = torch.tensor(scores), self.splits[split]["labels"]
-        options = {"average": "macro"} if self.settings.problem != "regression" else {}
         if self.settings.problem == "regression":
-            predictions, labels = logits.flatten().tolist(), [number for row in labels for number in row]
-        elif self.settings.problem == "multi_label":
+            metrics = self.regression_metrics(logits, torch.tensor(list(labels)))
+            return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
+        if self.settings.problem == "multi_label":
             predictions, labels = (logits > 0).int().tolist(), torch.tensor(list(labels)).int().tolist()
         else:
             predictions = logits.argmax(-1).tolist()
-        metrics = compute(METRICS[self.settings.problem], predictions, list(labels), **options)
+        metrics = compute(METRICS[self.settings.problem], predictions, list(labels), average="macro")
         return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
+
+    def regression_metrics(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        """The mean of each metric over the numbers of a row, `(N, L)`."""
+        columns = zip(predictions.T.tolist(), labels.T.tolist(), strict=True)
+        found = [compute(METRICS["regression"], *column) for column in columns]
+        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
     def predictions(self, split: str, logits: torch.Tensor) -> list[dict]:
         """The rows with the predicted label and its probability; several labels, or the numbers."""
@@ -235,14 +266,15 @@ def label_name(value) -> str:
     """
     if value is None:
         return ""
-    if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+    is_number = isinstance(value, float | Decimal)
+    if not isinstance(value, str | int | float | Decimal) or (is_number and not math.isfinite(value)):
         raise ValueError(f"the label is {value!r}; expected a text or a finite number")
-    if isinstance(value, float) and value.is_integer():
+    if is_number and value == int(value):
         value = int(value)
     return str(value).strip()
 
 
-def label_order(name: str) -> tuple[int, bool, str]:
-    """A sort key: integers by value, and texts at 0."""
-    is_integer = INTEGER.fullmatch(name) is not None
-    return int(name) if is_integer else 0, not is_integer, name
+def label_order(name: str) -> tuple[Decimal, bool, str]:
+    """A sort key: numbers by value, and texts at 0."""
+    is_number = NUMBER.fullmatch(name) is not None
+    return Decimal(name if is_number else 0), not is_number, name

@@ -116,15 +116,26 @@ class Task(ABC):
         self.splits, self.rows, self.new_weights = {}, {}, set()
 
     def open_model(self, open_checkpoint: Callable, **fields):
-        """The model of --model, with these fields of its configuration. Sets `new_weights` and, if the run starts anew,
-        prints their modules.
+        """The model of --model in float32, with these fields of its configuration. Sets `new_weights` and, if the run
+        starts anew, prints their modules. A model head of another size is one of them.
 
         Args:
             open_checkpoint: `from_pretrained` of a class, or a method like it.
+
+        Raises:
+            ValueError: a weight below the model head has another shape than in the configuration.
         """
+        # Updates are too small for weights in half precision: --mixed_precision keeps the weights in float32 as well.
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
         with without_loading_reports():
-            model, info = open_checkpoint(self.settings.model, output_loading_info=True, **fields)
-        self.new_weights = set(info["missing_keys"])
+            model, info = open_checkpoint(self.settings.model, **options, **fields)
+        for name, stored, expected in info["mismatched_keys"]:
+            if name.startswith(f"{model.base_model_prefix}."):
+                raise ValueError(
+                    f"--model {self.settings.model} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
+                    "as its configuration says"
+                )
+        self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
         if self.new_weights and not has_checkpoint(self.settings):
             new = ", ".join(modules_of(self.new_weights))
             self.accelerator.print(
@@ -343,7 +354,6 @@ class Training:
         self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints(), steps=self.steps)
         set_seed(self.settings.seed + self.accelerator.process_index)  # dropout differs between processes
         self.stop_signal: int | None = None
-        self.window: list[tuple[float, int, float]] = []  # loss, tokens, seconds of the updates since the last point
         self.stop_agreed = False
 
     @functools.cached_property
@@ -548,8 +558,9 @@ class Training:
 
     def note(self, bar, loss: float, tokens: int, seconds: float) -> None:
         """Shows an update, and adds a point to the curves every `log_steps` updates."""
-        self.window.append((loss, tokens, seconds))
-        rate = sum(tokens for _, tokens, _ in self.window) / sum(seconds for *_, seconds in self.window)
+        window = self.progress.window
+        window.append((loss, tokens, seconds))
+        rate = sum(tokens for _, tokens, _ in window) / sum(seconds for *_, seconds in window)
         bar.set_postfix(
             loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s", refresh=False
         )
@@ -558,10 +569,10 @@ class Training:
             self.log()
 
     def log(self) -> None:
-        if not self.window:
+        if not self.progress.window:
             return
-        losses, tokens, seconds = zip(*self.window, strict=True)
-        self.window.clear()
+        losses, tokens, seconds = zip(*self.progress.window, strict=True)
+        self.progress.window.clear()
         point = {
             "loss": sum(losses) / len(losses),
             "learning_rate": max(self.schedule.get_last_lr()),

@@ -108,7 +108,7 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
     if what is None:
         return
     blocks = model.config.num_hidden_layers
-    if what not in ("embeddings", "encoder") and not (what.isdigit() and int(what) <= blocks):
+    if what not in ("embeddings", "encoder") and not (what.isascii() and what.isdigit() and int(what) <= blocks):
         raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks, at most {blocks}")
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{model.base_model_prefix}.")

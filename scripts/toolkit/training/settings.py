@@ -159,10 +159,11 @@ class Settings:
                 raise ValueError(f"--{name} {value}: there is no such folder")
         for name in COUNTS:
             self.check_range(name, 1)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_rank", "seed", "keep_checkpoints"):
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_rank", "keep_checkpoints"):
             self.check_range(name, 0)
         if self.epochs <= 0:
             raise ValueError(f"--epochs is {self.epochs}; expected more than 0")
+        self.check_range("seed", 0, 2**32 - 1)  # as NumPy expects
         for name in ("warmup_ratio", "layer_decay", "lora_dropout"):
             self.check_range(name, 0, 1)
         for name, value in vars(self).items():
@@ -211,6 +212,8 @@ class LabelSettings(Settings):
         check_smoothing(self.label_smoothing)
         if self.class_weights and self.class_weights != ["balanced"] and self.labels is None:
             raise ValueError("--class_weights has numbers and --labels is missing; expected --labels, in their order")
+        if self.labels and len(self.labels) < 2 and getattr(self, "problem", "single_label") == "single_label":
+            raise ValueError(f"--labels is {self.labels[0]}; expected two labels or more")
         if self.labels and len(set(self.labels)) < len(self.labels):
             raise ValueError(f"--labels is {' '.join(self.labels)}; expected each label once")
 
@@ -231,7 +234,10 @@ class ClassificationSettings(LabelSettings):
         None, "data", "the column of the texts; default: text, sentence, sentence1, premise or question1"
     )
     text_pair_column: str | None = flag(
-        None, "data", "the column of the second texts; default: sentence2, hypothesis or question2, if there is one"
+        None,
+        "data",
+        "the column of the second texts; default: sentence2, hypothesis or question2, if there is one and "
+        "--text_column is not given",
     )
     label_column: str | None = flag(None, "data", "the column of the labels; default: label, labels or score")
     label_separator: str = flag(
@@ -251,6 +257,8 @@ class ClassificationSettings(LabelSettings):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.label_separator:
+            raise ValueError("--label_separator is empty; expected the text between two labels")
         if self.label_smoothing and self.problem != "single_label":
             raise ValueError(f"--label_smoothing is given with --problem {self.problem}; expected single_label")
         if self.metric is not None and self.metric not in self.metrics:
@@ -456,9 +464,10 @@ def parse(
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser(file, description, settings_class)
     try:
+        lists = {name for name, annotation in get_type_hints(settings_class).items() if is_list(annotation)}
+        check_repetitions(argv, lists)
         if argv and not argv[0].startswith("-"):
             argv = recipe_arguments(find_shipped(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]
-        lists = {name for name, annotation in get_type_hints(settings_class).items() if is_list(annotation)}
         given = vars(parser.parse_args(mark_values(argv, lists)))
         if given.get("config_file") is not None:
             given["config_file"] = str(find_shipped(given["config_file"]))
@@ -566,6 +575,14 @@ class RecipeLoader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+
+def check_repetitions(arguments: list[str], lists: set[str]) -> None:
+    """Raises ValueError if one of the flags `lists` is given twice: the parser would drop the first values."""
+    names = [each[2:].partition("=")[0].replace("-", "_") for each in arguments if each.startswith("--")]
+    for name in sorted(lists):
+        if (count := names.count(name)) > 1:
+            raise ValueError(f"--{name} is given {count} times; expected once, with all values after it")
 
 
 def mark_values(arguments: list[str], lists: set[str]) -> list[str]:
