@@ -6,7 +6,7 @@
     export.py my-summariser my-summariser-torch --format torch
 
 OUTPUT becomes a folder with the graph, which requires neither this package nor transformers, and, if MODEL has them,
-the tokenizer, config.json (without the model's code) and generation_config.json:
+the tokenizer, config.json (without references to the model's code) and generation_config.json:
 
     torch      model.pt2            torch.export.load(…).module()(input_ids=…, attention_mask=…, token_type_ids=…)
     onnx       model.onnx           onnxruntime.InferenceSession(…).run(None, {"input_ids": …, …}); weights of more

@@ -15,13 +15,15 @@ sampling, in at most --max_tokens tokens. Its rows are the inputs of the decoder
 token shows how the next one was predicted.
 
 The size of the picture grows with heads and tokens, so that every label is readable; a picture that would be too large
-raises an error. The labels of an SVG are text, which can be searched, in the fonts of the viewer.
+raises an error. The labels of an SVG are text, which can be searched, in the fonts of the viewer. The path of the
+written file is printed.
 
 Exit code: 0 the picture is written; 2 bad usage, or a checkpoint that cannot be opened or does not support the flags;
 no file is then written or changed.
 """
 
 import argparse
+import os
 import re
 import sys
 import warnings
@@ -68,8 +70,13 @@ def make_parser() -> Parser:
     return parser
 
 
+def title_of(model: str) -> str:
+    """The model's name in the picture: a hub id, or the last part of a folder's path."""
+    return os.path.basename(os.path.abspath(model)) if Path(model).is_dir() else model
+
+
 def plot(args) -> None:
-    """Opens the model, and writes the picture.
+    """Opens the model, writes the picture, and prints its path.
 
     Raises:
         CommandError: one of these is not possible.
@@ -82,9 +89,12 @@ def plot(args) -> None:
     with about(args.model):
         tokenizer, model, kind = open_for_attention(args.model, args.kind, args.decoder_text)
         found = attention(model, tokenizer, args.sentence, kind, args.decoder_text, args.max_tokens)
-        figure = draw(found, args.layers, args.heads, f"{found.kind} of {shortened(args.model, 40)}\n{found.text}")
+        figure = draw(
+            found, args.layers, args.heads, f"{found.kind} of {shortened(title_of(args.model), 40)}\n{found.text}"
+        )
     with about(args.output):
         save(figure, args.output)
+    print(args.output)
 
 
 def main(argv: list[str] | None = None) -> int:

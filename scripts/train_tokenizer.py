@@ -5,8 +5,9 @@
     train_tokenizer.py --train_file words.csv --column word phonemes --output g2p-tokenizer --pre_split whitespace \\
         --min_frequency 100
 
-The files are .txt, with a text on each line, .csv, .tsv, .jsonl or .parquet, all UTF-8. They may be larger than memory:
-they are read three times, row by row. The same files and flags give the same tokenizer, to the byte.
+The files are .txt, with a text on each line, .csv, .tsv, .json, .jsonl, all UTF-8 and also as .gz, or .parquet. A
+pattern, such as 'data/*.txt', stands for the files that match it. They may be larger than memory: they are read three
+times, row by row. The same files and flags give the same tokenizer, to the byte.
 
 --output becomes a folder with tokenizer.json, tokenizer_config.json and vocab.txt, which AutoTokenizer opens as a
 BertTokenizer. It appears when it is complete.
@@ -34,7 +35,7 @@ def make_parser() -> Parser:
                     usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
-                      ".csv, .tsv, .jsonl, .parquet")  # fmt: skip
+                      ".csv, .tsv, .json or .jsonl, each also as .gz, or .parquet; or patterns")  # fmt: skip
     data.add_argument(
         "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
     )

@@ -22,6 +22,7 @@ from toolkit.checkpoint import (
     class_name,
     config_fields,
     covering_classes,
+    kind_of,
     load,
     open_tokenizer_if_any,
     read_checkpoint,
@@ -409,9 +410,11 @@ def exporter_errors(what: str) -> Iterator[None]:
 
 
 def write_settings(folder: Path, source: str) -> None:
-    """Writes the tokenizer and the configurations beside the graphs. `auto_map` is omitted, because the model's code
-    is not there."""
-    fields = {name: value for name, value in config_fields(source).items() if name != "auto_map"}
+    """Writes the tokenizer and the configurations beside the graphs. The model's code is not there, so `auto_map` is
+    omitted, and so is our `model_type`: AutoTokenizer warns about a type that transformers does not know."""
+    fields = config_fields(source)
+    omitted = ("auto_map", "model_type") if kind_of(fields) == "scratchbert" else ("auto_map",)
+    fields = {name: value for name, value in fields.items() if name not in omitted}
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     generation = cached_file(source, "generation_config.json", _raise_exceptions_for_missing_entries=False)

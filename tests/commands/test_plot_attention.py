@@ -26,7 +26,6 @@ from support.models import randomise, tiny_config
 from toolkit import attention_plot
 from toolkit.attention_plot import Attention, attention, draw, save
 from toolkit.attention_plot import open_for_attention as open_model
-from toolkit.cli import shortened
 
 SENTENCE = "the dog sees a cat walking ."
 TOKENS = ["[CLS]", "the", "dog", "sees", "a", "cat", "walk", "##ing", ".", "[SEP]"]
@@ -283,7 +282,7 @@ def test_letters_that_no_font_has_are_remarked_on_in_a_png_alone(folders, tmp_pa
     for name, remark in (("a.svg", ""), ("a.png", "plot_attention.py: no font here has some of the letters")):
         assert plot_attention.main([folders["bert"], SENTENCE, "--output", str(tmp_path / name)]) == 0
         out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", bool(remark))
+        assert (out, err.count("\n")) == (f"{tmp_path / name}\n", bool(remark))
         assert err.startswith(remark)
 
 
@@ -296,11 +295,11 @@ def test_a_png_is_written(folders, tmp_path, capsys):
         plot_attention.main([folders["bert"], SENTENCE, "--output", str(path), "--layers", "1", "--heads", "0,2-3"])
         == 0
     )
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == (f"{path}\n", "")
     content = path.read_bytes()
     assert content.startswith(PNG)
     size = [int.from_bytes(content[at : at + 4], "big") for at in (16, 20)]  # in its first chunk
-    title = f"self-attention of {shortened(folders['bert'], 40)}\n{SENTENCE}"
+    title = f"self-attention of {Path(folders['bert']).name}\n{SENTENCE}"
     figure = draw(found_in(folders, "bert"), [1], [0, 2, 3], title)
     assert size == [int(side * 144) for side in figure.get_size_inches()]
     assert list(tmp_path.iterdir()) == [path]
@@ -310,12 +309,13 @@ def test_an_svg_is_written_whose_labels_are_text(folders, tmp_path, capsys):
     path = tmp_path / "a.svg"
     argv = [folders["seq2seq"], SENTENCE, "--output", str(path), "--decoder-text", TARGET, "--kind", "cross"]
     assert plot_attention.main(argv) == 0
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == (f"{path}\n", "")
     first = path.read_bytes()
     root = ElementTree.fromstring(first)
     assert root.tag.endswith("}svg")
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {*TOKENS, "it", "sleeps", "head 3", "layer 0", f"{SENTENCE} → {TARGET}"} <= set(texts)
+    title = {f"cross-attention of {Path(folders['seq2seq']).name}", f"{SENTENCE} → {TARGET}"}
+    assert title | {*TOKENS, "it", "sleeps", "head 3", "layer 0"} <= set(texts)
     assert texts.count("walk") == 4  # heads
     *maps, _ = root.iter("{http://www.w3.org/2000/svg}image")  # and the colour bar
     assert len(maps) == 4
@@ -324,6 +324,22 @@ def test_an_svg_is_written_whose_labels_are_text(folders, tmp_path, capsys):
         assert int.from_bytes(content[16:20], "big") > 10 * len(TOKENS)
     assert plot_attention.main(argv) == 0
     assert path.read_bytes() == first
+
+
+def test_title_has_no_local_path(tmp_path, monkeypatch):
+    (tmp_path / "my-bert").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "my-bert")
+    monkeypatch.chdir(tmp_path / "my-bert")
+    given = [
+        tmp_path / "my-bert",
+        f"{tmp_path}/my-bert/",
+        ".",
+        "../my-bert",
+        "../linked",
+        "google-bert/bert-base-uncased",
+    ]
+    titles = [plot_attention.title_of(str(model)) for model in given]
+    assert titles == [*["my-bert"] * 4, "linked", "google-bert/bert-base-uncased"]
 
 
 @pytest.mark.parametrize("before", [None, b"an older picture"])

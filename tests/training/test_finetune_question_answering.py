@@ -1,5 +1,6 @@
 """scripts/finetune_question_answering.py: rows, windows, losses, and answers with and without one."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -85,10 +86,12 @@ def nested(rows: list[dict]) -> dict:
     return {"version": "v2.0", "data": data}
 
 
+@pytest.mark.parametrize("name", ["dev.json", "dev.json.gz"])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_squads_own_files(tiny, tmp_path, task, indent):
-    path = tmp_path / "dev.json"
-    path.write_text(json.dumps(nested(ROWS), indent=indent), encoding="utf-8")
+def test_squads_own_files(tiny, tmp_path, task, indent, name):
+    path = tmp_path / name
+    content = json.dumps(nested(ROWS), indent=indent).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     files = {"train_file": [str(path)], "validation_file": [str(path)], "max_length": 32, "stride": 4}
     made, flat = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, **files), task()
     assert (
@@ -96,15 +99,31 @@ def test_squads_own_files(tiny, tmp_path, task, indent):
         == flat.rows["validation"].remove_columns("place").to_list()
     )
     assert made.rows["validation"]["place"][1:3] == [
-        "dev.json, article 1, paragraph 1, question 2",
-        "dev.json, article 1, paragraph 2, question 1",
+        f"{name}, article 1, paragraph 1, question 2",
+        f"{name}, article 1, paragraph 2, question 1",
     ]
 
 
-def test_json_lines_with_the_ending_of_squads(tiny, tmp_path):
-    path = write(tmp_path / "lines.json", ROWS)
+@pytest.mark.parametrize("first", [{}, {"data": []}], ids=["SQuAD's columns", "a column named data"])
+def test_json_lines_with_the_ending_of_squads(tiny, tmp_path, first):
+    path = write(tmp_path / "lines.json", [ROWS[0] | first, *ROWS[1:]])
     made = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, train_file=[path], stride=4)
     assert list(made.train_set["place"]) == [f"lines.json, row {n} (line {n})" for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_arrays_with_the_ending_of_squads(tiny, tmp_path, indent):
+    path = tmp_path / "rows.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS, indent=indent).encode()))
+    made = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, train_file=[str(path)], stride=4)
+    assert list(made.train_set["place"]) == [f"rows.json.gz, row {n}" for n in (1, 2, 3, 4)]
+
+
+def test_damaged_gzip_files_of_squads_form_are_named(tiny, tmp_path, capsys):
+    path = tmp_path / "dev.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(nested(ROWS)).encode())[:-20])
+    argv = ["--model", tiny, "--train_file", str(path), "--output", str(tmp_path / "out")]
+    assert_one_line(lambda: main(argv), f"{path} cannot be read: ", capsys)
 
 
 def test_answers_in_each_form():

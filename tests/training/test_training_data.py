@@ -1,6 +1,7 @@
 """toolkit.training.rows and .batches: rows and their places, bad rows, batches that cover every row."""
 
 import csv
+import gzip
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
+from support.finetuning import read_settings
 from support.folders import DATA
 from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit.training import rows as training_rows
@@ -35,6 +37,7 @@ from toolkit.training.rows import (
     stream_rows,
     text_of,
 )
+from toolkit.training.settings import ClassificationSettings, changed_flags, recipe_of
 
 # Any text but what counts as bad.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -127,6 +130,21 @@ def test_rows_of_json_lines_come_back(rows, name, newline, mark, ascii_only):
     assert read_back(name, mark + newline.join(lines).encode()) == expected
 
 
+@settings(max_examples=100)
+@given(
+    st.lists(st.dictionaries(TEXT | st.just('[{"a": "\\"}],'), JSON, max_size=3), min_size=1, max_size=6),
+    st.sampled_from([None, 0, 2]),
+    st.sampled_from([b"", b"\xef\xbb\xbf", b"\n \n"]),
+    st.booleans(),
+    st.sampled_from([1, 2, 7, 2**16]),
+)
+def test_rows_of_a_json_array_are_read_in_parts_of_any_size(rows, indent, mark, ascii_only, size):
+    content = mark + json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode() + b"\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_rows, "CHARACTERS_TOGETHER", size)
+        assert read_back("x.json", content) == [(f"x.json, row {number}", row) for number, row in enumerate(rows, 1)]
+
+
 @settings(max_examples=30)
 @given(st.lists(st.fixed_dictionaries({"text": TEXT, "tags": st.lists(st.integers(0, 9)) | st.none()}), min_size=1))
 def test_rows_of_parquet_come_back(rows):
@@ -144,6 +162,23 @@ def test_plain_text_is_a_row_a_line(write):
         ("x.txt, row 2 (line 3)", {"text": "  two "}),
         ("x.txt, row 3 (line 4)", {"text": '\tsaid "three, four"'}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.csv", b'\xef\xbb\xbftext\r\none\r\n\r\n"two\nlines"\r\n'),
+        ("x.tsv", b"text\tn\none\t1\n"),
+        ("x.jsonl", b'{"text": "one"}\n\n{"text": "two"}\n'),
+        ("x.json", b'{"text": "one"}\n'),
+        ("x.json", b'[{"text": "one"}, {"text": "two"}]'),
+        ("x.txt", "one\n\nzwei Käfer\n".encode()),
+    ],
+)
+def test_compressed_files_have_the_same_rows(name, content):
+    rows = [(place.replace(name, f"{name}.gz"), row) for place, row in read_back(name, content)]
+    assert read_back(f"{name}.gz", gzip.compress(content)) == rows
+    assert len(read_back(f"{name.upper()}.GZ", gzip.compress(content))) == len(rows)
 
 
 def test_many_rows_of_parquet_and_their_number(tmp_path):
@@ -164,6 +199,50 @@ def test_several_files_count_their_own_rows(tmp_path):
         "b.jsonl, row 1 (line 1)",
         f"{paths[2]}, row 1 (line 1)",
     ]
+
+
+def test_patterns_are_replaced_by_the_files_that_match_sorted(tmp_path, monkeypatch):
+    for name in ("b.txt", "a.txt", "c.txt.gz", "[1].txt", ".hidden.txt", "deep/er/a.txt", "deep/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(gzip.compress(b"x") if name.endswith(".gz") else b"x")
+    (tmp_path / "folder.txt").mkdir()
+
+    def files(*given) -> list[str]:
+        return [
+            path.relative_to(tmp_path).as_posix() for path in Source(files=[tmp_path / each for each in given]).files
+        ]
+
+    assert files("*.txt") == ["[1].txt", "a.txt", "b.txt"]
+    assert files("?.txt*") == ["a.txt", "b.txt", "c.txt.gz"]
+    assert files("[b-z].*", "a.txt") == ["b.txt", "c.txt.gz", "a.txt"]
+    assert files("**/a.txt") == ["a.txt", "deep/er/a.txt"]
+    assert files("[1].txt") == ["[1].txt"]  # a file that exists
+    monkeypatch.chdir(tmp_path)
+    assert Source(files=["*.txt"]).files == (Path("[1].txt"), Path("a.txt"), Path("b.txt"))
+
+
+def test_folders_with_brackets_are_not_patterns(tmp_path):
+    (tmp_path / "[data]").mkdir()
+    (tmp_path / "[data]" / "a.txt").write_text("x")
+    (source,) = Source(files=[tmp_path / "[data]" / "*.txt"]).files
+    assert source == tmp_path / "[data]" / "a.txt"
+
+
+def test_patterns_without_a_match_are_errors(tmp_path):
+    (tmp_path / "folder.csv").mkdir()
+    for pattern in ("*.csv", "missing/*.txt", "a[.txt", "folder.cs?"):
+        with pytest.raises(FileNotFoundError) as error:
+            Source(files=[tmp_path / pattern])
+        assert str(error.value).startswith(f"{tmp_path / pattern} matches no file; expected")
+
+
+def test_the_recipe_keeps_the_pattern(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ClassificationSettings(model="a/b", output="out", train_file=["rows-*.csv"], test_file=["more/?.csv"])
+    (tmp_path / "recipe.yaml").write_text(recipe_of(given))
+    again = read_settings(ClassificationSettings, ["recipe.yaml"])
+    assert (again.train_file, again.test_file) == ([f"{tmp_path}/rows-*.csv"], [f"{tmp_path}/more/?.csv"])
+    assert changed_flags(given, tmp_path / "recipe.yaml") == {}
 
 
 def test_a_field_may_be_longer_than_the_csv_module_likes(write):
@@ -243,6 +322,51 @@ def test_bad_rows_of_json_lines_do_not_stop_the_reading(write):
     assert rows[7:] == [{"text": "😀"}]
 
 
+@pytest.mark.parametrize("size", [1, 2**16])
+def test_bad_rows_of_a_json_array_do_not_stop_the_reading(size, write, monkeypatch):
+    monkeypatch.setattr(training_rows, "CHARACTERS_TOGETHER", size)
+    source = write(
+        "x.json",
+        b'[\n{"text": "good"},\n{"text": },\n7, "a, [text", ["a list", {}],\n{"text": "caf\xe9"}, {"a": 1]}, {}},'
+        b'{"deep": ["a\\u0000b"]},\n\n{"text": "last"},]\n',
+    )
+    rows = [row if isinstance(row, dict) else row.removeprefix("x.json, ") for _, row in read(source)]
+    assert rows == [
+        {"text": "good"},
+        "row 2: not valid JSON (Expecting value at character 10); expected an array of objects",
+        "row 3: a JSON int; expected an array of objects",
+        "row 4: a JSON str; expected an array of objects",
+        "row 5: a JSON list; expected an array of objects",
+        "row 6: 'text' is not valid UTF-8",
+        "row 7: not valid JSON (Expecting ',' delimiter at character 8); expected an array of objects",
+        "row 8: not valid JSON (Extra data at character 3); expected an array of objects",
+        "row 9: 'deep' has a zero byte in it",
+        {"text": "last"},
+        "row 11: not valid JSON (Expecting value at character 1); expected an array of objects",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "problem"),
+    [
+        ('[{"n": 1}, {"n": 2}', 1, "not valid JSON (the array has no end); the rest of the file is lost with this row"),
+        ('[{"n": 1},', 1, "not valid JSON (the array has no end)"),
+        ('[{"n": 1}, {"n": "2}, {"n": "3"}, {"n": "4"}]', 1, "not valid JSON (the array has no end)"),
+        ('[{"n": 1}]\n \n{"n": 2}', 1, "not valid JSON (text after the end of the array)"),
+        ("[,]", 0, "not valid JSON (Expecting value at character 1)"),
+        ('[{"n": "' + "many words " * 100 + '"}, {"n": 2}]', 0, "the row has more than 1,000 characters; the rest"),
+        ("[" * 100_000, 0, "the row has more than 1,000 characters"),
+    ],
+    ids=["no end", "no end after a comma", "no quotation mark", "text after it", "comma", "long", "deep"],
+)
+def test_what_ends_a_json_array_is_reported_as_its_last_row(content, good, problem, write, monkeypatch):
+    monkeypatch.setattr(training_rows, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(training_rows, "CHARACTERS_TOGETHER", 100)
+    rows = [row for _, row in read(write("x.json", content))]
+    assert rows[:good] == [{"n": 1}] * good
+    assert rows[good].startswith(f"x.json, row {good + 1}: {problem}")
+
+
 def test_bad_rows_of_parquet_and_text_do_not_stop_the_reading(write, tmp_path):
     texts = pa.array([b"good", b"caf\xe9", b"good\0", None, b"last"]).view(pa.string())
     parquet.write_table(pa.table({"text": texts}), tmp_path / "x.parquet")
@@ -262,12 +386,25 @@ def test_bad_rows_of_parquet_and_text_do_not_stop_the_reading(write, tmp_path):
         ("x.csv", b"text,label\n\n\n", "x.csv has no rows"),
         ("x.txt", b"\n \n", "x.txt has no rows"),
         ("x.jsonl", b"", "x.jsonl has no rows"),
+        ("x.json", b" [\n]\n", "x.json has no rows"),
+        ("x.txt.gz", gzip.compress(b""), "x.txt.gz has no rows"),
         ("x.csv", b"text,text\na,b\n", "x.csv has 'text' twice in the header"),
         ("x.csv", "text,label\na,b\n".encode("utf-16"), "x.csv has an invalid header: .* expected a UTF-8 file"),
         ("x.csv", b'"text"s,label\na,b\n', "x.csv has an invalid quotation or field in the header"),
         ("x.parquet", b"not this", "x.parquet cannot be read: .*[Pp]arquet"),
     ],
-    ids=["empty", "header alone", "blank", "no lines", "same name", "UTF-16", "broken header", "no Parquet"],
+    ids=[
+        "empty",
+        "header alone",
+        "blank",
+        "no lines",
+        "empty array",
+        "empty gzip",
+        "same name",
+        "UTF-16",
+        "broken header",
+        "no Parquet",
+    ],
 )
 def test_a_file_that_makes_no_sense_is_an_error(name, content, message, write):
     source = write(name, content)
@@ -276,6 +413,33 @@ def test_a_file_that_makes_no_sense_is_an_error(name, content, message, write):
             start(source)
         assert str(error.value).startswith(str(source.files[0]))
         assert "\n" not in str(error.value)
+
+
+LINES = {
+    ".csv": "text\n" + "".join(f"word {n}\n" for n in range(1000)),
+    ".tsv": "text\n" + "".join(f"word {n}\n" for n in range(1000)),
+    ".jsonl": "".join(f'{{"text": "word {n}"}}\n' for n in range(1000)),
+    ".json": json.dumps([{"text": f"word {n}"} for n in range(1000)]),
+    ".txt": "".join(f"word {n}\n" for n in range(1000)),
+}
+
+
+@pytest.mark.parametrize("ending", LINES)
+@pytest.mark.parametrize("damage", ["truncated", "corrupt", "wrong checksum", "not gzip"])
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_damaged_gzip_files_are_errors_of_one_line(ending, damage, make, write):
+    whole = gzip.compress(LINES[ending].encode(), mtime=0)
+    content = {
+        "truncated": whole[:-100],
+        "corrupt": whole[:-1000] + b"\xff" * 500 + whole[-500:],
+        "wrong checksum": whole[:-8] + b"\0" * 8,
+        "not gzip": LINES[ending].encode(),
+    }[damage]
+    source = write(f"x{ending}.gz", content)
+    with pytest.raises(OSError, match=r"cannot be read: .*; expected a complete gzip file$") as error:
+        list(make(source, keep_text, "skip"))
+    assert str(error.value).startswith(f"{source.files[0]} cannot be read: ")
+    assert "\n" not in str(error.value)
 
 
 def test_an_empty_parquet_file_is_an_error(tmp_path):
@@ -292,6 +456,9 @@ def test_a_source_is_files_that_exist_or_a_name(tmp_path):
         Source(files=[tmp_path / "folder.csv"])
     with pytest.raises(ValueError, match=r"x.xls has the unknown ending '.xls'; expected one of .csv, .tsv, .jsonl"):
         Source(files=["x.xls"])
+    for name, ending in (("x.parquet.gz", ".parquet.gz"), ("x.gz", ".gz"), ("x", "")):
+        with pytest.raises(ValueError, match=f"{name} has the unknown ending '{ending}'; expected one of .*, .csv.gz"):
+            Source(files=[name])
     for neither_or_both in ({}, {"files": [DATA / "movie_reviews.csv"], "name": "a/b"}):
         with pytest.raises(ValueError, match="expected either files or the name"):
             Source(**neither_or_both)
@@ -362,8 +529,8 @@ def test_the_column_that_is_named_or_the_first_there_is(write):
 
 def test_columns_of_json_lines_are_those_of_many_rows(write):
     assert columns_of(write("x.jsonl", '{"b": 1}\n[]\n{"a": 1, "b": 2}\n')) == ["b", "a"]
-    with pytest.raises(BadRow, match=r"x.json, row 1 \(line 1\): a JSON list"):
-        columns_of(write("x.json", '[{"a": 1}]\n{"a": \n'))
+    with pytest.raises(BadRow, match=r"x.jsonl, row 1 \(line 1\): a JSON list"):
+        columns_of(write("x.jsonl", '[{"a": 1}]\n{"a": \n'))
 
 
 @pytest.mark.parametrize(
@@ -465,16 +632,19 @@ def test_nothing_is_cached(write, cache):
 # Streams
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "txt", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json", "txt", "parquet", "txt.gz"])
 def test_a_stream_never_holds_the_file(kind, tmp_path):
     path, rows, row = tmp_path / f"x.{kind}", 3000, {"text": "many words " * 500}
     if kind == "parquet":
         parquet.write_table(pa.Table.from_pylist([row] * rows), path, use_dictionary=False, compression=None)
+    elif kind == "json":
+        path.write_text(json.dumps([row] * rows))
     else:
         line = json.dumps(row) if kind == "jsonl" else row["text"]
-        path.write_text("text\n" * (kind == "csv") + f"{line}\n" * rows)
+        content = "text\n" * (kind == "csv") + f"{line}\n" * rows
+        path.write_bytes(gzip.compress(content.encode(), 1) if kind == "txt.gz" else content.encode())
     budget, arrows_budget = 2_000_000, 10_000_000
-    assert path.stat().st_size > 8 * budget
+    assert kind == "txt.gz" or path.stat().st_size > 8 * budget
     arrow = pa.total_allocated_bytes()
     tracemalloc.start()
     try:

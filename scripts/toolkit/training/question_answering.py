@@ -17,7 +17,19 @@ from toolkit.spans import Answer, Feature, best_spans, context_windows, position
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.loop import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
-from toolkit.training.rows import Source, as_row, columns_of, find_column, keep_rows, load_rows, map_rows, text_of
+from toolkit.training.rows import (
+    Source,
+    as_row,
+    columns_of,
+    ending_of,
+    find_column,
+    first_character,
+    keep_rows,
+    load_rows,
+    map_rows,
+    open_text,
+    text_of,
+)
 from toolkit.training.settings import QuestionAnsweringSettings
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
@@ -28,19 +40,30 @@ COLUMNS = ("question", "context", "answers")
 
 
 def articles(path: Path) -> list | None:
-    """The articles of a file in SQuAD's nested form; None if it is JSON lines.
+    """The articles of a file in SQuAD's nested form; None if it is in another.
 
     Raises:
         OSError: it cannot be read.
     """
-    if path.suffix.lower() != ".json":
+    if ending_of(path) not in (".json", ".json.gz"):
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogateescape"))
-    except (ValueError, RecursionError):
-        return None
+    with open_text(path) as file:
+        if (bracket := first_character(file)) != "{":
+            return None
+        first, second = bracket + file.readline(), next((line for line in file if not line.isspace()), "")
+        if second and parse_json(first) is not None:  # JSON lines
+            return None
+        content = parse_json(first + second + file.read())
     found = content.get("data") if isinstance(content, dict) else None
     return found if isinstance(found, list) else None
+
+
+def parse_json(text: str):
+    """The value that `text` is in JSON; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def nested_rows(path: Path) -> Iterator[tuple[str, dict]]:

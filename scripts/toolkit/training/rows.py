@@ -1,15 +1,20 @@
 """Reading rows from files or from the Hub, each with its place, and stopping at invalid rows or skipping them."""
 
 import csv
+import glob
+import gzip
 import json
 import logging
+import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import TextIO
 
 import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, IterableDataset, List, load_dataset
@@ -19,9 +24,18 @@ from pyarrow import parquet
 
 logger = logging.getLogger(__name__)
 
-# The longest field of a CSV file, in characters. Python's default, 131,072, is less than a long article; without a
-# limit, an unclosed quotation mark would read the rest of the file into memory.
+# The longest field of a CSV file and the longest row of a JSON array, in characters. Python's default for CSV, 131,072,
+# is less than a long article; without a limit, an unclosed quotation mark would read the rest of the file into memory.
 LONGEST_FIELD = 2**24
+
+# The characters of a JSON array that are read at once.
+CHARACTERS_TOGETHER = 2**16
+
+# A JSON string after its opening quotation mark, up to the closing one, the group, or to the end of the text.
+JSON_STRING = re.compile(r'(?:[^"\\]++|\\.)*+(")?', re.DOTALL)
+
+# Brackets and commas of JSON outside of strings, and strings.
+JSON_MARKS = re.compile(rf'"{JSON_STRING.pattern}|[][{{}},]', re.DOTALL)
 
 # The number of rows that the report on skipped rows lists.
 LISTED_ROWS = 5
@@ -45,15 +59,16 @@ class Source:
     """Where rows come from: local files, one after the other, or a dataset on the Hub.
 
     Args:
-        files: `.csv` and `.tsv`, both with a header and with quotation marks as spreadsheets write them; `.jsonl` and
-            `.json`, an object on each line; `.parquet`; and `.txt`, a row on each line, in the column `text`. All are
-            UTF-8.
+        files: `.csv` and `.tsv`, both with a header and with quotation marks as spreadsheets write them; `.jsonl`, an
+            object on each line; `.json`, the same or an array of objects; `.txt`, a row on each line, in the column
+            `text`; and `.parquet`. Text is UTF-8, and may be compressed: `.csv.gz`. A value that is not a file and has
+            `*`, `?` or `[` is a pattern, replaced by the files that match it, sorted.
         name: `user/dataset` on the Hub, or a folder that `datasets.load_dataset` opens.
         config: the configuration of the dataset, if it has several.
         split: such as `train` or `train[:1000]`; required with `name`.
 
     Raises:
-        OSError: a file is missing.
+        OSError: a file is missing, or a pattern matches none.
         ValueError: a file has an unknown ending; there are both files and a name, or neither; or there is no split.
     """
 
@@ -63,14 +78,14 @@ class Source:
     split: str | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "files", tuple(map(Path, self.files)))
+        object.__setattr__(self, "files", tuple(path for given in self.files for path in expand(Path(given))))
         if bool(self.files) == (self.name is not None):
             raise ValueError(f"the source of rows is {self!r}; expected either files or the name of a dataset")
         if self.name is not None and self.split is None:
             raise ValueError(f"{self.name} has no split; expected one, such as 'train'")
         for path in self.files:
-            if path.suffix.lower() not in READERS:
-                raise ValueError(f"{path} has the unknown ending {path.suffix!r}; expected one of {', '.join(READERS)}")
+            if (ending := ending_of(path)) not in READERS:
+                raise ValueError(f"{path} has the unknown ending {ending!r}; expected one of {', '.join(READERS)}")
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: there is no such file")
 
@@ -83,12 +98,33 @@ class Source:
         return [(path, path.name if names[path.name] == 1 else str(path)) for path in self.files]
 
 
+def expand(path: Path) -> list[Path]:
+    """The files that a pattern matches, sorted; of a path that is no pattern, the path.
+
+    Raises:
+        FileNotFoundError: the pattern matches no file.
+    """
+    if path.is_file() or not glob.has_magic(str(path)):
+        return [path]
+    # The name of a folder that exists may have brackets.
+    folder = next(each for each in path.parents if each.is_dir())
+    names = glob.glob(str(path.relative_to(folder)), root_dir=folder, recursive=True)
+    if not (found := [folder / name for name in sorted(names) if (folder / name).is_file()]):
+        raise FileNotFoundError(f"{path} matches no file; expected a file, or a pattern of files that exist")
+    return found
+
+
+def ending_of(path: Path) -> str:
+    """The ending of a file's name by which it is read, such as .csv or .csv.gz."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
+
+
 def read_rows(source: Source, streaming: bool = False) -> Iterator[tuple[str, dict | BadRow]]:
     """All rows, one at a time, each with its place.
 
     A place is "reviews.csv, row 3 (line 4)": rows count from 1, without the header and empty lines, which are skipped;
-    the line is the one in which the row starts. Rows of Parquet and of the Hub have no line. Labels that a dataset
-    stores as numbers with names are replaced by the names.
+    the line is the one in which the row starts. Rows of JSON arrays, of Parquet and of the Hub have no line. Labels
+    that a dataset stores as numbers with names are replaced by the names.
 
     Args:
         streaming: read a dataset from the Hub directly, without a copy on the disk.
@@ -107,7 +143,7 @@ def read_files(parts: list[tuple[Path, str]]) -> Iterator[tuple[str, dict | BadR
     """`read_rows` for files, each with its name in messages."""
     for path, name in parts:
         number = 0
-        for number, (line, row) in enumerate(READERS[path.suffix.lower()](path), 1):
+        for number, (line, row) in enumerate(READERS[ending_of(path)](path), 1):
             place = f"{name}, row {number}" + ("" if line is None else f" (line {line})")
             yield place, as_row(place, row)
         if not number:
@@ -150,9 +186,19 @@ def is_utf8(text: str) -> bool:
 # A reader yields each row's line (None: it has none), and its columns or, as a string, what is wrong with it.
 
 
-def open_text(path: Path, newline: str | None = None):
-    """Opens a text file. Bytes that are not UTF-8 are read as surrogates, without an error."""
-    return open(path, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+@contextmanager
+def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """Opens a text file, which may be compressed. Bytes that are not UTF-8 are read as surrogates, without an error.
+
+    Raises:
+        OSError: a compressed file is damaged or incomplete; also while it is read.
+    """
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline) as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise OSError(f"{path} cannot be read: {error}; expected a complete gzip file") from error
 
 
 def read_csv(path: Path, delimiter: str) -> Iterator[tuple[int, dict | str]]:
@@ -203,15 +249,78 @@ def check_header(path: Path, header: list[str] | str) -> None:
         raise ValueError(f"{path} has {', '.join(map(repr, twice))} twice in the header; expected different names")
 
 
-def read_json(path: Path) -> Iterator[tuple[int, dict | str]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict | str]]:
     """Rows of JSON lines."""
     for line, row in read_text(path):
-        try:
-            row = json.loads(row["text"])
-        except (ValueError, RecursionError) as error:
-            yield line, f"not valid JSON ({error}); expected an object on each line"
-            continue
-        yield line, row if isinstance(row, dict) else f"a JSON {type(row).__name__}; expected an object on each line"
+        yield line, parse_object(row["text"], "an object on each line")
+
+
+def parse_object(text: str, expected: str) -> dict | str:
+    """The object that `text` is in JSON; or, as a string, what is wrong with it."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Not its line, which counts from the beginning of `text`.
+        problem = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        return f"not valid JSON ({problem}); expected {expected}"
+    return row if isinstance(row, dict) else f"a JSON {type(row).__name__}; expected {expected}"
+
+
+def read_json(path: Path) -> Iterator[tuple[int | None, dict | str]]:
+    """Rows of a JSON array or, if the file begins otherwise, of JSON lines."""
+    with open_text(path) as file:
+        if first_character(file) == "[":
+            yield from ((None, row) for row in read_array(file))
+            return
+    yield from read_json_lines(path)
+
+
+def first_character(file: TextIO) -> str:
+    """Reads a file up to its first character that is not blank, and returns it; "" if there is none."""
+    while (character := file.read(1)).isspace():
+        pass
+    return character
+
+
+def read_array(file: TextIO) -> Iterator[dict | str]:
+    """Rows of a JSON array whose opening bracket was read, one in memory at a time. An invalid row ends at its comma;
+    one with an unclosed bracket or quotation mark is the last."""
+    text, depth, quoted, after_comma = "", 0, False, False
+    for part in json_parts(file):
+        start = position = 0
+        if quoted:
+            string = JSON_STRING.match(part)
+            position, quoted = string.end(), string[1] is None
+        for match in JSON_MARKS.finditer(part, position):
+            mark = part[match.start()]
+            if mark == '"':
+                quoted = match[1] is None
+            elif mark in "[{":
+                depth += 1
+            elif depth and mark in "]}":
+                depth -= 1
+            elif not depth and mark in ",]":
+                text += part[start : match.start()]
+                if mark == "," or after_comma or text.strip():
+                    yield parse_object(text.strip(), "an array of objects")
+                text, start, after_comma = "", match.end(), True
+                if mark == "]":
+                    if any(map(str.strip, chain([part[start:]], json_parts(file)))):
+                        yield "not valid JSON (text after the end of the array); expected one array of objects"
+                    return
+        text += part[start:]
+        if len(text) > LONGEST_FIELD:
+            yield f"the row has more than {LONGEST_FIELD:,} characters; the rest of the file is lost with it"
+            return
+    yield "not valid JSON (the array has no end); the rest of the file is lost with this row"
+
+
+def json_parts(file: TextIO) -> Iterator[str]:
+    """The text of a file in parts that do not end between a backslash and the character after it."""
+    while part := file.read(CHARACTERS_TOGETHER):
+        while part.endswith("\\") and (more := file.read(1)):
+            part += more
+        yield part
 
 
 def read_text(path: Path) -> Iterator[tuple[int, dict]]:
@@ -251,11 +360,12 @@ def errors_about(name: Path | str):
 READERS = {
     ".csv": partial(read_csv, delimiter=","),
     ".tsv": partial(read_csv, delimiter="\t"),
-    ".jsonl": read_json,
+    ".jsonl": read_json_lines,
     ".json": read_json,
     ".parquet": read_parquet,
     ".txt": read_text,
 }
+READERS |= {f"{ending}.gz": read for ending, read in READERS.items() if ending != ".parquet"}
 
 
 def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadRow]]:

@@ -66,7 +66,12 @@ class Settings:
         "scratchbert", "model", "our classes, or those of transformers"
     )
 
-    train_file: list[str] | None = flag(None, "data", "files to train on: .csv, .tsv, .jsonl, .parquet, .txt")
+    train_file: list[str] | None = flag(
+        None,
+        "data",
+        "files to train on: .csv, .tsv, .json, .jsonl or .txt, each also as .gz, or .parquet; or patterns such as "
+        "'data/*.csv'",
+    )
     validation_file: list[str] | None = flag(None, "data", "files for evaluations during the training")
     test_file: list[str] | None = flag(None, "data", "files for one evaluation of the finished model")
     dataset: str | None = flag(None, "data", "instead of files: the hub id or folder of a dataset")
