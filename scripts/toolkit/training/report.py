@@ -14,11 +14,20 @@ from pathlib import Path
 from toolkit.cli import how_to_install
 from toolkit.files import atomic_file, to_json, write_json
 from toolkit.model_card import History, cell
+from toolkit.training.metrics import metric_range
 
-# Metrics of each label, such as DATE_precision, that are left out of progress lines and curves, where they would be
-# most of the text. Each label's F1 is shown; metrics.json and the model card have all metrics.
+# Metrics of each label, such as DATE_precision, that are left out of progress lines, where they would be most of the
+# text. Each label's F1 is shown; metrics.json and the model card have all metrics.
 DETAILS = ("_precision", "_recall", "_number")
-MOST_CURVES = 12  # the metrics that are drawn at most
+
+MOST_PANELS = 6  # of curves.png
+DPI = 150
+VALIDATION = {"color": "tab:orange", "marker": "o", "markersize": 4, "linewidth": 1.2, "clip_on": False}
+
+# A perplexity that falls by more than this factor, as from random weights, is drawn on a logarithmic scale.
+LARGEST_LINEAR_RATIO = 100
+
+LARGEST_DRAWN = 1e300
 
 # A loss curve with more points than this is smoothed.
 MOST_UNSMOOTHED = 25
@@ -39,35 +48,44 @@ def in_words(metrics: Mapping) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in headline(metrics).items())
 
 
-def plot_curves(path: Path, history: History, metric_names: Sequence[str]) -> None:
-    """Draws the loss and the learning rate over the steps, and beside them the metrics of evaluations.
+def plot_curves(path: Path, history: History, metric_names: Sequence[str], task: str | None = None) -> None:
+    """Draws the loss of the training and of the evaluations, and each metric, over the steps: up to `MOST_PANELS`
+    panels in two columns. The learning rate is drawn where a panel would be empty.
 
     Without matplotlib nothing is drawn, and one line on standard error reports it.
 
     Args:
         path: of the PNG.
-        metric_names: the metrics to draw, in this order; "loss" is drawn with the training loss.
+        metric_names: the metrics, in this order; those without a value, and those without room, are left out.
+        task: the Hub's name of it, which some ranges depend on; see `metric_range`.
     """
     pyplot = open_pyplot()
     if pyplot is None:
         return
     evaluations = [(point["step"], to_json(point["validation"])) for point in history if "validation" in point]
     log = [point for point in history if "loss" in point]
-    drawn = [name for name in metric_names if name != "loss" and any(name in values for _, values in evaluations)]
-    drawn = drawn[:MOST_CURVES]
-    figure = pyplot.figure(figsize=(13 if drawn else 7, max(4.8, 1.8 * len(drawn))), layout="constrained")
-    left, *right = figure.subfigures(1, 2 if drawn else 1, squeeze=False)[0]
-    draw_training(left, log, evaluations)
-    for panel in right:
-        draw_metrics(panel, drawn, evaluations)
-    last = max((point["step"] for point in history), default=1)
-    for axis in figure.axes:
-        axis.set_xlim(0, 1.04 * last)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(color="lightgrey", linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-    with atomic_file(Path(path)) as temporary:
-        figure.savefig(temporary, dpi=120)
+    drawn = [name for name in metric_names if any(name in values for _, values in evaluations)][: MOST_PANELS - 1]
+    rows = len(drawn) // 2 + 1
+    with pyplot.style.context("default"):  # dark text on white, whatever the user's style
+        figure, axes = pyplot.subplots(rows, 2, figsize=(10, 0.4 + 2.8 * rows), layout="constrained", squeeze=False)
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+        panels = iter(axes.flat)
+        draw_loss(next(panels), log, evaluations)
+        for name in drawn:
+            draw_metric(next(panels), name, evaluations, metric_range(name, task))
+        for axis in panels:  # one at most
+            draw_learning_rate(axis, log)
+        last = max((point["step"] for point in history), default=0) or 1
+        for axis in figure.axes:
+            axis.set_xlim(0, 1.04 * last)
+            axis.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+            axis.xaxis.set_major_formatter("{x:,.0f}")
+            axis.grid(color="lightgrey", linewidth=0.5)
+            axis.spines[["top", "right"]].set_visible(False)
+        for axis in axes[-1]:
+            axis.set_xlabel("step")
+        with atomic_file(Path(path)) as temporary:
+            figure.savefig(temporary, dpi=DPI)
     pyplot.close(figure)
 
 
@@ -77,7 +95,7 @@ def open_pyplot():
     try:
         import matplotlib  # an extra
     except ImportError:
-        print(f"curves.png is not drawn: {how_to_install(['matplotlib'])}", file=sys.stderr)
+        print(f"no pictures are drawn: {how_to_install(['matplotlib'])}", file=sys.stderr)
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -85,42 +103,59 @@ def open_pyplot():
     return pyplot
 
 
-def draw_training(figure, log: History, evaluations: list) -> None:
-    """Draws the training loss (faint), its smoothed curve and the loss of evaluations; below them the learning rate."""
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+def draw_loss(axis, log: History, evaluations: list) -> None:
+    """Draws the training loss (faint), its smoothed curve and the loss of evaluations."""
     steps, losses = [point["step"] for point in log], numbers(point["loss"] for point in log)
     if len(log) > MOST_UNSMOOTHED:
-        loss.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
-        loss.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
+        axis.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
+        axis.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
     elif log:
-        loss.plot(steps, losses, ".-", color="tab:blue", linewidth=1.2, label="training")
+        axis.plot(steps, losses, ".-", color="tab:blue", linewidth=1.2, label="training")
     evaluated = [(step, values["loss"]) for step, values in evaluations if "loss" in values]
     if evaluated:
-        loss.plot(*over_steps(evaluated), "o-", color="tab:orange", markersize=4, linewidth=1.2, label="validation")
-    loss.set_ylabel("loss")
-    if loss.lines:
-        loss.legend(frameon=False, fontsize="small")
+        axis.plot(*over_steps(evaluated), label="validation", **VALIDATION)
+    axis.set_title("loss", loc="left")
+    set_limits(axis, metric_range("loss"))
+    if axis.lines:
+        axis.legend(frameon=False, fontsize="small")
+
+
+def draw_metric(axis, name: str, evaluations: list, bounds: tuple[float, float]) -> None:
+    """Draws a metric of the evaluations, within its range. Its last value is written above."""
+    points = [(step, values[name]) for step, values in evaluations if name in values]
+    axis.plot(*over_steps(points), **VALIDATION)
+    axis.set_title(name, loc="left")
+    if points[-1][1] is not None:
+        axis.set_title(f"last: {cell(points[-1][1])}", loc="right", fontsize="small", color="dimgrey")
+    set_limits(axis, bounds)
+
+
+def draw_learning_rate(axis, log: History) -> None:
     rates = numbers(point.get("learning_rate") for point in log)
-    rate.plot(steps, rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey", linewidth=1.2)
-    rate.set_ylim(bottom=0)
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    rate.set_ylabel("learning rate")
-    rate.set_xlabel("step")
+    axis.plot([point["step"] for point in log], rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey")
+    axis.set_title("learning rate", loc="left")
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter("{x:.2g}")
 
 
-def draw_metrics(figure, names: list[str], evaluations: list) -> None:
-    """Draws each metric in axes of its own, because their scales differ."""
-    axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, name in zip(axes, names, strict=True):
-        points = [(step, values[name]) for step, values in evaluations if name in values]
-        axis.plot(*over_steps(points), "o-", color="tab:green", markersize=4, linewidth=1.2)
-        axis.set_title(name, loc="left", fontsize="medium")
-        axis.margins(y=0.25)
-        # The last value, which the model card has as well, is written beside its point.
-        step, value = points[-1]
-        if value is not None:
-            axis.annotate(cell(value), (step, value), (0, 5), textcoords="offset points", ha="right", fontsize="small")
-    axes[-1].set_xlabel("step")
+def set_limits(axis, bounds: tuple[float, float]) -> None:
+    """Sets the limits of the values to those that are drawn, with a margin, but not beyond `bounds`."""
+    values = [y for line in axis.lines for y in line.get_ydata() if math.isfinite(y)]
+    low, high = bounds
+    if not values:
+        low = low if math.isfinite(low) else 0
+        axis.set_ylim(low, high if math.isfinite(high) else low + 1)
+        return
+    lowest, highest = min(values), max(values)
+    if not low <= lowest <= highest <= high:  # another scale than expected, such as per cent
+        low, high = -math.inf, math.inf
+    if low > 0 and highest > LARGEST_LINEAR_RATIO * lowest:
+        axis.set_yscale("log")
+        axis.set_ylim(max(lowest / 2, low), 2 * highest)
+        return
+    size = high - low if math.isfinite(high - low) else max(abs(lowest), abs(highest)) or 1
+    margin = max(0.1 * (highest - lowest), (0.1 * size - (highest - lowest)) / 2)
+    axis.set_ylim(max(lowest - margin, low), min(highest + margin, high))
 
 
 def over_steps(points: list[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
@@ -129,8 +164,8 @@ def over_steps(points: list[tuple[int, float | None]]) -> tuple[list[int], list[
 
 
 def numbers(values) -> list[float]:
-    """The values as floats; NaN, which is not drawn, for None and infinities."""
-    return [math.nan if value is None or not math.isfinite(value) else float(value) for value in values]
+    """The values as floats; NaN, which is not drawn, for None, infinities, and numbers too large for matplotlib."""
+    return [float(value) if value is not None and abs(value) < LARGEST_DRAWN else math.nan for value in values]
 
 
 def smoothed(values: list[float]) -> list[float]:
