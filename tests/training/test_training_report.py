@@ -21,7 +21,7 @@ from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
 from toolkit.training import report as training_report
 from toolkit.training.metrics import RANGES, main_metrics, metric_range
-from toolkit.training.report import MOST_PANELS, headline, plot_curves, smoothed, write_metrics
+from toolkit.training.report import MOST_PANELS, headline, plot_confusion, plot_curves, smoothed, write_metrics
 from toolkit.training.settings import SEQ2SEQ_METRICS, ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -479,6 +479,87 @@ def test_without_matplotlib_a_line_says_so_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for _ in range(2):
         plot_curves(tmp_path / "curves.png", HISTORY, ["accuracy"])
+        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], [0, 1], [0, 0], "validation")
     training_report.open_pyplot.cache_clear()
     assert capsys.readouterr().err.count("matplotlib is not installed") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------- confusion matrix
+
+
+@pytest.fixture
+def confusion(tmp_path, axes):
+    """Draws a confusion matrix, and returns its axes."""
+
+    def draw(labels, references, predictions, title="validation"):
+        plot_confusion(tmp_path / "confusion_matrix.png", labels, references, predictions, title)
+        assert [path.name for path in tmp_path.iterdir()] == ["confusion_matrix.png"]
+        return axes()[0]
+
+    return draw
+
+
+def texts(axis) -> list[str]:
+    return [text.get_text() for text in axis.texts]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_rows_of_a_confusion_matrix_are_the_true_labels(kind, confusion):
+    """Colours are shares of the row; a label that never occurs has none."""
+    axis = confusion(["no", "yes", "maybe"], kind([0, 0, 0, 0, 1]), kind([0, 0, 0, 1, 2]))
+    assert axis.images[0].get_array().tolist() == [[0.75, 0.25, 0], [0, 0, 1], [0, 0, 0]]
+    assert axis.images[0].get_clim() == (0, 1)
+    assert texts(axis) == ["3", "1", "0", "0", "0", "1", "0", "0", "0"]
+    assert [(text.get_position()) for text in axis.texts][:3] == [(0, 0), (1, 0), (2, 0)]
+    for labels in (axis.get_yticklabels(), axis.get_xticklabels()):
+        assert [label.get_text() for label in labels] == ["no", "yes", "maybe"]
+    assert (axis.get_ylabel(), axis.get_xlabel()) == ("true label", "predicted label")
+    assert axis.get_title(loc="left") == "validation"
+
+
+def test_labels_of_a_confusion_matrix_may_be_names(confusion):
+    assert texts(confusion(["1", "0"], ["0", "0", "1"], ["0", "1", "1"])) == ["1", "0", "1", "1"]
+
+
+@pytest.mark.parametrize(("count", "written"), [(15, 225), (16, 0), (60, 0)])
+def test_counts_are_written_for_few_labels(count, written, confusion):
+    axis = confusion([f"label {i}" for i in range(count)], range(count), [0] * count)
+    assert len(texts(axis)) == written
+    assert len(axis.get_yticklabels()) == count
+
+
+@pytest.mark.parametrize(("labels", "items"), [([f"{i}" for i in range(61)], [0]), (["a", "b"], []), ([], [])])
+def test_no_confusion_matrix_of_many_labels_or_of_no_items(labels, items, tmp_path):
+    plot_confusion(tmp_path / "confusion_matrix.png", labels, items, items, "validation")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_long_labels_are_shortened_in_the_middle_and_no_formula(confusion, recwarn):
+    labels = ["customer_service_complaint_1", "customer_service_complaint_2", "$x^2$ \n y", "日本"]
+    axis = confusion(labels, range(4), range(4), title="$validation")
+    shown_labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert shown_labels == ["customer_s…mplaint_1", "customer_s…mplaint_2", "$x^2$ y", "日本"]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_confusion_matrix_is_drawn_on_white(tmp_path):
+    with pyplot.style.context("dark_background"):
+        plot_confusion(tmp_path / "x.png", ["a", "b"], [0, 1], [0, 1], "validation")
+    pixels = image.imread(tmp_path / "x.png")
+    assert pixels[0, 0].tolist() == pixels[-1, -1].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("references", "predictions", "message"),
+    [
+        ([0, 1], [0], "1 predictions and 2 references; expected as many"),
+        ([2], [0], "a label is 2; expected one of a, b, or its number"),
+        (["a"], ["c"], "a label is 'c'; expected one of a, b"),
+        ([0], [-1], "a label is -1; expected one of a, b"),
+    ],
+)
+def test_a_confusion_matrix_of_unknown_labels_is_refused(references, predictions, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], references, predictions, "validation")
     assert list(tmp_path.iterdir()) == []
