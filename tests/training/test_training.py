@@ -402,18 +402,18 @@ def test_what_a_run_leaves(arguments, tmp_path):
 def test_a_run_ends_with_the_results(make_training, tmp_path, monkeypatch, capsys):
     run = make_training(test_file=REVIEWS)
     results = {
-        "validation": {"loss": 0.25, "accuracy": 0.75, "good_precision": 1.0},
-        "test": {"loss": 0.5, "accuracy": 0.625, "good_precision": 0.0},
+        "validation": {"loss": 0.25, "f1": 0.7, "accuracy": 0.75, "good_precision": 1.0, "good_f1": 0.9},
+        "test": {"loss": 0.5, "f1": 0.6, "accuracy": 0.625, "good_precision": 0.0, "good_f1": 0.0},
     }
     drawn = []
     monkeypatch.setattr(run.task, "evaluate", lambda model, split: results[split])
-    monkeypatch.setattr(training, "plot_curves", lambda path, history, names: drawn.extend(names))
+    monkeypatch.setattr(training, "plot_curves", lambda path, history, *names: drawn.extend(names))
     run.finish()
     *_, saved, validation, test = capsys.readouterr().out.splitlines()
     assert saved.startswith(f"{tmp_path / 'run'}: ")
-    assert validation == "validation: loss 0.2500, accuracy 0.7500"
-    assert test == "test: loss 0.5000, accuracy 0.6250"
-    assert drawn == ["loss", "accuracy"]
+    assert validation == "validation: loss 0.2500, f1 0.7000, accuracy 0.7500, good_f1 0.9000"
+    assert test == "test: loss 0.5000, f1 0.6000, accuracy 0.6250, good_f1 0.0000"
+    assert drawn == [["accuracy", "f1"], "text-classification"]
     report = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert {split: report[split] for split in results} == results
 

@@ -20,7 +20,9 @@ from toolkit import model_card
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
 from toolkit.training import report as training_report
-from toolkit.training.report import MOST_CURVES, headline, plot_curves, smoothed, write_metrics
+from toolkit.training.metrics import RANGES, main_metrics, metric_range
+from toolkit.training.report import MOST_PANELS, headline, plot_confusion, plot_curves, smoothed, write_metrics
+from toolkit.training.settings import SEQ2SEQ_METRICS, ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -277,31 +279,136 @@ def lines(axis) -> dict[str, list[tuple[float, float]]]:
     return {line.get_label(): [(float(x), float(y)) for x, y in line.get_xydata()] for line in axis.lines}
 
 
-def test_the_picture_has_loss_rate_and_a_strip_for_each_metric(tmp_path, axes):
+def titles(axes) -> list[str]:
+    return [axis.get_title(loc="left") for axis in axes]
+
+
+def evaluations(*values: dict) -> list[dict]:
+    return [{"step": 10 * i, "epoch": i, "validation": each} for i, each in enumerate(values, 1)]
+
+
+def test_the_picture_has_both_losses_each_metric_and_in_the_last_panel_the_learning_rate(tmp_path, axes):
     later = {"step": 1500, "epoch": 2.25, "validation": {"loss": 0.55, "accuracy": 0.8, "f1": math.nan}}
-    plot_curves(tmp_path / "curves.png", [*HISTORY, later], ["loss", "accuracy", "f1", "absent"])
-    loss, rate, accuracy, f1 = axes()
+    plot_curves(tmp_path / "curves.png", [*HISTORY, later], ["accuracy", "f1", "absent"])
+    assert titles(axes()) == ["loss", "accuracy", "f1", "learning rate"]
+    loss, accuracy, _, rate = axes()
     assert lines(loss) == {
         "training": [(10, 0.9), (20, 0.5), (1500, 0.4)], "validation": [(20, 0.6), (1500, 0.55)],
     }  # fmt: skip
     assert next(iter(lines(rate).values())) == [(10, 2e-5), (20, 1e-5), (1500, 0)]
     assert next(iter(lines(accuracy).values())) == [(20, 0.75), (1500, 0.8)]
-    assert [axis.get_title(loc="left") for axis in (accuracy, f1)] == ["accuracy", "f1"]
-    assert [axis.get_ylabel() for axis in (loss, rate)] == ["loss", "learning rate"]
-    assert rate.get_xlabel() == f1.get_xlabel() == "step"
-    assert [text.get_text() for text in accuracy.texts] == ["0.8"]
-    assert [text.get_text() for text in f1.texts] == []
+    assert [axis.get_title(loc="right") for axis in axes()] == ["", "last: 0.8", "", ""]
+    assert [axis.get_xlabel() for axis in axes()] == ["", "", "step", "step"]
     assert len({axis.get_xlim() for axis in axes()}) == 1
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_the_picture_has_a_limited_number_of_metrics(more, tmp_path, axes):
-    """The first ones; the loss and metrics without a value do not count."""
-    names = [f"metric_{i}" for i in range(MOST_CURVES + more)]
+@pytest.mark.parametrize("count", range(8))
+def test_the_picture_has_two_columns_and_up_to_three_rows(count, tmp_path, axes):
+    """The first metrics are drawn; those without a value need no room. No panel is empty."""
+    names = [f"metric_{i}" for i in range(count)]
     point = {"step": 10, "epoch": 1.0, "validation": dict.fromkeys(["loss", *names], 0.5)}
-    plot_curves(tmp_path / "curves.png", [*HISTORY[:1], point], ["loss", "absent", *names])
-    _, _, *drawn = axes()
-    assert [axis.get_title(loc="left") for axis in drawn] == names[:MOST_CURVES]
+    plot_curves(tmp_path / "curves.png", [*HISTORY[:1], point], ["absent", *names])
+    expected = ["loss", *names][:MOST_PANELS]
+    assert titles(axes()) == expected + ["learning rate"] * (len(expected) % 2)
+    assert MOST_PANELS == 6
+    places = [axis.get_subplotspec() for axis in axes()]
+    assert {(place.rowspan.start, place.colspan.start) for place in places} == {
+        (row, column) for row in range(len(places) // 2) for column in range(2)
+    }
+
+
+TYPES = ["DATE", "ORG", "PER", "LOC", "GPE", "TIME", "MONEY", "EVENT", "LAW", "LANGUAGE", "NORP", "PRODUCT"]
+ENTITIES = {f"{name}_{measure}": 0.5 for name in TYPES for measure in ("precision", "recall", "f1", "number")}
+
+
+@pytest.mark.parametrize(
+    ("names", "first", "main"),
+    [
+        (["loss", "precision", "recall", "f1", "accuracy", *ENTITIES], "f1", ["f1", "precision", "recall", "accuracy"]),
+        (["loss", "exact_match", "f1", "has_answer_f1", "no_answer_f1", "null_threshold"], "f1", ["f1", "exact_match"]),
+        (["rouge1", "loss", "perplexity"], "loss", ["rouge1", "perplexity"]),
+        ([], "f1", []),
+    ],
+)
+def test_the_main_metrics_are_of_the_whole_set_the_selecting_one_first(names, first, main):
+    assert main_metrics(dict.fromkeys(names, 0.5), first) == main
+
+
+def test_every_metric_that_can_select_the_best_model_has_a_range():
+    required = {"model": "m", "output": "o", "dataset": "d"}
+    problems = ("single_label", "multi_label", "regression")
+    classification = {name for each in problems for name in ClassificationSettings(**required, problem=each).metrics}
+    seq2seq = {value for values in SEQ2SEQ_METRICS.values() for value in values}
+    assert classification | seq2seq | {"precision", "recall", "exact_match", "next_sentence_accuracy"} <= RANGES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "values", "bounds"),
+    [
+        ("accuracy", "text-classification", [0.9, 1.0], (0, 1)),
+        ("accuracy", "text-classification", [0.0, 0.02], (0, 1)),
+        ("rougeLsum", "text2text-generation", [0.01, 0.99], (0, 1)),
+        ("matthews_correlation", "text-classification", [-0.99, 0.99], (-1, 1)),
+        ("pearson", "text-classification", [0.9], (-1, 1)),
+        ("f1", "token-classification", [0.99], (0, 1)),
+        ("f1", "question-answering", [50.0, 99.0], (0, 100)),
+        ("exact_match", "question-answering", [0.0, 100.0], (0, 100)),
+        ("bleu", "text2text-generation", [0.1, 35.0], (0, 100)),
+        ("chrf", "text2text-generation", [99.0, math.nan], (0, 100)),
+        ("token_error_rate", "text2text-generation", [0.01, 1.7], (0, math.inf)),
+        ("item_error_rate", "text2text-generation", [1.0, 0.5], (0, 1)),
+        ("perplexity", "fill-mask", [1.5, 12.0], (1, math.inf)),
+        ("perplexity", "fill-mask", [30522.0, 12.0], (1, math.inf)),
+        ("next_sentence_accuracy", "fill-mask", [0.5, 0.98], (0, 1)),
+        ("accuracy", "text-classification", [math.nan], (0, 1)),
+        ("perplexity", "fill-mask", [math.inf], (1, math.inf)),
+    ],
+)
+def test_axes_follow_the_values_within_the_range_of_the_metric(name, task, values, bounds, tmp_path, axes, recwarn):
+    assert metric_range(name, task) == bounds
+    plot_curves(tmp_path / "curves.png", evaluations(*({"loss": 0.01, name: value} for value in values)), [name], task)
+    loss, metric = axes()
+    low, high = metric.get_ylim()
+    assert bounds[0] <= low < high <= bounds[1]
+    assert loss.get_ylim()[0] >= 0
+    drawn = [value for value in values if math.isfinite(value)]
+    if drawn:
+        assert low <= min(drawn) <= max(drawn) <= high
+        assert low < min(drawn) or low == bounds[0]
+        assert high > max(drawn) or high == bounds[1]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_small_change_is_seen_and_noise_is_not_magnified(tmp_path, axes):
+    values = evaluations({"accuracy": 0.912, "f1": 0.5}, {"accuracy": 0.913, "f1": 0.8})
+    plot_curves(tmp_path / "curves.png", values, ["accuracy", "f1"])
+    _, accuracy, f1, _ = axes()
+    assert np.ptp(accuracy.get_ylim()) == pytest.approx(0.1)
+    assert np.ptp(f1.get_ylim()) == pytest.approx(0.36)
+
+
+def test_values_on_another_scale_than_expected_are_drawn(tmp_path, axes):
+    plot_curves(tmp_path / "curves.png", evaluations({"f1": 93.0}, {"f1": 94.0}), ["f1"])
+    low, high = axes()[1].get_ylim()
+    assert 80 < low < 93
+    assert high > 94
+
+
+def test_a_perplexity_that_falls_far_is_drawn_on_a_logarithmic_scale(tmp_path, axes):
+    names = ["perplexity", "mean_squared_error"]
+    plot_curves(tmp_path / "curves.png", evaluations(*(dict.fromkeys(names, value) for value in (3e4, 12.0))), names)
+    assert [axis.get_yscale() for axis in axes()[1:3]] == ["log", "linear"]
+    plot_curves(tmp_path / "curves.png", evaluations({"perplexity": 30.0}, {"perplexity": 12.0}), names)
+    assert axes()[1].get_yscale() == "linear"
+
+
+def test_the_background_is_white_whatever_the_users_style(tmp_path):
+    with pyplot.style.context("dark_background"):
+        plot_curves(tmp_path / "curves.png", HISTORY, ["accuracy"])
+    pixels = image.imread(tmp_path / "curves.png")
+    assert pixels[0, 0].tolist() == pixels[-1, -1].tolist() == [1, 1, 1, 1]
+    height, width, _ = pixels.shape
+    assert pixels[height // 3, width // 4, :3].min() > 0.8
 
 
 def test_details_of_each_label_are_not_in_the_headline():
@@ -332,9 +439,12 @@ def test_nothing_of_the_picture_is_cut_off(tmp_path, axes):
         ([], 2),
         (HISTORY[:1], 2),
         (HISTORY[:2], 2),
-        (HISTORY[2:3], 3),
+        (HISTORY[2:3], 2),
+        ([{"step": 0, "epoch": 0, "validation": {"loss": 0.0, "accuracy": 0.5}}], 2),
         ([{"step": 1, "epoch": 1, "loss": math.nan, "learning_rate": math.inf, "tokens_per_second": 0}], 2),
-        ([{"step": 1, "epoch": 1, "validation": {"accuracy": math.nan}}], 3),
+        ([{"step": 1, "epoch": 1, "validation": {"accuracy": math.nan}}], 2),
+        ([{"step": 1, "epoch": 1, "validation": {"accuracy": sys.float_info.max}}], 2),
+        ([{"step": 1, "epoch": 1, "validation": {"loss": math.inf, "accuracy": -math.inf}}], 2),
         ([{"step": 1, "epoch": 1, "loss": 1.0}], 2),
     ],
 )
@@ -369,6 +479,87 @@ def test_without_matplotlib_a_line_says_so_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for _ in range(2):
         plot_curves(tmp_path / "curves.png", HISTORY, ["accuracy"])
+        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], [0, 1], [0, 0], "validation")
     training_report.open_pyplot.cache_clear()
     assert capsys.readouterr().err.count("matplotlib is not installed") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------- confusion matrix
+
+
+@pytest.fixture
+def confusion(tmp_path, axes):
+    """Draws a confusion matrix, and returns its axes."""
+
+    def draw(labels, references, predictions, title="validation"):
+        plot_confusion(tmp_path / "confusion_matrix.png", labels, references, predictions, title)
+        assert [path.name for path in tmp_path.iterdir()] == ["confusion_matrix.png"]
+        return axes()[0]
+
+    return draw
+
+
+def texts(axis) -> list[str]:
+    return [text.get_text() for text in axis.texts]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_rows_of_a_confusion_matrix_are_the_true_labels(kind, confusion):
+    """Colours are shares of the row; a label that never occurs has none."""
+    axis = confusion(["no", "yes", "maybe"], kind([0, 0, 0, 0, 1]), kind([0, 0, 0, 1, 2]))
+    assert axis.images[0].get_array().tolist() == [[0.75, 0.25, 0], [0, 0, 1], [0, 0, 0]]
+    assert axis.images[0].get_clim() == (0, 1)
+    assert texts(axis) == ["3", "1", "0", "0", "0", "1", "0", "0", "0"]
+    assert [(text.get_position()) for text in axis.texts][:3] == [(0, 0), (1, 0), (2, 0)]
+    for labels in (axis.get_yticklabels(), axis.get_xticklabels()):
+        assert [label.get_text() for label in labels] == ["no", "yes", "maybe"]
+    assert (axis.get_ylabel(), axis.get_xlabel()) == ("true label", "predicted label")
+    assert axis.get_title(loc="left") == "validation"
+
+
+def test_labels_of_a_confusion_matrix_may_be_names(confusion):
+    assert texts(confusion(["1", "0"], ["0", "0", "1"], ["0", "1", "1"])) == ["1", "0", "1", "1"]
+
+
+@pytest.mark.parametrize(("count", "written"), [(15, 225), (16, 0), (60, 0)])
+def test_counts_are_written_for_few_labels(count, written, confusion):
+    axis = confusion([f"label {i}" for i in range(count)], range(count), [0] * count)
+    assert len(texts(axis)) == written
+    assert len(axis.get_yticklabels()) == count
+
+
+@pytest.mark.parametrize(("labels", "items"), [([f"{i}" for i in range(61)], [0]), (["a", "b"], []), ([], [])])
+def test_no_confusion_matrix_of_many_labels_or_of_no_items(labels, items, tmp_path):
+    plot_confusion(tmp_path / "confusion_matrix.png", labels, items, items, "validation")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_long_labels_are_shortened_in_the_middle_and_no_formula(confusion, recwarn):
+    labels = ["customer_service_complaint_1", "customer_service_complaint_2", "$x^2$ \n y", "日本"]
+    axis = confusion(labels, range(4), range(4), title="$validation")
+    shown_labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert shown_labels == ["customer_s…mplaint_1", "customer_s…mplaint_2", "$x^2$ y", "日本"]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_confusion_matrix_is_drawn_on_white(tmp_path):
+    with pyplot.style.context("dark_background"):
+        plot_confusion(tmp_path / "x.png", ["a", "b"], [0, 1], [0, 1], "validation")
+    pixels = image.imread(tmp_path / "x.png")
+    assert pixels[0, 0].tolist() == pixels[-1, -1].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("references", "predictions", "message"),
+    [
+        ([0, 1], [0], "1 predictions and 2 references; expected as many"),
+        ([2], [0], "a label is 2; expected one of a, b, or its number"),
+        (["a"], ["c"], "a label is 'c'; expected one of a, b"),
+        ([0], [-1], "a label is -1; expected one of a, b"),
+    ],
+)
+def test_a_confusion_matrix_of_unknown_labels_is_refused(references, predictions, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], references, predictions, "validation")
     assert list(tmp_path.iterdir()) == []

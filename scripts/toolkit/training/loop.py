@@ -46,9 +46,10 @@ from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.checkpoints import Checkpoints, Progress, megabytes, read_progress, writing
 from toolkit.training.dry_run import rehearse
 from toolkit.training.fingerprint import fingerprint
+from toolkit.training.metrics import main_metrics
 from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS, OutputFolder, has_checkpoint
-from toolkit.training.report import headline, in_words, plot_curves, write_metrics
+from toolkit.training.report import in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings
 from toolkit.training.sharding import prepare
@@ -698,7 +699,8 @@ class Training:
         model.save_pretrained(folder, state_dict=weights)
         self.task.tokenizer.save_pretrained(folder)
         write_metrics(folder, report)
-        plot_curves(folder / "curves.png", self.progress.history, list(headline(report.get("validation", {}))))
+        names = main_metrics(report.get("validation", {}), first=self.task.metric)
+        plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
         write_training_card(
             folder,
             task=self.task.name,

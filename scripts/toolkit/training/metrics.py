@@ -9,7 +9,7 @@ its path. Keys have no prefix; values are floats on the usual scale: 0 to 100 fo
 import inspect
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,33 @@ METRICS = {
     "squad": ("evaluate",),
 }
 METRICS_OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
+
+# The lowest and the highest value of each metric of a whole set.
+SHARE, CORRELATION, PER_CENT, NOT_NEGATIVE = (0, 1), (-1, 1), (0, 100), (0, math.inf)
+RANGES = {
+    "accuracy": SHARE,
+    "f1": SHARE,
+    "precision": SHARE,
+    "recall": SHARE,
+    "matthews_correlation": CORRELATION,
+    "pearson": CORRELATION,
+    "spearman": CORRELATION,
+    "mean_squared_error": NOT_NEGATIVE,
+    "exact_match": PER_CENT,
+    "rouge1": SHARE,
+    "rouge2": SHARE,
+    "rougeL": SHARE,
+    "rougeLsum": SHARE,
+    "bleu": PER_CENT,
+    "chrf": PER_CENT,
+    "token_error_rate": NOT_NEGATIVE,
+    "item_error_rate": SHARE,
+    "loss": NOT_NEGATIVE,
+    "perplexity": (1, math.inf),
+    "next_sentence_loss": NOT_NEGATIVE,
+    "next_sentence_accuracy": SHARE,
+}
+RANGES_OF_TASKS = {"question-answering": {"f1": PER_CENT}}  # where they differ
 
 
 def load(name: str):
@@ -101,6 +128,25 @@ def check_labels(name: str, **columns: Sequence) -> None:
         shapes.add(array.shape[1:])
     if len(shapes) > 1:
         raise ValueError(f"{' and '.join(columns)} have different numbers of labels; expected as many for {name}")
+
+
+def metric_range(name: str, task: str | None = None) -> tuple[float, float]:
+    """The lowest and the highest value of a metric; infinities for one that is not in `RANGES`.
+
+    Args:
+        task: the Hub's name of it, such as "question-answering", whose f1 is in per cent.
+    """
+    return RANGES_OF_TASKS.get(task, {}).get(name) or RANGES.get(name, (-math.inf, math.inf))
+
+
+def main_metrics(names: Iterable[str], first: str | None = None) -> list[str]:
+    """The metrics of a whole set other than the loss: not those of one label, such as DATE_f1, or of a part of the
+    set, such as has_answer_f1.
+
+    Args:
+        first: the metric that the list begins with, if it is one of them.
+    """
+    return sorted((name for name in names if name in RANGES and name != "loss"), key=lambda name: name != first)
 
 
 def mean_loss(total_loss: float, count: float) -> float:

@@ -1,4 +1,4 @@
-"""The report of a training run: metrics.json and curves.png.
+"""The report of a training run: metrics.json, curves.png and confusion_matrix.png.
 
 A history is a list of points in the order of the run. A point of the training has `step`, `epoch`, `loss`,
 `learning_rate` and `tokens_per_second`; one of an evaluation has `step`, `epoch` and `validation`, a dict from metric
@@ -8,17 +8,35 @@ to value.
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from toolkit.cli import how_to_install
 from toolkit.files import atomic_file, to_json, write_json
 from toolkit.model_card import History, cell
+from toolkit.training.metrics import metric_range
 
-# Metrics of each label, such as DATE_precision, that are left out of progress lines and curves, where they would be
-# most of the text. Each label's F1 is shown; metrics.json and the model card have all metrics.
+# Metrics of each label, such as DATE_precision, that are left out of progress lines, where they would be most of the
+# text. Each label's F1 is shown; metrics.json and the model card have all metrics.
 DETAILS = ("_precision", "_recall", "_number")
-MOST_CURVES = 12  # the metrics that are drawn at most
+
+MOST_PANELS = 6  # of curves.png
+DPI = 150
+POINTS_PER_INCH = 72
+VALIDATION = {"color": "tab:orange", "marker": "o", "markersize": 4, "linewidth": 1.2, "clip_on": False}
+
+# A perplexity that falls by more than this factor, as from random weights, is drawn on a logarithmic scale.
+LARGEST_LINEAR_RATIO = 100
+
+LARGEST_DRAWN = 1e300
+
+# Of a confusion matrix.
+MOST_LABELS = 60
+MOST_LABELS_WITH_COUNTS = 15
+LONGEST_LABEL = 20
 
 # A loss curve with more points than this is smoothed.
 MOST_UNSMOOTHED = 25
@@ -39,35 +57,44 @@ def in_words(metrics: Mapping) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in headline(metrics).items())
 
 
-def plot_curves(path: Path, history: History, metric_names: Sequence[str]) -> None:
-    """Draws the loss and the learning rate over the steps, and beside them the metrics of evaluations.
+def plot_curves(path: Path, history: History, metric_names: Sequence[str], task: str | None = None) -> None:
+    """Draws the loss of the training and of the evaluations, and each metric, over the steps: up to `MOST_PANELS`
+    panels in two columns. The learning rate is drawn where a panel would be empty.
 
     Without matplotlib nothing is drawn, and one line on standard error reports it.
 
     Args:
         path: of the PNG.
-        metric_names: the metrics to draw, in this order; "loss" is drawn with the training loss.
+        metric_names: the metrics, in this order; those without a value, and those without room, are left out.
+        task: the Hub's name of it, which some ranges depend on; see `metric_range`.
     """
     pyplot = open_pyplot()
     if pyplot is None:
         return
     evaluations = [(point["step"], to_json(point["validation"])) for point in history if "validation" in point]
     log = [point for point in history if "loss" in point]
-    drawn = [name for name in metric_names if name != "loss" and any(name in values for _, values in evaluations)]
-    drawn = drawn[:MOST_CURVES]
-    figure = pyplot.figure(figsize=(13 if drawn else 7, max(4.8, 1.8 * len(drawn))), layout="constrained")
-    left, *right = figure.subfigures(1, 2 if drawn else 1, squeeze=False)[0]
-    draw_training(left, log, evaluations)
-    for panel in right:
-        draw_metrics(panel, drawn, evaluations)
-    last = max((point["step"] for point in history), default=1)
-    for axis in figure.axes:
-        axis.set_xlim(0, 1.04 * last)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(color="lightgrey", linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-    with atomic_file(Path(path)) as temporary:
-        figure.savefig(temporary, dpi=120)
+    drawn = [name for name in metric_names if any(name in values for _, values in evaluations)][: MOST_PANELS - 1]
+    rows = len(drawn) // 2 + 1
+    with pyplot.style.context("default"):  # dark text on white, whatever the user's style
+        figure, axes = pyplot.subplots(rows, 2, figsize=(10, 0.4 + 2.8 * rows), layout="constrained", squeeze=False)
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+        panels = iter(axes.flat)
+        draw_loss(next(panels), log, evaluations)
+        for name in drawn:
+            draw_metric(next(panels), name, evaluations, metric_range(name, task))
+        for axis in panels:  # one at most
+            draw_learning_rate(axis, log)
+        last = max((point["step"] for point in history), default=0) or 1
+        for axis in figure.axes:
+            axis.set_xlim(0, 1.04 * last)
+            axis.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+            axis.xaxis.set_major_formatter("{x:,.0f}")
+            axis.grid(color="lightgrey", linewidth=0.5)
+            axis.spines[["top", "right"]].set_visible(False)
+        for axis in axes[-1]:
+            axis.set_xlabel("step")
+        with atomic_file(Path(path)) as temporary:
+            figure.savefig(temporary, dpi=DPI)
     pyplot.close(figure)
 
 
@@ -77,7 +104,7 @@ def open_pyplot():
     try:
         import matplotlib  # an extra
     except ImportError:
-        print(f"curves.png is not drawn: {how_to_install(['matplotlib'])}", file=sys.stderr)
+        print(f"no pictures are drawn: {how_to_install(['matplotlib'])}", file=sys.stderr)
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -85,42 +112,59 @@ def open_pyplot():
     return pyplot
 
 
-def draw_training(figure, log: History, evaluations: list) -> None:
-    """Draws the training loss (faint), its smoothed curve and the loss of evaluations; below them the learning rate."""
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+def draw_loss(axis, log: History, evaluations: list) -> None:
+    """Draws the training loss (faint), its smoothed curve and the loss of evaluations."""
     steps, losses = [point["step"] for point in log], numbers(point["loss"] for point in log)
     if len(log) > MOST_UNSMOOTHED:
-        loss.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
-        loss.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
+        axis.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
+        axis.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
     elif log:
-        loss.plot(steps, losses, ".-", color="tab:blue", linewidth=1.2, label="training")
+        axis.plot(steps, losses, ".-", color="tab:blue", linewidth=1.2, label="training")
     evaluated = [(step, values["loss"]) for step, values in evaluations if "loss" in values]
     if evaluated:
-        loss.plot(*over_steps(evaluated), "o-", color="tab:orange", markersize=4, linewidth=1.2, label="validation")
-    loss.set_ylabel("loss")
-    if loss.lines:
-        loss.legend(frameon=False, fontsize="small")
+        axis.plot(*over_steps(evaluated), label="validation", **VALIDATION)
+    axis.set_title("loss", loc="left")
+    set_limits(axis, metric_range("loss"))
+    if axis.lines:
+        axis.legend(frameon=False, fontsize="small")
+
+
+def draw_metric(axis, name: str, evaluations: list, bounds: tuple[float, float]) -> None:
+    """Draws a metric of the evaluations, within its range. Its last value is written above."""
+    points = [(step, values[name]) for step, values in evaluations if name in values]
+    axis.plot(*over_steps(points), **VALIDATION)
+    axis.set_title(name, loc="left")
+    if points[-1][1] is not None:
+        axis.set_title(f"last: {cell(points[-1][1])}", loc="right", fontsize="small", color="dimgrey")
+    set_limits(axis, bounds)
+
+
+def draw_learning_rate(axis, log: History) -> None:
     rates = numbers(point.get("learning_rate") for point in log)
-    rate.plot(steps, rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey", linewidth=1.2)
-    rate.set_ylim(bottom=0)
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    rate.set_ylabel("learning rate")
-    rate.set_xlabel("step")
+    axis.plot([point["step"] for point in log], rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey")
+    axis.set_title("learning rate", loc="left")
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter("{x:.2g}")
 
 
-def draw_metrics(figure, names: list[str], evaluations: list) -> None:
-    """Draws each metric in axes of its own, because their scales differ."""
-    axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, name in zip(axes, names, strict=True):
-        points = [(step, values[name]) for step, values in evaluations if name in values]
-        axis.plot(*over_steps(points), "o-", color="tab:green", markersize=4, linewidth=1.2)
-        axis.set_title(name, loc="left", fontsize="medium")
-        axis.margins(y=0.25)
-        # The last value, which the model card has as well, is written beside its point.
-        step, value = points[-1]
-        if value is not None:
-            axis.annotate(cell(value), (step, value), (0, 5), textcoords="offset points", ha="right", fontsize="small")
-    axes[-1].set_xlabel("step")
+def set_limits(axis, bounds: tuple[float, float]) -> None:
+    """Sets the limits of the values to those that are drawn, with a margin, but not beyond `bounds`."""
+    values = [y for line in axis.lines for y in line.get_ydata() if math.isfinite(y)]
+    low, high = bounds
+    if not values:
+        low = low if math.isfinite(low) else 0
+        axis.set_ylim(low, high if math.isfinite(high) else low + 1)
+        return
+    lowest, highest = min(values), max(values)
+    if not low <= lowest <= highest <= high:  # another scale than expected, such as per cent
+        low, high = -math.inf, math.inf
+    if low > 0 and highest > LARGEST_LINEAR_RATIO * lowest:
+        axis.set_yscale("log")
+        axis.set_ylim(max(lowest / 2, low), 2 * highest)
+        return
+    size = high - low if math.isfinite(high - low) else max(abs(lowest), abs(highest)) or 1
+    margin = max(0.1 * (highest - lowest), (0.1 * size - (highest - lowest)) / 2)
+    axis.set_ylim(max(lowest - margin, low), min(highest + margin, high))
 
 
 def over_steps(points: list[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
@@ -129,8 +173,8 @@ def over_steps(points: list[tuple[int, float | None]]) -> tuple[list[int], list[
 
 
 def numbers(values) -> list[float]:
-    """The values as floats; NaN, which is not drawn, for None and infinities."""
-    return [math.nan if value is None or not math.isfinite(value) else float(value) for value in values]
+    """The values as floats; NaN, which is not drawn, for None, infinities, and numbers too large for matplotlib."""
+    return [float(value) if value is not None and abs(value) < LARGEST_DRAWN else math.nan for value in values]
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -146,5 +190,84 @@ def smoothed(values: list[float]) -> list[float]:
     return smooth
 
 
-def plot_confusion(path, labels, references, predictions, title):
-    pass
+# --------------------------------------------------------------------------------------------------- confusion matrix
+
+
+def plot_confusion(path: Path, labels: Sequence[str], references: Sequence, predictions: Sequence, title: str) -> None:
+    """Draws a confusion matrix, with a row for each true label and a column for each predicted one. Colours show the
+    share of the row; counts are written in the cells of up to 15 labels.
+
+    Nothing is drawn for more than 60 labels, without references, or without matplotlib.
+
+    Args:
+        path: of the PNG.
+        labels: the names, in order.
+        references, predictions: a label for each item, by its number or its name.
+
+    Raises:
+        ValueError: there is no such label, or the numbers of references and predictions differ.
+    """
+    counts = confusion_counts(labels, references, predictions)
+    pyplot = open_pyplot() if len(labels) <= MOST_LABELS and counts.any() else None
+    if pyplot is None:
+        return
+    names = [short_label(label) for label in labels]
+    with_counts = len(labels) <= MOST_LABELS_WITH_COUNTS
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    cell_size = 0.6 if with_counts else max(9 / len(labels), 0.2)  # inches
+    side = max(cell_size * len(labels), 2)
+    with pyplot.style.context("default"):  # dark text on white, whatever the user's style
+        figure, axis = pyplot.subplots(figsize=(side + 3, side + 2))
+        picture = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        size = min(10, 0.75 * POINTS_PER_INCH * cell_size)
+        horizontal = max(map(len, names)) * 0.65 * size < POINTS_PER_INCH * side / len(labels)
+        rotation = 0 if horizontal else 45 if with_counts else 90
+        axis.set_xticks(
+            range(len(names)), names, rotation=rotation, ha="right" if rotation == 45 else "center",
+            rotation_mode="anchor" if rotation == 45 else "default", fontsize=size, parse_math=False,
+        )  # fmt: skip
+        axis.set_yticks(range(len(names)), names, fontsize=size, parse_math=False)
+        axis.set_xlabel("predicted label")
+        axis.set_ylabel("true label")
+        axis.set_title(title, loc="left", parse_math=False)
+        axis.tick_params(length=0)
+        axis.spines[:].set_color("lightgrey")
+        if with_counts:
+            write_counts(axis, counts, shares, POINTS_PER_INCH * side / len(labels))
+        figure.colorbar(picture, ax=axis, label="share of the true label", fraction=0.046, pad=0.04)
+        with atomic_file(Path(path)) as temporary, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # of a label in another script
+            figure.savefig(temporary, dpi=DPI, bbox_inches="tight", pad_inches=0.15)
+    pyplot.close(figure)
+
+
+def confusion_counts(labels: Sequence[str], references: Sequence, predictions: Sequence) -> np.ndarray:
+    """How often each label, the row, was predicted as each label, the column. Raises as `plot_confusion` does."""
+    references, predictions = to_json(references), to_json(predictions)  # no arrays or tensors
+    if len(references) != len(predictions):
+        raise ValueError(f"there are {len(predictions)} predictions and {len(references)} references; expected as many")
+    numbers_of = {name: i for i, name in enumerate(labels)}
+    numbers_of |= {i: i for i in range(len(labels))}
+    counts = np.zeros((len(labels), len(labels)), dtype=int)
+    try:
+        pairs = [[numbers_of[each] for each in column] for column in (references, predictions)]
+    except KeyError as error:
+        raise ValueError(f"a label is {error}; expected one of {', '.join(labels)}, or its number") from None
+    np.add.at(counts, tuple(np.array(pairs, dtype=int)), 1)
+    return counts
+
+
+def write_counts(axis, counts: np.ndarray, shares: np.ndarray, cell_size: float) -> None:
+    """Writes the count into each cell, of `cell_size` points."""
+    size = min(10, cell_size / (0.7 * len(f"{counts.max():,}")))
+    for row, column in np.ndindex(*counts.shape):
+        colour = "white" if shares[row, column] > 0.5 else "black" if counts[row, column] else "darkgrey"
+        text = f"{counts[row, column]:,}"
+        axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
+
+
+def short_label(label: str) -> str:
+    """The label in one line, without the middle if it is long."""
+    text = " ".join(str(label).split())
+    half = LONGEST_LABEL // 2
+    return text if len(text) <= LONGEST_LABEL else f"{text[:half]}…{text[1 - half :]}"
