@@ -77,7 +77,7 @@ def test_the_loss_of_an_evaluation_is_that_of_the_training(problem, make):
         task = make(KINDS[problem], KINDS[problem], problem=problem, eval_batch_size=size, **weights)
         torch.manual_seed(1)
         torch.nn.init.normal_(task.model.classifier.weight)
-        found.append(task.evaluate(task.model, "validation")["loss"])
+        found.append(task.evaluate(task.model, "validation").metrics["loss"])
     batch = batch_of(task)
     with torch.no_grad():
         loss = task.losses(task.model.eval(), batch) / task.counts(batch)
@@ -91,7 +91,7 @@ def test_several_labels_a_row(make, tmp_path):
     assert task.train_set["labels"] == [[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1]]
     task.model.classifier.weight.data.zero_()
     task.model.classifier.bias.data = torch.tensor([1.0, -1.0, -1.0])
-    metrics = task.evaluate(task.model, "validation")
+    metrics = task.evaluate(task.model, "validation").metrics
     # F1 of x: precision 2/4, recall 2/2, so 2/3; macro: a third of it. No row is right in all three.
     # In each row the losses of a label and its absence are -log σ(1) and 1 more: 12 of the first, 5 times 1 more.
     loss = math.log1p(math.exp(-1)) + 5 / 12
@@ -111,7 +111,7 @@ def test_numbers(make):
     task = make(rows, rows, problem="regression")
     said = {1: 2.0, 2: 1.0, 3: 4.0, 4: 3.0}
     task.logits = lambda model, batch: torch.tensor([[said[score]] for [score] in batch["labels"].tolist()])
-    metrics = task.evaluate(task.model, "validation")
+    metrics = task.evaluate(task.model, "validation").metrics
     expected = {"pearson": 0.6, "spearman": 0.6, "mean_squared_error": 1.0, "loss": 1.0}
     assert metrics == pytest.approx(expected)
     assert task.metric == "pearson"
@@ -156,7 +156,8 @@ def test_class_weights(weights, make):
     ("rows", "flags", "message"),
     [
         ([{"text": " ", "label": 1}], {}, "train_file.jsonl, row 3 (line 3): 'text' is empty"),
-        ([{"text": "film"}], {}, "row 3 (line 3): the label is empty"),
+        ([{"text": "film"}], {}, "row 3 (line 3): 'label' is missing"),
+        ([{"text": "film", "label": None}], {}, "row 3 (line 3): the label is empty"),
         ([{"text": "film", "label": "c"}], {"labels": ["a", "b"]}, "the label is 'c'; expected one of a, b"),
         ([{"text": "film", "label": ["a", "b"]}], {}, "the label is ['a', 'b']; expected one label"),
         (

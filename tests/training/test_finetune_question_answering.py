@@ -247,7 +247,7 @@ ENDS = {"[CLS]": 1.0, "brandt": 4.0, "1843": 2.0, "was": 1.5}
 
 @pytest.mark.parametrize("padding_free", [False, True])
 @pytest.mark.parametrize("max_length", [32, 13])
-def test_metrics_by_hand(task, tmp_path, max_length, padding_free):
+def test_metrics_by_hand(task, max_length, padding_free):
     """The answer "Anna Brandt" has 4 + 4 - 2 = 6 everywhere, and is right once: with those of q2 it shares no word, and
     q3 wants none. q4 gets "was 1843", 3 + 2 - 2 = 3: precision 1/2, recall 1, F1 2/3. With more than 3 to exceed, q4
     has no answer; with more than 6 none has, and q3 is right."""
@@ -262,8 +262,9 @@ def test_metrics_by_hand(task, tmp_path, max_length, padding_free):
         flags = {"padding_free_collation": padding_free, "null_threshold": threshold, "eval_batch_size": 2}
         made = task(max_length=max_length, **flags)
         assert len(made.splits["validation"]) == (4 if max_length == 32 else 13)
-        metrics = made.evaluate(Told(STARTS, ENDS), "validation")
-        assert json.loads((tmp_path / "predictions_validation.json").read_text(encoding="utf-8")) == answers
+        evaluation = made.evaluate(Told(STARTS, ENDS), "validation")
+        assert {row["id"]: row["prediction"] for row in evaluation.predictions} == answers
+        metrics = evaluation.metrics
         answered = [0, 1, 3]
         windows = [made.losses(Told(STARTS, ENDS), made.collate([row])) for row in made.splits["validation"]]
         expected = {"loss": float(sum(windows)) / len(windows)}
@@ -276,14 +277,14 @@ def test_metrics_by_hand(task, tmp_path, max_length, padding_free):
 
 def test_any_gold_answer_counts(task):
     """Of q2's, "in 1843" and "1843", the second is given; and it is q4's."""
-    metrics = task(null_threshold="never").evaluate(Told({"1843": 5.0}, {"1843": 5.0}), "validation")
+    metrics = task(null_threshold="never").evaluate(Told({"1843": 5.0}, {"1843": 5.0}), "validation").metrics
     assert metrics["exact_match"] == 50
 
 
-def test_an_answer_has_a_length_at_most(task, tmp_path):
+def test_an_answer_has_a_length_at_most(task):
     """Of one token alone: the best is "was", 3 + 1.5."""
-    task(max_answer_length=1, null_threshold="never").evaluate(Told(STARTS, ENDS), "validation")
-    assert set(json.loads((tmp_path / "predictions_validation.json").read_text()).values()) == {"was"}
+    evaluation = task(max_answer_length=1, null_threshold="never").evaluate(Told(STARTS, ENDS), "validation")
+    assert {row["prediction"] for row in evaluation.predictions} == {"was"}
 
 
 def test_the_threshold_is_that_of_the_training_set(task):
@@ -298,10 +299,10 @@ def test_the_best_threshold_is_found_and_kept(task, tmp_path):
     """All scores but q4's, 3, are 6. Without any answer q3 is right, F1 25; with those above 3 q1, 25; with all q1 and
     q4, 41.7. Another split is judged by what was found."""
     made = task(null_threshold="best", test_file=[write(tmp_path / "x.jsonl", ROWS[2:3])])
-    metrics = made.evaluate(Told(STARTS, ENDS), "validation")
+    metrics = made.evaluate(Told(STARTS, ENDS), "validation").metrics
     assert metrics["f1"] == pytest.approx((100 + 200 / 3) / 4)
     assert metrics["null_threshold"] == made.threshold == pytest.approx(2)
-    metrics = made.evaluate(Told(STARTS, ENDS), "test")
+    metrics = made.evaluate(Told(STARTS, ENDS), "test").metrics
     assert metrics.pop("loss") > 0
     assert metrics == {"f1": 0, "exact_match": 0, "null_threshold": made.threshold}
 

@@ -249,7 +249,7 @@ def test_metrics_of_known_outputs(metrics, expected, make_task, folder, monkeypa
         return [said[word] for word in words]
 
     monkeypatch.setattr(task, "generate", generate)
-    found = task.evaluate(task.model, "validation")
+    found = task.evaluate(task.model, "validation").metrics
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert set(found) == {value for name in [*metrics, "loss"] for value in SEQ2SEQ_METRICS[name]}
 
@@ -261,7 +261,7 @@ def test_the_loss_of_an_evaluation_is_a_labels_mean_without_smoothing_whatever_t
         torch.manual_seed(1)
         for weight in task.model.parameters():
             torch.nn.init.normal_(weight, 0, 0.1)
-        found.append(task.evaluate(task.model, "validation"))
+        found.append(task.evaluate(task.model, "validation").metrics)
     batch = task.collate([task.splits["validation"][i] for i in range(6)])
     with torch.no_grad():
         expected = task.model.eval()(**{name: batch[name] for name in batch if name != "decoder_input_ids"}).loss.item()

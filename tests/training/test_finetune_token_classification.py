@@ -278,7 +278,7 @@ def test_metrics_by_hand(task, max_length, stride, padding_free):
     )
     assert len(made.splits["validation"]) == (5 if max_length == 64 else 10)
     tags = {"anna": "B-PER", "smith": "I-PER", "new": "B-LOC", "paris": "B-LOC", "##son": "B-LOC", "[SEP]": "B-LOC"}
-    metrics = made.evaluate(Told(made.labels, tags, "O"), "validation")
+    metrics = made.evaluate(Told(made.labels, tags, "O"), "validation").metrics
     of_all = {"precision": 5 / 6, "recall": 5 / 7, "f1": 10 / 13, "accuracy": 15 / 18}
     of_persons = {"PER_precision": 1, "PER_recall": 3 / 4, "PER_f1": 6 / 7, "PER_number": 4}
     of_places = {"LOC_precision": 2 / 3, "LOC_recall": 2 / 3, "LOC_f1": 2 / 3, "LOC_number": 3}
@@ -293,7 +293,7 @@ def test_plain_tags(task):
     rows = [{"words": ["Anna", "went", ".", "\u200b", "to"], "labels": ["N", "V", "N", "N", "V"]}]
     made = task([*rows, {"words": ["a"], "labels": ["X"]}], rows, scheme="plain", class_weights=["balanced"])
     assert made.labels == ["N", "V", "X"]
-    metrics = made.evaluate(Told(made.labels, {"went": "V", ".": "X"}, "N"), "validation")
+    metrics = made.evaluate(Told(made.labels, {"went": "V", ".": "X"}, "N"), "validation").metrics
     # The weights of N and V are 2/3 and 1. One of the two N that are seen is right, and one of the two V.
     loss = math.log(2 + math.e) - 1 / 2
     assert metrics == pytest.approx({"loss": loss, "accuracy": 3 / 5, "f1": (2 / 3 + 2 / 3 + 0) / 3})

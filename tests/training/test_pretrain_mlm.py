@@ -355,7 +355,7 @@ def test_without_padding_losses_are_the_same(folder):
     _, batch = next(packed.batches(0, 0))
     assert batch["input_ids"].shape[0] == 1
     assert packed.losses(packed.model, batch).isfinite().all()
-    expected, found = (task.evaluate(task.model, "validation") for task in (padded, packed))
+    expected, found = (task.evaluate(task.model, "validation").metrics for task in (padded, packed))
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -369,13 +369,13 @@ def test_perplexity_is_that_of_the_masked_words_of_every_row(folder):
         with torch.no_grad():
             scores = bert(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         losses += [-scores[i, label].item() for i, label in enumerate(labels) if label != -100]
-    found = task.evaluate(task.model, "validation")
+    found = task.evaluate(task.model, "validation").metrics
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-6)
     # Another seed, other batches: the same masks.
     again = task_of(folder, **flags, seed=3, eval_batch_size=1)
     assert list(again.splits["validation"]["labels"]) == list(rows["labels"])
-    assert again.evaluate(again.model, "validation") == pytest.approx(found, rel=1e-6)
+    assert again.evaluate(again.model, "validation").metrics == pytest.approx(found, rel=1e-6)
     text = [
         [t if t != -100 else i for i, t in zip(*row, strict=True)]
         for row in zip(rows["input_ids"], rows["labels"], strict=True)
@@ -395,7 +395,7 @@ def test_pairs_are_judged_one_by_one(folder):
             told = bert(torch.tensor([ids]), token_type_ids=torch.tensor([types])).seq_relationship_logits[0]
         losses.append(-told.log_softmax(-1)[label].item())
         right.append(float(told[label] > told[1 - label]))
-    found = task.evaluate(task.model, "validation")
+    found = task.evaluate(task.model, "validation").metrics
     assert found["next_sentence_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert found["next_sentence_accuracy"] == pytest.approx(np.mean(right))
     assert found["loss"] == pytest.approx(math.log(found["perplexity"]) + np.mean(losses), rel=1e-5)

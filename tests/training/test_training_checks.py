@@ -81,7 +81,7 @@ def test_a_label_is_a_text_or_a_finite_number(value, problem, flags, tmp_path, c
 
 def test_labels_that_only_look_like_integers_are_texts():
     names = ["10", "①", "2", "--1", "-3", "²", "9" * 5000, "0", "00", "1" * 18]
-    ordered = ["-3", "0", "00", "--1", "9" * 5000, "²", "①", "2", "10", "1" * 18]
+    ordered = ["-3", "0", "00", "--1", "²", "①", "2", "10", "1" * 18, "9" * 5000]
     assert sorted(names, key=label_order) == ordered
 
 
@@ -141,7 +141,8 @@ def test_resume_accepts_what_changes_no_weight(stopped, model, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "validation.jsonl")
     changes = ["--train_file=./train.jsonl", "--validation_file=link.jsonl", "--save_steps=3", "--eval_batch_size=3"]
-    assert finetune_classification.main([*argv, *changes]) == 0
+    kept = [each for each in argv if not each.startswith(("--train_file", "--validation_file"))]
+    assert finetune_classification.main([*kept, *changes]) == 0
 
 
 def test_fingerprints_are_of_the_values():
@@ -494,4 +495,4 @@ def test_weights_of_other_shapes_than_the_configuration(model, flags, tmp_path, 
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     argv = flags(model=wrong)
-    assert_one_line(lambda: finetune_classification.main(argv), "of shape (37, 32); expected (40, 32)", capsys)
+    assert_one_line(lambda: finetune_classification.main(argv), "of shape (37,); expected (40,)", capsys)

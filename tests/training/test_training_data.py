@@ -799,9 +799,9 @@ def test_rows_are_sorted_in_lots(count, lot):
     assert sum(spans) / len(spans) == pytest.approx(7 * count / lot, rel=0.1)
 
 
-def test_quotation_marks_that_belong_to_the_text_of_tsv(write, read):
-    path = write("x.tsv", b'text\tlabel\n"good film\t1\nbad film"\t0\nfine\t1\n')
-    rows = dict(read_rows(Source(files=[path])))
+def test_quotation_marks_that_belong_to_the_text_of_tsv(write):
+    path = write("x.tsv", 'text\tlabel\n"good film\t1\nbad film"\t0\nfine\t1\n')
+    rows = dict(read(path))
     assert "a quotation has tabs and line breaks, up to line 3;" in str(rows["x.tsv, row 1 (line 2)"])
     assert rows["x.tsv, row 2 (line 4)"] == {"text": "fine", "label": "1"}
 
