@@ -5,9 +5,9 @@
     train_tokenizer.py --train_file words.csv --column word phonemes --output g2p-tokenizer --pre_split whitespace \\
         --min_frequency 100
 
-The files are .txt, with a text on each line, .csv, .tsv, .json, .jsonl, all UTF-8 and also as .gz, or .parquet. A
-pattern, such as 'data/*.txt', stands for the files that match it. They may be larger than memory: they are read three
-times, row by row. The same files and flags give the same tokenizer, to the byte.
+The files are .txt, with a text on each line, .csv, .tsv, .json or .jsonl, all UTF-8 and each also as .gz, or .parquet.
+A pattern, such as 'data/*.txt', stands for the files that match it. Files may be larger than memory: they are read
+three times, row by row. The same files and flags give the same tokenizer, to the byte.
 
 --output becomes a folder with tokenizer.json, tokenizer_config.json and vocab.txt, which AutoTokenizer opens as a
 BertTokenizer. It appears when it is complete.

@@ -134,7 +134,7 @@ def cell(value) -> str:
     text = str(value)
     if isinstance(value, float):
         text = f"{value:,.1f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
 
 
 def public(settings: Mapping) -> dict:

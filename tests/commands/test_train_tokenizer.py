@@ -1,5 +1,6 @@
 """scripts/train_tokenizer.py: what it trains is BERT's tokenizer, the same each time, and nothing is half-written."""
 
+import gzip
 import json
 import os
 import re
@@ -259,6 +260,14 @@ def test_the_format_of_the_file_makes_no_difference(tmp_path):
         vocabularies.append(tokens_of(tmp_path / f"of {name}"))
     assert "cat" in vocabularies[0]
     assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+
+
+def test_compressed_files_are_named_by_a_pattern(tmp_path):
+    for number, text in ((1, "a boat\n"), (2, "two boats\n")):
+        (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    assert train(tmp_path / "*.txt.gz", tmp_path / "pattern") == 0
+    assert train(write(tmp_path / "both.txt", "a boat\ntwo boats\n"), tmp_path / "both") == 0
+    assert tokens_of(tmp_path / "pattern") == tokens_of(tmp_path / "both")
 
 
 def test_every_nth_row_is_held_out_and_measured(tmp_path, capsys):

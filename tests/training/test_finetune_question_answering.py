@@ -119,6 +119,15 @@ def test_json_arrays_with_the_ending_of_squads(tiny, tmp_path, indent):
     assert list(made.train_set["place"]) == [f"rows.json.gz, row {n}" for n in (1, 2, 3, 4)]
 
 
+def test_the_first_samples_of_squads_own_files(tiny, tmp_path):
+    content = nested(ROWS)
+    del content["data"][0]["paragraphs"][1]["context"]
+    (tmp_path / "dev.json").write_text(json.dumps(content))
+    flags = {"train_file": [str(tmp_path / "dev.json")], "max_length": 32, "stride": 4, "max_train_samples": 2}
+    made = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, **flags)
+    assert list(made.train_set["place"]) == [f"dev.json, article 1, paragraph 1, question {n}" for n in (1, 2)]
+
+
 def test_damaged_gzip_files_of_squads_form_are_named(tiny, tmp_path, capsys):
     path = tmp_path / "dev.json.gz"
     path.write_bytes(gzip.compress(json.dumps(nested(ROWS)).encode())[:-20])

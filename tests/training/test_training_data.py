@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import importlib
 import io
 import itertools
 import json
@@ -22,11 +23,13 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
-from support.finetuning import read_settings
+from support.finetuning import make_task, read_settings, save_tiny
 from support.folders import DATA
 from support.models import NO_DROPOUT, randomise, tiny_config
+from toolkit.model_card import training_section
 from toolkit.training import rows as training_rows
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
+from toolkit.training.loop import shared_data
 from toolkit.training.rows import (
     BadRow,
     Source,
@@ -37,7 +40,15 @@ from toolkit.training.rows import (
     stream_rows,
     text_of,
 )
-from toolkit.training.settings import ClassificationSettings, changed_flags, recipe_of
+from toolkit.training.settings import (
+    ClassificationSettings,
+    PretrainingSettings,
+    QuestionAnsweringSettings,
+    Seq2SeqSettings,
+    TokenClassificationSettings,
+    changed_flags,
+    recipe_of,
+)
 
 # Any text but what counts as bad.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -243,6 +254,11 @@ def test_the_recipe_keeps_the_pattern(tmp_path, monkeypatch):
     again = read_settings(ClassificationSettings, ["recipe.yaml"])
     assert (again.train_file, again.test_file) == ([f"{tmp_path}/rows-*.csv"], [f"{tmp_path}/more/?.csv"])
     assert changed_flags(given, tmp_path / "recipe.yaml") == {}
+
+
+def test_patterns_are_not_emphasis_in_the_table_of_the_model_card():
+    settings = {"train_file": ["data/*.csv", "more/*.csv"]}
+    assert r"| train_file | data/\*.csv, more/\*.csv |" in training_section(settings, [])
 
 
 def test_a_field_may_be_longer_than_the_csv_module_likes(write):
@@ -626,6 +642,122 @@ def test_nothing_is_cached(write, cache):
         assert list(loaded["text"]) == [text]
         assert next(iter(stream_rows(source, keep_text, "stop")))["text"] == text
     assert not cache.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first rows only
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_max_rows_counts_valid_rows(make, write):
+    told, files = [], write("x.csv", ROWS).files
+    rows = list(make(Source(files=files, max_rows=2), check_label, "skip", told.append))
+    assert [row["text"] for row in rows] == ["one", "two"]
+    assert told == ["1 of 3 rows are invalid and were skipped:\n  x.csv, row 2 (line 3): 'text' is empty"]
+    assert len(list(make(Source(files=files, max_rows=99), check_label, "skip", told.append))) == 3
+    with pytest.raises(BadRow, match="row 2"):
+        list(make(Source(files=files, max_rows=2), check_label, "stop"))
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_nothing_is_read_after_max_rows(make, write, monkeypatch):
+    read_text, lines = training_rows.READERS[".txt"], []
+
+    def recorded(path):
+        for line, row in read_text(path):
+            lines.append(row["text"])
+            yield line, row
+
+    monkeypatch.setitem(training_rows.READERS, ".txt", recorded)
+    files = [*write("a.txt", "a\nb\n").files, *write("b.txt", "c\nd\ne").files, *write("c.txt", "").files]
+    source = Source(files=files, max_rows=3)
+    assert columns_of(source) == ["text"]
+    for _ in range(2):
+        assert [row["text"] for row in make(source, keep_text, "stop")] == ["a", "b", "c"]
+    assert set(lines) == {"a", "b", "c"}
+    with pytest.raises(ValueError, match=r"c.txt has no rows"):  # also before a stream is used
+        make(Source(files=files, max_rows=6), keep_text, "stop")
+
+
+def test_columns_are_those_of_the_rows_that_may_be_used(write):
+    files = write("x.jsonl", '[]\n{"a": 1}\n{"b": 1}\n').files
+    assert [columns_of(Source(files=files, max_rows=n)) for n in (1, 2, 3)] == [["a"], ["a", "b"], ["a", "b"]]
+
+
+def test_max_rows_of_a_stream_that_is_resumed(tmp_path):
+    for name, letters in (("a.txt", "abc"), ("b.txt", "defg")):
+        (tmp_path / name).write_text("\n".join(letters))
+    source = Source(files=[tmp_path / "a.txt", tmp_path / "b.txt"], max_rows=5)
+    stream, resumed = (stream_rows(source, keep_text, "stop") for _ in range(2))
+    seen = iter(stream)
+    assert [next(seen)["text"] for _ in range(4)] == list("abcd")
+    resumed.load_state_dict(stream.state_dict())
+    assert [row["text"] for row in resumed] == ["e"]
+    assert sorted(row["text"] for row in stream.shuffle(seed=1, buffer_size=3)) == list("abcde")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_max_rows_of_a_dataset(streaming, labelled, tmp_path):
+    (tmp_path / "named").mkdir()
+    labelled.to_parquet(tmp_path / "named" / "train.parquet")
+    source = Source(name=str(tmp_path / "named"), split="train", max_rows=1)
+    assert [row["text"] for row in (stream_rows if streaming else load_rows)(source, keep_text, "stop")] == ["a"]
+
+
+TASK_ROWS = {
+    ClassificationSettings: [{"text": "good film", "label": "1"}, {"text": "bad film", "label": "0"}],
+    TokenClassificationSettings: [{"tokens": ["good", "film"], "tags": ["B-X", "O"]}],
+    Seq2SeqSettings: [{"source": "good", "target": "bad"}],
+    QuestionAnsweringSettings: [
+        {"question": "who", "context": "good film", "answers": {"text": ["film"], "answer_start": [5]}}
+    ],
+    PretrainingSettings: [{"text": "good bad film who"}],
+}
+STREAMED = {"streaming": True, "max_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), ["good", "bad", "film", "who"])
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["files", "dataset"])
+@pytest.mark.parametrize(
+    ("settings_class", "flags"),
+    [*((each, {}) for each in TASK_ROWS), (PretrainingSettings, STREAMED)],
+    ids=lambda each: each.__name__ if isinstance(each, type) else "streamed" if each else "",
+)
+def test_tasks_use_the_first_samples(settings_class, flags, by_name, tiny, tmp_path):
+    good, bad = TASK_ROWS[settings_class], dict.fromkeys(TASK_ROWS[settings_class][0])
+    folder = tmp_path / "named"  # the cache is beside it
+    folder.mkdir()
+    for split, count in (("train", 3), ("validation", 2), ("test", 2)):
+        rows = [*(good * 3)[:count], bad]  # a bad row would stop the reading
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {f"{split}_file": [str(folder / f"{split}.jsonl")] for split in ("train", "validation", "test")}
+    flags = {"max_length": 24, "max_target_length": 8, "stride": 4, "line_by_line": True, "test_split": "test"} | flags
+    known = {name: value for name, value in flags.items() if name in settings_class.__dataclass_fields__}
+    known |= {"dataset": str(folder)} if by_name else files
+    module, _, name = settings_class.task.partition(":")
+    task_class = getattr(importlib.import_module(module), name)
+    task = make_task(task_class, settings_class, model=tiny, max_train_samples=3, max_eval_samples=2, **known)
+    assert len(list(task.train_set)) == 3
+    assert {split: len(examples) for split, examples in task.splits.items()} == {"validation": 2, "test": 2}
+
+
+def test_numbers_of_samples_are_positive_and_not_free_to_change(tmp_path):
+    given = {"model": "a/b", "output": "out", "train_file": ["x.csv"]}
+    for name in ("max_train_samples", "max_eval_samples"):
+        with pytest.raises(ValueError, match=f"--{name} is 0; expected 1 or more"):
+            ClassificationSettings(**given, **{name: 0})
+        (tmp_path / "recipe.yaml").write_text(recipe_of(ClassificationSettings(**given, **{name: 5})))
+        assert changed_flags(ClassificationSettings(**given), tmp_path / "recipe.yaml") == {name: (5, None)}
+
+
+def test_splits_are_the_same_with_other_numbers_of_samples():
+    same = {"model": "a/b", "output": "out", "dataset": "c/d", "validation_split": "train"}
+    (warning,) = shared_data(ClassificationSettings(**same, max_train_samples=9, max_eval_samples=5))
+    assert warning.startswith("c/d (train) is in the train rows and in the validation rows")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -319,12 +319,13 @@ def sources(settings: Settings) -> dict[str, Source]:
     Raises:
         OSError, ValueError: a file is missing, or has an unknown ending.
     """
+    rows = {"train": settings.max_train_samples} | dict.fromkeys(("validation", "test"), settings.max_eval_samples)
     if settings.dataset is None:
         files = {"train": settings.train_file, "validation": settings.validation_file, "test": settings.test_file}
-        return {split: Source(files=each) for split, each in files.items() if each}
+        return {split: Source(files=each, max_rows=rows[split]) for split, each in files.items() if each}
     names = {"train": settings.train_split, "validation": settings.validation_split, "test": settings.test_split}
     return {
-        split: Source(name=settings.dataset, config=settings.dataset_config, split=name)
+        split: Source(name=settings.dataset, config=settings.dataset_config, split=name, max_rows=rows[split])
         for split, name in names.items()
         if name and name != "none"
     }

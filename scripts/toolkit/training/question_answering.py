@@ -179,7 +179,8 @@ class QuestionAnswering(FineTuning):
         if other := [path for path in source.files if path not in nested]:
             raise ValueError(f"{nested[0]} is in SQuAD's nested form and {other[0]} is not; expected files of one form")
         found = (row for path in nested for row in nested_rows(path))
-        return Dataset.from_list(list(keep_rows(found, check, settings.on_bad_row, self.accelerator.print)))
+        policy = settings.on_bad_row, self.accelerator.print, source.max_rows
+        return Dataset.from_list(list(keep_rows(found, check, *policy)))
 
     def encode(self, rows):
         """The windows of the rows as inputs of the model, each with the number of its row."""

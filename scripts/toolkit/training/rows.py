@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -66,6 +66,7 @@ class Source:
         name: `user/dataset` on the Hub, or a folder that `datasets.load_dataset` opens.
         config: the configuration of the dataset, if it has several.
         split: such as `train` or `train[:1000]`; required with `name`.
+        max_rows: only the first so many valid rows are used, and nothing after them is read; None: all.
 
     Raises:
         OSError: a file is missing, or a pattern matches none.
@@ -76,6 +77,7 @@ class Source:
     name: str | None = None
     config: str | None = None
     split: str | None = None
+    max_rows: int | None = field(default=None, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "files", tuple(path for given in self.files for path in expand(Path(given))))
@@ -120,7 +122,7 @@ def ending_of(path: Path) -> str:
 
 
 def read_rows(source: Source, streaming: bool = False) -> Iterator[tuple[str, dict | BadRow]]:
-    """All rows, one at a time, each with its place.
+    """All rows, whatever `max_rows` is, one at a time, each with its place.
 
     A place is "reviews.csv, row 3 (line 4)": rows count from 1, without the header and empty lines, which are skipped;
     the line is the one in which the row starts. Rows of JSON arrays, of Parquet and of the Hub have no line. Labels
@@ -411,17 +413,20 @@ def name_label(feature, value):
 
 
 def columns_of(source: Source) -> list[str]:
-    """The columns of the first 100 rows, in the order in which they occur.
+    """The columns of the first 100 rows, or of fewer with `max_rows`, in the order in which they occur.
 
     Raises:
         OSError, ValueError: as `read_rows`, or none of these rows can be read.
     """
-    columns, first_bad = {}, None
+    columns, first_bad, readable = {}, None, 0
     for _, row in islice(read_rows(source, streaming=True), ROWS_WITH_ALL_COLUMNS):
         if isinstance(row, BadRow):
             first_bad = first_bad or row
         else:
             columns |= dict.fromkeys(row)
+            readable += 1
+            if readable == source.max_rows:
+                break
     if not columns and first_bad is not None:
         raise first_bad
     return list(columns)
@@ -469,7 +474,7 @@ Warn = Callable[[str], None]
 
 
 def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> Dataset:
-    """All rows, in memory. Nothing is cached, so a changed file is read again.
+    """The rows, in memory. Nothing is cached, so a changed file is read again.
 
     Args:
         check: returns the columns to keep of a row, of the same types for every row, or raises ValueError.
@@ -485,7 +490,7 @@ def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger
         OSError, ValueError: as `read_rows`, or no row is valid.
     """
     check_policy(on_bad_row)
-    return Dataset.from_list(list(keep_rows(read_rows(source), check, on_bad_row, warn)))
+    return Dataset.from_list(list(keep_rows(read_rows(source), check, on_bad_row, warn, source.max_rows)))
 
 
 def map_rows(rows: Dataset | IterableDataset, function: Callable, **options):
@@ -500,18 +505,24 @@ def map_rows(rows: Dataset | IterableDataset, function: Callable, **options):
 
 
 def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> IterableDataset:
-    """The same as `load_rows`, but read again in each pass, and never all in memory. Each file is a shard. Errors of
-    `load_rows` are raised during the passes; every file is opened once now, so that a corrupt one is found before the
-    training. Skipped rows are reported at the end of each file, or when reading it is stopped.
+    """The same as `load_rows`, but read again in each pass, and never all in memory. Each file is a shard, or with
+    `max_rows` all files together. Errors of `load_rows` are raised during the passes; every file that is used is opened
+    once now, so that a corrupt one is found before the training. Skipped rows are reported at the end of each shard, or
+    when reading it is stopped.
 
     Raises:
         OSError, ValueError: a file cannot be read, or has no rows.
     """
     check_policy(on_bad_row)
-    for part in source.parts():
-        next(read_files([part]))
     kept = {"check": check, "on_bad_row": on_bad_row, "warn": warn}
-    kept |= {"parts": source.parts()} if source.files else {"source": source}
+    if source.max_rows is None and source.files:
+        kept |= {"parts": source.parts()}
+        for part in source.parts():
+            next(read_files([part]))
+    else:
+        kept |= {"source": source}
+        for _ in islice(read_files(source.parts()), source.max_rows):
+            pass
     # `IterableDataset.from_generator` would leave a file in the user's cache, and pickles `check`.
     return IterableDataset(ExamplesIterable(stream_examples, kept))
 
@@ -519,8 +530,8 @@ def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logg
 def stream_examples(check, on_bad_row, warn, parts=None, source=None) -> Iterator[tuple[int, dict]]:
     """The rows of a pass, each with a key, as `datasets` expects them. `datasets` makes a shard of each entry of
     `parts`, because it is a list."""
-    rows = read_hub(source, streaming=True) if parts is None else read_files(parts)
-    yield from enumerate(keep_rows(rows, check, on_bad_row, warn))
+    rows, max_rows = (read_files(parts), None) if source is None else (read_rows(source, True), source.max_rows)
+    yield from enumerate(keep_rows(rows, check, on_bad_row, warn, max_rows))
 
 
 def check_policy(on_bad_row: str) -> None:
@@ -529,8 +540,11 @@ def check_policy(on_bad_row: str) -> None:
         raise ValueError(f"on_bad_row is {on_bad_row!r}; expected 'stop' or 'skip'")
 
 
-def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_row: str, warn: Warn) -> Iterator[dict]:
-    """The columns of each row that `check` keeps, and its place. Arguments and errors are those of `load_rows`."""
+def keep_rows(
+    rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_row: str, warn: Warn, max_rows: int | None = None
+) -> Iterator[dict]:
+    """The columns of each row that `check` keeps, and its place, of the first `max_rows` valid rows. Arguments and
+    errors are those of `load_rows`."""
     total, bad, first_bad = 0, 0, []
     try:
         for place, row in rows:
@@ -547,6 +561,8 @@ def keep_rows(rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_ro
                 first_bad += [problem] if bad <= LISTED_ROWS else []
             else:
                 yield kept
+                if total - bad == max_rows:
+                    break
     finally:  # also if reading is stopped
         if 0 < bad < total:
             more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []

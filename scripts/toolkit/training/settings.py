@@ -47,7 +47,7 @@ SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "
 VALUE = "\0"
 
 COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps",
-          "save_steps", "log_steps", "early_stopping")  # fmt: skip
+          "save_steps", "log_steps", "early_stopping", "max_train_samples", "max_eval_samples")  # fmt: skip
 
 
 def flag(default: Any, group: str, help: str, *aliases: str):
@@ -81,6 +81,10 @@ class Settings:
     test_split: str | None = flag(None, "data", "the test split of --dataset")
     on_bad_row: Literal["stop", "skip"] = flag(
         "stop", "data", "what to do with an invalid row; skipped ones are listed"
+    )
+    max_train_samples: int | None = flag(None, "data", "use only the first N valid rows of the training set")
+    max_eval_samples: int | None = flag(
+        None, "data", "use only the first N valid rows of the validation set, and of the test set"
     )
     max_length: int = flag(128, "data", "maximum tokens per sequence; longer ones are cut")
     padding_free_collation: bool = flag(False, "data", "batches are one row without padding (ScratchBert only)")
