@@ -416,6 +416,13 @@ def test_a_run_ends_with_the_results(make_training, tmp_path, monkeypatch, capsy
     assert drawn == [["accuracy", "f1"], "text-classification"]
     report = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert {split: report[split] for split in results} == results
+    card = (tmp_path / "run" / "README.md").read_text()
+    number = len(run.task.train_set)
+    assert f"- Rows: {number} train, {number} validation, {number} test\n" in card
+    assert "- The weights are those of the last step, 0, because" in card
+    assert "| train_file | " in card
+    assert "| weight_decay | " not in card  # the default
+    assert str(tmp_path) not in card
 
 
 def test_both_implementations_make_the_same_of_the_same(checkpoints, make_training, tmp_path):

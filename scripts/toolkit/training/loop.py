@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 
@@ -46,7 +46,7 @@ from toolkit.training.fingerprint import fingerprint
 from toolkit.training.metrics import main_metrics
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS, OutputFolder
-from toolkit.training.report import in_words, plot_curves, write_metrics
+from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings
 from toolkit.training.sharding import prepare
@@ -593,6 +593,8 @@ class Training:
         write_metrics(folder, report)
         names = main_metrics(report.get("validation", {}), first=self.task.metric)
         plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
+        # A row may have several windows, which share its place. Masked-LM sequences do not follow the rows.
+        counted = {} if self.task.name == "fill-mask" else {"train": self.task.train_set, **self.task.splits}
         write_training_card(
             folder,
             task=self.task.name,
@@ -603,6 +605,9 @@ class Training:
             metrics={split: report[split] for split in self.task.splits},
             settings=asdict(self.settings),
             history=self.progress.history,
+            rows={split: len(set(examples["place"])) for split, examples in counted.items()},
+            checkpoint=checkpoint_in_words(self.progress, self.task.metric),
+            defaults={each.name: each.default for each in fields(self.settings)},
             name=self.output.resolve().name,
         )
 
