@@ -1,7 +1,7 @@
 """Model cards: of a trained model, of a converted checkpoint, and of a folder that is uploaded to the Hub.
 
-A card contains no secrets and no absolute paths: settings that look like a secret are omitted, and of a path that
-begins at the root of a disk or in a home folder only the last part is shown.
+A card contains no secrets and no paths: settings that look like a secret are omitted, and of a path only the last part
+is shown.
 """
 
 import os
@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard, try_to_load_from_cache
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import validate_repo_id
 
 from toolkit.checkpoint import AUTO_MAP, class_name, reference_class, short_name
-from toolkit.files import read_json, read_json_object, to_json, write_text
+from toolkit.files import looks_like_a_path, read_json, read_json_object, to_json, write_text
 from toolkit.machine import hardware, version
+from toolkit.training.metrics import main_metrics
+from toolkit.training.settings import FILES, FOLDERS_OR_HUB_IDS, FREE_TO_CHANGE
 
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 
@@ -51,7 +54,7 @@ print(tokenizer.decode(inputs["input_ids"][0, start : end + 1]))
 """,
     "ForConditionalGeneration": """\
 inputs = tokenizer("A text.", return_tensors="pt")
-ids = model.generate(**inputs, num_beams=4)
+ids = model.generate(**inputs)
 print(tokenizer.batch_decode(ids, skip_special_tokens=True))
 """,
     "ForMaskedLM": """\
@@ -61,6 +64,24 @@ print(fill(f"A {tokenizer.mask_token} text."))
 }
 # A model with both pre-training heads opens by its masked-LM head as well.
 EXAMPLES["ForPreTraining"] = EXAMPLES["ForMaskedLM"]
+
+# What a trained model of each class is for, in its card; "ForSequenceClassification" by its `problem_type`.
+USES = {
+    "regression": "It predicts numbers for a text, or for a pair of texts if it was trained on pairs.",
+    "multi_label_classification": (
+        "It predicts any number of labels for a text, or for a pair of texts if it was trained on pairs."
+    ),
+    "ForSequenceClassification": (
+        "It predicts one label for a text, or for a pair of texts if it was trained on pairs, even if no label fits."
+    ),
+    "ForTokenClassification": "It tags each word of a text.",
+    "ForQuestionAnswering": "It finds the answer to a question in a given text, and writes no answers of its own.",
+    "ForConditionalGeneration": "It writes a text for a given text. What it writes can be wrong.",
+    "ForMaskedLM": "It predicts masked words. Other tasks require fine-tuning.",
+}
+USES["ForPreTraining"] = USES["ForMaskedLM"]
+
+MOST_LISTED = 50  # labels, files or other values of a list in a card
 
 # In metrics.json, in the order of the columns of a card's table.
 SPLITS = ("train", "validation", "test")
@@ -138,7 +159,7 @@ def cell(value) -> str:
 
 
 def public(settings: Mapping) -> dict:
-    """The settings that were given and are not secret; the name of a nested one has a dot."""
+    """The settings that were given and are not secret, without paths; the name of a nested one has a dot."""
     found = {}
     for name, value in settings.items():
         words = re.findall("[A-Z]?[a-z]+|[A-Z]+", str(name))
@@ -147,20 +168,50 @@ def public(settings: Mapping) -> dict:
         if isinstance(value, Mapping):
             found |= {f"{name}.{inner}": entry for inner, entry in public(value).items()}
         elif not SECRET_VALUE.search(str(value)):
-            found[str(name)] = shown(value)
+            found[str(name)] = shown(value, is_file=name in FILES, is_source=name in FOLDERS_OR_HUB_IDS)
     return found
 
 
-def shown(value):
-    """`value`; of an absolute path, or one in a home folder, the last part; a list as its values with commas."""
+def shown(value, is_file: bool = False, is_source: bool = False):
+    """`value`; of a path, the last part; a list as its values with commas.
+
+    Args:
+        is_file: whether it is known to be a path.
+        is_source: whether it is known to be a path or a hub id.
+    """
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(shown(entry)) for entry in value)
+        return listed([str(shown(entry, is_file, is_source)) for entry in value])
     if isinstance(value, Mapping):
         return shown([f"{name}: {entry}" for name, entry in public(value).items()])
     if isinstance(value, (str, Path)):
-        path = PureWindowsPath(value)  # which recognises both kinds of slash
-        return path.name if path.root or str(value).startswith(("~", "file:")) else str(value)
+        text = str(value)
+        parts = re.split(r"[/\\]+", text.rstrip("/\\"))
+        is_path = (
+            is_file
+            or isinstance(value, Path)
+            or (is_source and not is_hub_id(text))
+            or PureWindowsPath(text).root
+            or text.startswith(("~", "file:", "./", "../"))
+            or (len(parts) > 1 and os.path.exists(text))
+        )
+        is_url = "://" in text and not text.startswith("file:")
+        return (parts[-1] or text) if is_path and not is_url else text
     return value
+
+
+def listed(values: Sequence[str]) -> str:
+    """The values with commas, up to `MOST_LISTED`."""
+    more = f", and {len(values) - MOST_LISTED} more" if len(values) > MOST_LISTED else ""
+    return ", ".join(values[:MOST_LISTED]) + more
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` can be a repository, and is no file or folder."""
+    try:
+        validate_repo_id(source)
+    except ValueError:
+        return False
+    return not looks_like_a_path(source) and not os.path.exists(source)
 
 
 # ------------------------------------------------------------------------------------------------- of a trained model
@@ -177,15 +228,18 @@ def write_training_card(
     metrics: Metrics,
     settings: Mapping,
     history: History,
+    rows: Mapping[str, int] | None = None,
+    checkpoint: str = "",
+    defaults: Mapping | None = None,
     name: str | None = None,
-    language: str | None = None,
+    language: str | Sequence[str] | None = None,
     licence: str | None = None,
 ) -> None:
-    """Writes README.md, the card of a model that was trained here, with the metadata that the Hub reads. The curves are
-    shown if curves.png is in `folder`.
+    """Writes README.md, the card of a model that was trained here, with the metadata that the Hub reads. The names of
+    labels, the settings of generation and the pictures are those in `folder`.
 
     Args:
-        folder: exists already.
+        folder: exists already, with config.json.
         task: the Hub's name of it, such as "text-classification" or "summarization".
         model_class: the class that was saved, ours or its reference.
         base_model: the folder or hub id of the initial weights; None if they were random.
@@ -193,10 +247,13 @@ def write_training_card(
         dataset_on_hub: which of the two.
         metrics: of the final evaluation, by split. Values that are not finite are in the table, as undefined, and not
             in the metadata.
-        settings: the flags of the run. Those that are None are omitted.
+        settings: the flags of the run. Those that are None, and those that change no weight, are omitted.
+        rows: the number of rows of each split, such as "train".
+        checkpoint: a sentence that says which step the weights are of, and why.
+        defaults: of the settings. Settings that have their default are omitted.
         name: of the model; None: of the folder.
-        language: an ISO 639 code.
-        licence: the Hub's name of the licence, such as "apache-2.0".
+        language: an ISO 639 code, or several; None: as in the card of the base model.
+        licence: the Hub's name of the licence, such as "apache-2.0"; None: as in the card of the base model.
 
     Raises:
         ValueError: no command trains a model of this class.
@@ -205,31 +262,93 @@ def write_training_card(
         raise ValueError(f"model_class is {model_class}; expected one of {', '.join(EXAMPLES)}")
     folder = Path(folder)
     name = name or folder.resolve().name
-    metrics, dataset = to_json(metrics), shown(dataset)
-    on_hub = base_model is not None and not os.path.exists(base_model) and shown(base_model) == base_model
+    dataset_on_hub = dataset_on_hub and is_hub_id(str(dataset))
+    metrics, dataset = to_json(metrics), shown(dataset, is_file=not dataset_on_hub)
+    inherited = metadata_of(base_model)
+    base_on_hub = hub_id_of(base_model, inherited)
     data = ModelCardData(
-        language=language,
-        license=licence,
+        language=language or language_codes(inherited.get("language")),
+        license=licence or inherited.get("license"),
+        license_name=None if licence else inherited.get("license_name"),
+        license_link=None if licence else inherited.get("license_link"),
         library_name="transformers",
         pipeline_tag=task,
         tags=["scratchbert"] if is_own(model_class) else None,
-        base_model=base_model if on_hub else None,
+        base_model=base_on_hub,
         datasets=[dataset] if dataset_on_hub else None,
         model_name=name,
         eval_results=evaluation_results(task, dataset, metrics),
         # The Hub expects them in the model-index, under the model's name.
-        metrics=list(dict.fromkeys(metric for _, metric, _ in numbers_in(metrics))) or None,
+        metrics=main_metrics(dict.fromkeys(metric for _, metric, _ in numbers_in(metrics))) or None,
     )
     if data.eval_results is None:
         data.pop("model_name")
     parts = (
-        introduction(name, model_class, base_model, on_hub, dataset),
+        introduction(name, model_class, base_model, base_on_hub, dataset, dataset_on_hub),
+        labels_section(folder, model_class),
         results_section(metrics),
+        generation_section(folder, model_class),
+        picture(folder, "confusion_matrix.png", "Confusion matrix"),
         usage_section(name, model_class),
-        training_section(settings, history),
-        "![Loss and metrics over the steps](curves.png)\n" if (folder / "curves.png").exists() else "",
+        limits_section(folder, model_class, base_model, metrics, settings),
+        training_section(settings, history, rows or {}, checkpoint, defaults),
+        picture(folder, "curves.png", "Loss and metrics over the steps"),
     )
     write_text(folder / "README.md", f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(part for part in parts if part))
+
+
+def picture(folder: Path, name: str, description: str) -> str:
+    """The picture `name`, if it is in the folder."""
+    return f"![{description}]({name})\n" if (folder / name).exists() else ""
+
+
+# Of the card of the base model.
+
+
+def metadata_of(source: str | None) -> dict:
+    """The metadata of the card of a folder, or of a repository whose card is in the cache; empty if there is none, or
+    it cannot be read. Of a licence or a language in another form than the Hub's nothing is returned."""
+    if source is None:
+        return {}
+    try:
+        path = Path(source, "README.md") if Path(source).is_dir() else try_to_load_from_cache(source, "README.md")
+        text = Path(path).read_text(encoding="utf-8") if isinstance(path, (str, Path)) else ""
+        if not REGEX_YAML_BLOCK.search(text):
+            return {}
+        data = ModelCard(text, ignore_metadata_errors=True).data
+    except (OSError, TypeError, ValueError, yaml.YAMLError):
+        return {}
+    # Not in `to_dict`, which has the name in the model-index.
+    found = {"model_name": data.model_name, **data.to_dict()}
+    if not isinstance(found.get("license"), str):
+        found = {name: value for name, value in found.items() if not name.startswith("license")}
+    if "://" not in str(found.get("license_link")):
+        found.pop("license_link", None)  # a file of that repository
+    return found
+
+
+def hub_id_of(source: str | None, metadata: Mapping) -> str | None:
+    """The hub id of a model: `source` itself or, of a folder, the one that the metadata of its card have."""
+    if source is None or is_hub_id(source):
+        return source
+    name, base = metadata.get("model_name"), metadata.get("base_model")
+    if isinstance(base, list) and len(base) == 1:
+        base = base[0]
+    # A name without a user is that of the folder.
+    named = isinstance(name, str) and "/" in name
+    return next((each for each in (name if named else None, base) if isinstance(each, str) and is_hub_id(each)), None)
+
+
+def language_codes(language) -> str | list[str] | None:
+    """The value of `language` in a card's metadata, with "no", the code of Norwegian, where YAML 1.1 reads false; None
+    if it is no code."""
+    codes = ["no" if code is False else code for code in (language if isinstance(language, list) else [language])]
+    if not all(isinstance(code, str) for code in codes):
+        return None
+    return codes if isinstance(language, list) else codes[0]
+
+
+# The metrics, and the sections.
 
 
 def is_number(value) -> bool:
@@ -250,31 +369,105 @@ def evaluation_results(task: str, dataset: str, metrics: Metrics) -> list[EvalRe
     ] or None  # fmt: skip
 
 
-def introduction(name: str, model_class: str, base_model: str | None, on_hub: bool, dataset: str) -> str:
+def introduction(
+    name: str, model_class: str, base_model: str | None, base_on_hub: str | None, dataset: str, dataset_on_hub: bool
+) -> str:
     kind = "[BERT](https://arxiv.org/abs/1810.04805)"
     if is_own(model_class):
         kind = f"ScratchBert ({kind} written from scratch, with its code in this folder)"
-    if base_model is None:
-        start = "random weights"
-    else:
-        base = shown(base_model)
-        start = f"the weights of {f'[{base}](https://huggingface.co/{base})' if on_hub else f'`{base}`'}"
-    return f"# {name}\n\nA {kind} of the class `{model_class}`, trained on `{dataset}` from {start}.\n"
+    link = f"[{base_on_hub}](https://huggingface.co/{base_on_hub})"
+    start = "random weights"
+    if base_model is not None:
+        start = f"the weights of {link if base_model == base_on_hub else f'`{shown(base_model, is_source=True)}`'}"
+        if base_on_hub not in (None, base_model):
+            start += f", which derives from {link}"
+    data = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset_on_hub else f"`{dataset}`"
+    return f"# {name}\n\nA {kind} of the class `{model_class}`, trained on {data} from {start}.\n"
 
 
-def training_section(settings: Mapping, history: History) -> str:
-    """The length of the run, the machine, the versions and the settings."""
+def labels_section(folder: Path, model_class: str) -> str:
+    """The names of the labels in config.json; "" if they are only numbered, or of another task."""
+    config = read_if_any(folder / "config.json")
+    names = config.get("id2label")
+    if short_name(model_class) not in ("ForSequenceClassification", "ForTokenClassification"):
+        return ""
+    if not isinstance(names, dict) or all(re.fullmatch(r"LABEL_\d+", str(each)) for each in names.values()):
+        return ""
+    in_order = [" ".join(str(label).split()).replace("`", "'") for label in names.values()]
+    what = "Outputs" if config.get("problem_type") == "regression" else "Labels"
+    return f"{what}: {listed([f'`{label}`' for label in in_order])}\n"
+
+
+def generation_section(folder: Path, model_class: str) -> str:
+    """The settings of generation that are saved with the model, without special tokens."""
+    if short_name(model_class) != "ForConditionalGeneration":
+        return ""
+    saved = read_if_any(folder / "generation_config.json")
+    fields = [
+        f"{name} {value}"
+        for name, value in saved.items()
+        if is_number(value) and not name.startswith("_") and not name.endswith("_id")
+    ]
+    if not fields:
+        return ""
+    return f"Texts are generated with the settings in `generation_config.json`: {listed(fields)}.\n"
+
+
+def limits_section(folder: Path, model_class: str, base_model: str | None, metrics: Metrics, settings: Mapping) -> str:
+    """What the model is for, and what is not known of it."""
+    problem, splits = (
+        read_if_any(folder / "config.json").get("problem_type"),
+        [name for name in metrics if metrics[name]],
+    )
+    is_classifier = short_name(model_class) == "ForSequenceClassification"
+    lines = [USES.get(problem if is_classifier else None) or USES[short_name(model_class)]]
+    if max_length := settings.get("max_length"):
+        lines.append(f"In training its inputs had up to {max_length:,} tokens.")
+    lines.append(
+        f"Its quality was measured on the {' and '.join(splits)} data only; for other domains and languages it is not "
+        "known."
+        if splits
+        else "It was not evaluated."
+    )
+    if "validation" in splits:
+        line = "The checkpoint was selected by the validation metrics, which are therefore optimistic."
+        lines.append(line + (" The test data was not used to select it." if "test" in splits else ""))
+    origin = "its training data" if base_model is None else "the base model and of its training data"
+    lines.append(f"It can reproduce biases of {origin}, which were not examined.")
+    return "## Intended use and limitations\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def training_section(
+    settings: Mapping, history: History, rows: Mapping[str, int], checkpoint: str, defaults: Mapping | None
+) -> str:
+    """The rows, the length of the run, the machine, the versions and the settings."""
     lines = []
+    if rows:
+        lines.append("Rows: " + ", ".join(f"{count:,} {split}" for split, count in rows.items()))
     if history:
         last = history[-1]
-        lines.append(f"- {last['step']:,} steps, {last['epoch']:.4g} epochs")
+        lines.append(f"{last['step']:,} steps, {last['epoch']:.4g} epochs")
+    if checkpoint:
+        lines.append(checkpoint)
     speeds = [point["tokens_per_second"] for point in history if point.get("tokens_per_second")]
     if speeds:
-        lines.append(f"- {statistics.median(speeds):,.0f} non-padding tokens per second (median over the run)")
-    lines.append(f"- {hardware()}")
+        lines.append(f"{statistics.median(speeds):,.0f} non-padding tokens per second (median over the run)")
+    lines.append(hardware())
     versions = {library: version(library) for library in LIBRARIES}
-    lines.append("- " + ", ".join(f"{library} {number}" for library, number in versions.items() if number))
-    return "## Training\n\n" + "\n".join(lines) + "\n\n" + table(["setting", "value"], public(settings).items())
+    lines.append(", ".join(f"{library} {number}" for library, number in versions.items() if number))
+    chosen = {
+        name: value
+        for name, value in settings.items()
+        if name not in FREE_TO_CHANGE and (defaults is None or name not in defaults or value != defaults[name])
+    }
+    text = "## Training\n\n" + "".join(f"- {line}\n" for line in lines) + "\n"
+    if defaults is not None:
+        text += "Settings that differ from the defaults of the training command; `recipe.yaml` has all:\n\n"
+    return text + table(["setting", "value"], public(chosen).items())
+
+
+def read_if_any(path: Path) -> dict:
+    return read_json_object(path) if path.exists() else {}
 
 
 # ------------------------------------------------------------------------------------------ of a converted checkpoint
@@ -325,10 +518,8 @@ def update_metadata(data, to: str, task: str | None, base_model: str | None) -> 
     tags = data.get("tags", [])
     tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag != "scratchbert"]
     data["tags"] = [*tags, "scratchbert"] if to == "scratchbert" else tags or None
-    language = data.get("language", [])
-    if language is False or (isinstance(language, list) and False in language):
-        # YAML 1.1 reads the code of Norwegian, "no", as false.
-        data["language"] = "no" if language is False else ["no" if code is False else code for code in language]
+    if (language := language_codes(data.get("language"))) is not None:
+        data["language"] = language
     if base_model is not None:
         data["base_model"] = base_model
     for name, value in (("library_name", "transformers"), ("pipeline_tag", task)):
@@ -414,8 +605,7 @@ def with_repository(text: str, folder_name: str, repo: str) -> str:
 
 def saved_metrics(folder: Path) -> dict[str, dict]:
     """The metrics of each split in metrics.json, if there is one."""
-    path = folder / "metrics.json"
-    report = read_json_object(path) if path.exists() else {}
+    report = read_if_any(folder / "metrics.json")
     return {split: report[split] for split in SPLITS if isinstance(report.get(split), dict)}
 
 

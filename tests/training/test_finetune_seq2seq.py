@@ -371,8 +371,8 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
         ({"length_penalty": 2.0}, "--num_beams of 2 or more"),
         ({"padding_free_collation": True}, "--padding_free_collation"),
         ({"implementation": "bert"}, "--implementation is bert"),
-        ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size=3'"),
-        ({"config_overrides": ["hidden_size"]}, "expected FIELD=VALUE"),
+        ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size'; expected FIELD=VALUE"),
+        ({"config_overrides": ["hidden_size"]}, "expected NAME=VALUE"),
         ({"config_overrides": ["hidden_size=wide"]}, "hidden_size"),
         ({"config_overrides": ["hidden_size=33"]}, "hidden_size is 33; expected a multiple of num_attention_heads (2)"),
         (

@@ -348,7 +348,7 @@ def test_a_bad_row_is_named_or_skipped(name, tiny, tmp_path, capsys):
 
 WRONG = {
     "a tag outside the set": (["--labels", "O", "B-LOC"], "a tag is 'B-PER'; expected one of O, B-LOC"),
-    "a set without O": (["--labels", "B-LOC"], "--labels is invalid: O is missing; expected O, B-TYPE"),
+    "a set without O": (["--labels", "B-LOC", "I-LOC"], "--labels is invalid: O is missing; expected O, B-TYPE"),
     "a set of others": (["--labels", "O", "LOC"], "'LOC' is one of them"),
     "a tag twice": (["--labels", "O", "O"], "expected each label once"),
     "a stride too long": (["--max_length", "10", "--stride", "8"], "expected at least 11: 2 tokens around"),

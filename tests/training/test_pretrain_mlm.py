@@ -75,7 +75,8 @@ def task_of(folder, rank=0, world=1, **flags) -> Pretraining:
 
 def run(folder, output, *flags) -> int:
     started = ["--config_file", folder / "tiny.json", "--tokenizer", folder / "tokenizer"]
-    data = ["--train_file", folder / "train.txt", "--validation_file", folder / "validation.txt"]
+    data = {"--train_file": folder / "train.txt", "--validation_file": folder / "validation.txt"}
+    data = [each for name, file in data.items() if name not in flags for each in (name, file)]
     common = ["--max_length", 24, "--batch_size", 8, "--trackers", "none", "--learning_rate", 1e-3]
     return pretrain_mlm.main([str(each) for each in [*started, *data, "--output", output, *common, *flags]])
 

@@ -415,6 +415,13 @@ def test_a_run_ends_with_the_results(make_training, tmp_path, monkeypatch, capsy
     assert drawn == [["accuracy", "f1"], "text-classification"]
     report = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert {split: report[split] for split in results} == results
+    card = (tmp_path / "run" / "README.md").read_text()
+    number = len(run.task.train_set)
+    assert f"- Rows: {number} train, {number} validation, {number} test\n" in card
+    assert "- The weights are those of the last step, 0, because" in card
+    assert "| train_file | " in card
+    assert "| weight_decay | " not in card  # the default
+    assert str(tmp_path) not in card
 
 
 def test_both_implementations_make_the_same_of_the_same(checkpoints, make_training, tmp_path):
@@ -750,11 +757,17 @@ def test_fsdp_is_configured_for_full_state_dicts(name):
     assert configuration["fsdp_config"]["fsdp_state_dict_type"] == "FULL_STATE_DICT"
 
 
+# The arguments that a schedule does not do without.
+NEEDED = {"cosine_with_min_lr": ["min_lr_rate=0.1"], "warmup_stable_decay": ["num_decay_steps=3"]}
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_survive_json(name):
     def make():
         optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=1e-3)
-        return make_schedule(optimizer, SimpleNamespace(schedule=name, warmup_ratio=0.3), 10)
+        return make_schedule(
+            optimizer, SimpleNamespace(schedule=name, warmup_ratio=0.3, lr_scheduler_kwargs=NEEDED.get(name)), 10
+        )
 
     def rates(schedule, steps: int) -> list[float]:
         found = []

@@ -20,8 +20,17 @@ from toolkit import model_card
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
 from toolkit.training import report as training_report
+from toolkit.training.checkpoints import Progress
 from toolkit.training.metrics import RANGES, main_metrics, metric_range
-from toolkit.training.report import MOST_PANELS, headline, plot_confusion, plot_curves, smoothed, write_metrics
+from toolkit.training.report import (
+    MOST_PANELS,
+    checkpoint_in_words,
+    headline,
+    plot_confusion,
+    plot_curves,
+    smoothed,
+    write_metrics,
+)
 from toolkit.training.settings import SEQ2SEQ_METRICS, ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -127,13 +136,102 @@ def test_the_metadata_is_what_the_hub_reads(card):
 def test_files_and_folders_are_no_hub_ids(card, tmp_path, monkeypatch):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    files = ["/home/jane/reviews.csv", "data/more.csv"]
-    for base, name in (("models/mine", "models/mine"), ("/home/jane/mine", "mine"), ("~/mine", "mine")):
+    files = ["/home/jane/reviews.csv", "data/private/more.csv"]
+    for base in ("models/mine", "./models/mine", "/home/jane/mine", "~/mine"):
         found = card(base_model=base, dataset=files, dataset_on_hub=False)
         assert not {"base_model", "datasets"} & set(found.data.to_dict())
-        assert f"trained on `reviews.csv, data/more.csv` from the weights of `{name}`" in found.text
-        assert found.data.eval_results[0].dataset_type == "reviews.csv, data/more.csv"
+        assert "trained on `reviews.csv, more.csv` from the weights of `mine`" in found.text
+        assert found.data.eval_results[0].dataset_type == "reviews.csv, more.csv"
+    found = card(dataset="models/mine", dataset_on_hub=True)  # a folder that load_dataset opens
+    assert "datasets" not in found.data.to_dict()
+    assert "trained on `mine`" in found.text
     assert "from random weights" in card(base_model=None).text
+
+
+BASE_CARD = """\
+---
+license: apache-2.0
+language:
+- en
+- no
+base_model: google-bert/bert-base-uncased
+tags: [exbert]
+model-index: broken
+---
+# Base
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder of a model with this card."""
+
+    def make(text: str | bytes) -> str:
+        folder = tmp_path / "base"
+        folder.mkdir(exist_ok=True)
+        (folder / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(folder)
+
+    return make
+
+
+def metadata(found: ModelCard) -> dict:
+    names = ("base_model", "license", "license_name", "license_link", "language")
+    return {name: value for name, value in found.data.to_dict().items() if name in names}
+
+
+def test_the_card_of_a_local_base_model_gives_licence_language_and_hub_id(card, base):
+    found = card(base_model=base(BASE_CARD))
+    assert metadata(found) == {
+        "base_model": "google-bert/bert-base-uncased", "license": "apache-2.0", "language": ["en", "no"],
+    }  # fmt: skip
+    assert (
+        "from the weights of `base`, which derives from "
+        "[google-bert/bert-base-uncased](https://huggingface.co/google-bert/bert-base-uncased)."
+    ) in found.text
+    assert found.data.tags == ["scratchbert"]
+    given = card(base_model=base(BASE_CARD), licence="mit", language="de")
+    assert (given.data.license, given.data.language) == ("mit", "de")
+
+
+def test_the_card_of_a_base_model_in_the_cache_gives_licence_and_language(card, tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--google-bert--bert-base-uncased"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "snapshots" / "abc" / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    expected = {"base_model": "google-bert/bert-base-uncased", "license": "mit", "language": "en"}
+    assert metadata(card()) == expected
+    assert metadata(card(base_model="google-bert/another")) == {"base_model": "google-bert/another"}
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("license: other\nlicense_name: x\nlicense_link: https://host/x",
+         {"license": "other", "license_name": "x", "license_link": "https://host/x"}),
+        ("license: other\nlicense_name: x\nlicense_link: LICENSE", {"license": "other", "license_name": "x"}),
+        ("license: [mit, bsd]\nlicense_name: x\nlanguage: no", {"language": "no"}),
+        ("language: {a: b}\nbase_model: {a: b}", {}),
+        ("base_model: [user/one]", {"base_model": "user/one"}),
+        ("base_model: [user/one, user/two]", {}),
+        ("base_model: /home/jane/mine", {}),
+        ("base_model: ../mine", {}),
+        ("base_model: user/one\nmodel-index:\n- name: user/two\n  results: []", {"base_model": "user/two"}),
+        ("base_model: user/one\nmodel-index:\n- name: two\n  results: []", {"base_model": "user/one"}),
+        ("- a list", {}),
+        ("license: [", {}),
+    ],
+)  # fmt: skip
+def test_of_the_card_of_a_base_model_only_what_the_hub_accepts_is_taken(header, expected, card, base):
+    assert metadata(card(base_model=base(f"---\n{header}\n---\n# Base\n"))) == expected
+
+
+@pytest.mark.parametrize("text", [b"", b"# Base\n", b"---\nlicense: \xff\n---\n"])
+def test_a_base_model_without_metadata(text, card, base, capsys):
+    assert metadata(card(base_model=base(text))) == {}
+    assert capsys.readouterr().err == ""
 
 
 def test_an_undefined_metric_is_told_and_kept_from_the_hub(card):
@@ -168,10 +266,80 @@ def test_the_card_says_how_long_with_what_and_where(card):
     assert "0 steps" not in card(history=[]).text
 
 
-def test_the_curves_are_shown_where_they_are(card, tmp_path):
-    assert "curves.png" not in card().text
-    (tmp_path / "my-model" / "curves.png").touch()
-    assert "](curves.png)" in card().text
+def test_the_card_says_which_rows_and_which_step(card):
+    text = card(rows={"train": 8066, "validation": 1200}, checkpoint="The weights are those of step 20.").text
+    assert "\n- Rows: 8,066 train, 1,200 validation\n" in text
+    assert "\n- The weights are those of step 20.\n" in text
+    assert "Rows:" not in card().text
+
+
+def test_only_settings_that_differ_from_their_defaults_are_in_the_card(card):
+    settings = {
+        "model": "user/base", "learning_rate": 2e-5, "epochs": 3, "labels": ["a"], "output": "/home/jane/out",
+        "log_steps": 7, "extra": 0,
+    }  # fmt: skip
+    defaults = {"model": None, "learning_rate": 5e-5, "epochs": 3, "labels": None, "output": None, "log_steps": 10}
+    text = card(settings=settings, defaults=defaults).text
+    assert rows(text, "setting | value") == [
+        ["model", "user/base"], ["learning_rate", "2e-05"], ["labels", "a"], ["extra", "0"],
+    ]  # fmt: skip
+    assert "differ from the defaults" in text
+    assert "differ from the defaults" not in card(settings=settings).text
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Writes a JSON file beside the card."""
+
+    def write(name: str, **fields) -> None:
+        (tmp_path / "my-model").mkdir(exist_ok=True)
+        (tmp_path / "my-model" / name).write_text(json.dumps(fields))
+
+    return write
+
+
+def test_the_names_of_the_labels_are_in_the_card(card, saved):
+    saved("config.json", id2label={"0": "neg`", "1": "very\npositive"})
+    assert "\n\nLabels: `neg'`, `very positive`\n\n" in card().text
+    assert "Labels:" not in card(model_class="ScratchBertForMaskedLM").text  # those of an earlier task
+    saved("config.json", id2label={str(i): f"intent {i}" for i in range(52)})
+    assert "`intent 49`, and 2 more\n" in card().text
+    saved("config.json", id2label={"0": "similarity"}, problem_type="regression")
+    assert "Outputs: `similarity`\n" in card().text
+    for names in ({"0": "LABEL_0", "1": "LABEL_1"}, {}, None):
+        saved("config.json", id2label=names)
+        assert "Labels:" not in card().text
+
+
+def test_the_card_says_what_the_model_is_for_and_what_is_not_known(card, saved):
+    text = card(settings={"max_length": 128}).text
+    assert "It predicts one label for a text" in text
+    assert "its inputs had up to 128 tokens" in text
+    assert "measured on the validation and test data only" in text
+    assert "selected by the validation metrics, which are therefore optimistic. The test data was not used" in text
+    assert "The test data was not used" not in card(metrics={"validation": {"accuracy": 1.0}}).text
+    assert "optimistic" not in card(metrics={"test": {"accuracy": 1.0}}).text
+    assert "It was not evaluated." in card(metrics={}).text
+    saved("config.json", problem_type="multi_label_classification")
+    assert "It predicts any number of labels" in card().text
+    saved("config.json", problem_type="regression")
+    assert "It predicts numbers" in card().text
+    assert "It tags each word" in card(model_class="ScratchBertForTokenClassification").text
+
+
+def test_texts_are_generated_with_the_saved_settings(card, saved):
+    saved("generation_config.json", num_beams=3, max_new_tokens=64, eos_token_id=3, do_sample=False, _from="x")
+    found = card(model_class="ScratchBertForConditionalGeneration")
+    assert "settings in `generation_config.json`: num_beams 3, max_new_tokens 64.\n" in found.text
+    assert "generate(**inputs)" in found.text
+    assert "generation_config" not in card().text
+
+
+def test_the_pictures_are_shown_where_they_are(card, tmp_path):
+    for name in ("curves.png", "confusion_matrix.png"):
+        assert name not in card().text
+        (tmp_path / "my-model" / name).touch()
+        assert f"]({name})" in card().text
 
 
 def test_no_value_breaks_the_table(card):
@@ -204,12 +372,37 @@ def test_settings_that_only_sound_like_secrets_are_shown(name):
     [
         ("/home/jane/data/x.csv", "x.csv"), ("/home/Jane Doe/x.csv", "x.csv"), ("~/x.csv", "x.csv"),
         (r"C:\Users\jane\x.csv", "x.csv"), ("file:///home/jane/x.csv", "x.csv"), (Path("/home/jane/out"), "out"),
-        ("data/x.csv", "data/x.csv"), ("user/model", "user/model"), ("https://host/a/b", "https://host/a/b"),
+        ("//home/jane/x.csv", "x.csv"), ("./data/x.csv", "x.csv"), ("../x", "x"), ("/", "/"),
+        ("user/model", "user/model"), ("https://host/a/b", "https://host/a/b"), ("a/b/c", "a/b/c"),
         (["/a/x.csv", "y.csv"], "x.csv, y.csv"), ([{"path": "/home/jane/x"}], "path: x"), (3, 3), (False, False),
     ],
 )  # fmt: skip
-def test_of_absolute_paths_the_last_part_is_shown(value, seen):
+def test_of_paths_the_last_part_is_shown(value, seen):
     assert shown(value) == seen
+
+
+def test_no_setting_shows_a_path(card, tmp_path, monkeypatch):
+    """Paths are recognised by the flag; others by a file or folder of that name."""
+    (tmp_path / "private" / "folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "train_file": ["data/private/*.csv", "private/x.csv", r"private\y.csv"], "config_file": "private/tiny.json",
+        "output": "private/folder", "model": "private/folder/", "tokenizer": "./private/folder",
+        "dataset": "private/*.parquet", "prompt": "private/folder", "dataset_config": "a/b",
+    }  # fmt: skip
+    found = card(settings=settings, base_model="private/folder", dataset=settings["train_file"], dataset_on_hub=False)
+    assert rows(found.text, "setting | value") == [
+        ["train_file", "*.csv, x.csv, y.csv"], ["config_file", "tiny.json"], ["model", "folder"],
+        ["tokenizer", "folder"], ["dataset", "*.parquet"], ["prompt", "folder"], ["dataset_config", "a/b"],
+    ]  # fmt: skip
+    assert "private" not in str(found)
+    kept = {"model": "user/model", "tokenizer": "user/tokenizer", "dataset": "user/data"}
+    assert public(kept) == kept
+
+
+def test_long_lists_are_cut(card):
+    assert shown([f"{i}.csv" for i in range(51)]).endswith(", 49.csv, and 1 more")
+    assert shown([f"{i}.csv" for i in range(50)]).endswith(", 48.csv, 49.csv")
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +454,18 @@ def test_a_reference_needs_no_code_from_the_folder(card, words, tmp_path, monkey
 def test_a_class_that_no_script_trains_is_refused(card):
     with pytest.raises(ValueError, match="model_class is ScratchBertModel; expected one of ForSequence"):
         card(model_class="ScratchBertModel")
+
+
+def test_the_sentence_on_the_delivered_step():
+    progress = Progress(step=1500, history=HISTORY)
+    expected = "The weights are those of the last step, 1,500, because there was no evaluation before."
+    assert checkpoint_in_words(progress, "accuracy") == expected
+    progress = Progress(step=1500, history=HISTORY, best_checkpoint="step-00000020-epoch-1", best=0.75)
+    expected = "The weights are those of step 20 (epoch 1), which had the best validation accuracy, 0.75."
+    assert checkpoint_in_words(progress, "accuracy") == expected
+    progress = Progress(step=1500, best_checkpoint="step-00001020", best=math.nan)
+    expected = "The weights are those of step 1,020, which had the best validation pearson, undefined."
+    assert checkpoint_in_words(progress, "pearson") == expected
 
 
 # -------------------------------------------------------------------------------------------------------------- curves

@@ -87,8 +87,9 @@ def test_the_end_of_a_run_says_what_was_delivered(flags, held_out, tmp_path, cap
     assert end[1].startswith(f"test: loss {report['test']['loss']:.4f}, accuracy {report['test']['accuracy']:.4f}")
     step = int(report["checkpoint"].split("-")[1])
     best = max(point["accuracy"] for point in points(report, "validation"))
-    assert (
-        end[2] == f"{run} has the model, with the weights of step {step} of 8: the best validation accuracy, {best:.4g}"
+    assert end[2] == (
+        f"{run} has the model. The weights are those of step {step} (epoch {step / 4:.4g}), which had the best validation "
+        f"accuracy, {best:.4g}."
     )
     assert f'AutoModelForSequenceClassification.from_pretrained("{run}", trust_remote_code=True)' in end[3]
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
@@ -97,7 +98,7 @@ def test_the_end_of_a_run_says_what_was_delivered(flags, held_out, tmp_path, cap
 
 def test_without_a_validation_set_the_last_step_is_delivered(flags, capsys):
     assert RUN(flags()) == 0
-    assert "the weights of the last step, 4, because there is no validation set" in capsys.readouterr().out
+    assert "The weights are those of the last step, 4, because" in capsys.readouterr().out
 
 
 def test_no_checkpoints_are_kept_of_a_finished_run(flags, held_out, tmp_path, monkeypatch, capsys):

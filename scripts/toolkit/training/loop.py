@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 
@@ -49,7 +49,7 @@ from toolkit.training.fingerprint import fingerprint
 from toolkit.training.metrics import main_metrics
 from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS, OutputFolder, has_checkpoint
-from toolkit.training.report import in_words, plot_curves, write_metrics
+from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, write_metrics
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings
 from toolkit.training.sharding import prepare
@@ -702,6 +702,8 @@ class Training:
         write_metrics(folder, report)
         names = main_metrics(report.get("validation", {}), first=self.task.metric)
         plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
+        # A row may have several windows, which share its place. Masked-LM sequences do not follow the rows.
+        counted = {} if self.task.name == "fill-mask" else {"train": self.task.train_set, **self.task.splits}
         write_training_card(
             folder,
             task=self.task.name,
@@ -712,6 +714,9 @@ class Training:
             metrics={split: report[split] for split in self.task.splits},
             settings=asdict(self.settings),
             history=self.progress.history,
+            rows={split: len(set(examples["place"])) for split, examples in counted.items()},
+            checkpoint=checkpoint_in_words(self.progress, self.task.metric),
+            defaults={each.name: each.default for each in fields(self.settings)},
             name=self.output.resolve().name,
         )
 
@@ -719,7 +724,7 @@ class Training:
         """What is printed at the end: the metrics, whose weights the model has, how to open it, and the space that the
         checkpoints take."""
         lines = [f"{split}: {in_words(report[split])}" for split in self.task.splits]
-        lines.append(f"{self.output} has the model, with {self.delivered()}")
+        lines.append(f"{self.output} has the model. {checkpoint_in_words(self.progress, self.task.metric)}")
         trust = ", trust_remote_code=True" if is_own(self.model_class) else ""
         opening = f'{auto_class(self.model_class)}.from_pretrained("{self.output}"{trust})'
         lines.append(f"  {opening} opens it; README.md has an example")
@@ -730,14 +735,6 @@ class Training:
                 "--keep_checkpoints 0 does so"
             )
         return "\n".join(lines)
-
-    def delivered(self) -> str:
-        """Which checkpoint the model of the finished run is, and why."""
-        progress, task = self.progress, self.task
-        if progress.best_checkpoint is None:
-            return f"the weights of the last step, {progress.step}, because there is no validation set"
-        step = int(progress.best_checkpoint.split("-")[1])
-        return f"the weights of step {step} of {progress.step}: the best validation {task.metric}, {progress.best:.4g}"
 
     def push(self) -> None:
         """Pushes the folder to the Hub.

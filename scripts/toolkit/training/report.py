@@ -17,6 +17,7 @@ import numpy as np
 from toolkit.cli import how_to_install
 from toolkit.files import atomic_file, to_json, write_json
 from toolkit.model_card import History, cell
+from toolkit.training.checkpoints import Progress
 from toolkit.training.metrics import metric_range
 
 # Metrics of each label, such as DATE_precision, that are left out of progress lines, where they would be most of the
@@ -55,6 +56,21 @@ def headline(metrics: Mapping) -> dict:
 def in_words(metrics: Mapping) -> str:
     """The metrics of a progress line: `accuracy 0.8312, f1 0.8290`."""
     return ", ".join(f"{name} {value:.4f}" for name, value in headline(metrics).items())
+
+
+def checkpoint_in_words(progress: Progress, metric: str) -> str:
+    """The step that the weights of the finished model are of, and why, for the model card.
+
+    Args:
+        metric: the one that selects the best checkpoint.
+    """
+    if progress.best_checkpoint is None:
+        return f"The weights are those of the last step, {progress.step:,}, because there was no evaluation before."
+    step = int(progress.best_checkpoint.split("-")[1])  # step-00000016-epoch-4
+    epochs = [point["epoch"] for point in progress.history if point["step"] == step]
+    epoch = f" (epoch {epochs[-1]:.4g})" if epochs else ""
+    value = cell(to_json(progress.best))
+    return f"The weights are those of step {step:,}{epoch}, which had the best validation {metric}, {value}."
 
 
 def plot_curves(path: Path, history: History, metric_names: Sequence[str], task: str | None = None) -> None:
