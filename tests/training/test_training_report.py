@@ -501,8 +501,9 @@ def test_the_picture_has_both_losses_each_metric_and_in_the_last_panel_the_learn
         "training": [(10, 0.9), (20, 0.5), (1500, 0.4)], "validation": [(20, 0.6), (1500, 0.55)],
     }  # fmt: skip
     assert next(iter(lines(rate).values())) == [(10, 2e-5), (20, 1e-5), (1500, 0)]
+    assert rate.yaxis.get_major_formatter()(1.25e-5) == "1.25"
     assert next(iter(lines(accuracy).values())) == [(20, 0.75), (1500, 0.8)]
-    assert [axis.get_title(loc="right") for axis in axes()] == ["", "last: 0.8", "", ""]
+    assert [axis.get_title(loc="right") for axis in axes()] == ["", "last: 0.8", "", "unit: 1e-5"]
     assert [axis.get_xlabel() for axis in axes()] == ["", "", "step", "step"]
     assert len({axis.get_xlim() for axis in axes()}) == 1
 

@@ -158,9 +158,12 @@ def draw_metric(axis, name: str, evaluations: list, bounds: tuple[float, float])
 def draw_learning_rate(axis, log: History) -> None:
     rates = numbers(point.get("learning_rate") for point in log)
     axis.plot([point["step"] for point in log], rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey")
+    highest = max((rate for rate in rates if rate > 0), default=1)
+    exponent = math.floor(math.log10(highest))
     axis.set_title("learning rate", loc="left")
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter("{x:.2g}")
+    axis.set_title(f"unit: 1e{exponent}", loc="right", fontsize="small", color="dimgrey")
+    axis.set_ylim(0, 1.1 * highest)
+    axis.yaxis.set_major_formatter(lambda rate, _: f"{rate / 10**exponent:g}")
 
 
 def set_limits(axis, bounds: tuple[float, float]) -> None:
