@@ -37,10 +37,12 @@ from support.models import randomise, tiny_config
 from toolkit import publish
 from toolkit.files import find_shipped
 from toolkit.training import loop as training
+from toolkit.training import run as run_module
 from toolkit.training.checkpoints import Checkpoints, checksums
 from toolkit.training.classification import CLASSES, Classification
 from toolkit.training.optimizer import make_schedule, parameter_groups
 from toolkit.training.output import OutputFolder
+from toolkit.training.run import check_sources, make_accelerator
 from toolkit.training.settings import (
     SCHEDULES,
     ClassificationSettings,
@@ -49,6 +51,7 @@ from toolkit.training.settings import (
     recipe_arguments,
     recipe_of,
 )
+from toolkit.training.task import Evaluation
 
 REVIEWS = DATA / "movie_reviews.csv"
 
@@ -105,7 +108,7 @@ def make_training(arguments, tmp_path):
     def make(task_class=Classification, **flags):
         settings = read_settings(ClassificationSettings, arguments(**flags))
         OutputFolder(settings).prepare()
-        return training.Training(task_class(settings, training.make_accelerator(settings)), Path(settings.output))
+        return training.Training(task_class(settings, make_accelerator(settings)), Path(settings.output))
 
     return make
 
@@ -213,7 +216,7 @@ def test_bert_does_not_open_a_scratchbert(arguments, checkpoints, tmp_path, caps
     assert list(tmp_path.iterdir()) == []
     for model, implementation in (("bert", "bert"), ("bert", "scratchbert"), ("scratchbert", "scratchbert")):
         argv = arguments(model=checkpoints[model], implementation=implementation)
-        training.check_sources(read_settings(ClassificationSettings, argv))
+        check_sources(read_settings(ClassificationSettings, argv))
 
 
 @pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
@@ -406,7 +409,7 @@ def test_a_run_ends_with_the_results(make_training, tmp_path, monkeypatch, capsy
         "test": {"loss": 0.5, "f1": 0.6, "accuracy": 0.625, "good_precision": 0.0, "good_f1": 0.0},
     }
     drawn = []
-    monkeypatch.setattr(run.task, "evaluate", lambda model, split: training.Evaluation(results[split], []))
+    monkeypatch.setattr(run.task, "evaluate", lambda model, split: Evaluation(results[split], []))
     monkeypatch.setattr(training, "plot_curves", lambda path, history, *names: drawn.extend(names))
     run.finish()
     said = capsys.readouterr().out.splitlines()
@@ -445,9 +448,7 @@ def test_both_implementations_make_the_same_of_the_same(checkpoints, make_traini
 def test_early_stopping(make_training, monkeypatch):
     run = make_training(epochs=20, early_stopping=3)
     values = iter([0.5, 0.55, 0.5, 0.6, 0.6, 0.55, 0.6, 0.9])
-    monkeypatch.setattr(
-        run.task, "evaluate", lambda *_: training.Evaluation({"accuracy": next(values), "loss": 0.4}, [])
-    )
+    monkeypatch.setattr(run.task, "evaluate", lambda *_: Evaluation({"accuracy": next(values), "loss": 0.4}, []))
     run.train()
     assert run.progress.epoch == 7
     assert run.progress.best == 0.6
@@ -476,7 +477,7 @@ def test_of_equal_checkpoints_the_one_with_the_lowest_loss_is_the_best(
     monkeypatch.setattr(
         run.task,
         "evaluate",
-        lambda *_: training.Evaluation(dict(zip(("accuracy", "loss"), next(found), strict=True)), []),
+        lambda *_: Evaluation(dict(zip(("accuracy", "loss"), next(found), strict=True)), []),
     )
     run.train()
     assert run.progress.best_checkpoint == f"step-{4 * best:08d}-epoch-{best}"
@@ -501,7 +502,7 @@ def test_a_loss_that_is_no_number_stops_the_run(arguments, tmp_path, capsys):
 def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
     """All that belongs to the model, and neither checkpoints nor logs; and a push that fails leaves it where it is."""
     flags = {"push_to_hub": "me/reviews", "hub_private": True, "max_steps": 1, "trackers": "tensorboard"}
-    monkeypatch.setattr(training, "get_token", lambda: None)
+    monkeypatch.setattr(run_module, "get_token", lambda: None)
     assert finetune_classification.main(arguments(**flags)) == 2
     assert "--push_to_hub is given and there is no token" in capsys.readouterr().err
     assert not (tmp_path / "run" / "model.safetensors").exists()
@@ -513,7 +514,7 @@ def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
             raise ConnectionError("the line is dead")
         return "https://huggingface.co/me/reviews", True
 
-    monkeypatch.setattr(training, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(run_module, "get_token", lambda: "hf_x")
     monkeypatch.setattr(publish, "push", push)
     assert finetune_classification.main(arguments("pushed", **flags)) == 0
     files, *others = calls[0]

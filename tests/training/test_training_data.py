@@ -29,7 +29,6 @@ from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit.model_card import training_section
 from toolkit.training import rows as training_rows
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
-from toolkit.training.loop import shared_data
 from toolkit.training.rows import (
     BadRow,
     Source,
@@ -40,6 +39,7 @@ from toolkit.training.rows import (
     stream_rows,
     text_of,
 )
+from toolkit.training.run import shared_data
 from toolkit.training.settings import (
     ClassificationSettings,
     PretrainingSettings,

@@ -17,8 +17,9 @@ import finetune_classification
 import finetune_seq2seq
 from support.finetuning import TASKS, assert_one_line, main_of, write_labels, write_rows
 from toolkit.training import loop
-from toolkit.training.loop import LogLines, Training, modules_of
+from toolkit.training.loop import LogLines, Training
 from toolkit.training.optimizer import make_optimizer
+from toolkit.training.task import modules_of
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "new_accelerator")
 
@@ -88,8 +89,8 @@ def test_the_end_of_a_run_says_what_was_delivered(flags, held_out, tmp_path, cap
     step = int(report["checkpoint"].split("-")[1])
     best = max(point["accuracy"] for point in points(report, "validation"))
     assert end[2] == (
-        f"{run} has the model. The weights are those of step {step} (epoch {step / 4:.4g}), which had the best validation "
-        f"accuracy, {best:.4g}."
+        f"{run} has the model. The weights are those of step {step} (epoch {step / 4:.4g}), which had the best "
+        f"validation accuracy, {best:.4g}."
     )
     assert f'AutoModelForSequenceClassification.from_pretrained("{run}", trust_remote_code=True)' in end[3]
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())

@@ -13,11 +13,11 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import Evaluation, FineTuning, check_room, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.report import plot_confusion
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import ClassificationSettings
+from toolkit.training.task import Evaluation, FineTuning, check_room, sources, tokenizer_of
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")

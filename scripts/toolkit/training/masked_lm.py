@@ -15,10 +15,10 @@ from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, Scra
 from toolkit.files import read_json_object
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.fingerprint import fingerprint, source_fingerprint
-from toolkit.training.loop import Evaluation, FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
+from toolkit.training.task import Evaluation, FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
 
 TEXTS = ("text", "sentence", "content", "document")
 CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}

@@ -15,7 +15,6 @@ from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
 from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.loop import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import (
     Source,
@@ -31,6 +30,7 @@ from toolkit.training.rows import (
     text_of,
 )
 from toolkit.training.settings import QuestionAnsweringSettings
+from toolkit.training.task import Evaluation, FineTuning, sources, tokenizer_of
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
 COLUMNS = ("question", "context", "answers")

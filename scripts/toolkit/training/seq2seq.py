@@ -8,7 +8,10 @@ from transformers import DataCollatorForSeq2Seq
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
-from toolkit.training.loop import (
+from toolkit.training.metrics import compute, load, mean_loss, perplexity
+from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
+from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
+from toolkit.training.task import (
     Evaluation,
     FineTuning,
     check_lengths,
@@ -17,9 +20,6 @@ from toolkit.training.loop import (
     sources,
     tokenizer_of,
 )
-from toolkit.training.metrics import compute, load, mean_loss, perplexity
-from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
-from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
 
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")

@@ -451,7 +451,7 @@ def train(file: str, description: str, settings_class: type[Settings], argv: lis
     parser, settings = parse(file, description, settings_class, argv)
 
     def work() -> None:
-        from toolkit.training.loop import run
+        from toolkit.training.run import run
 
         module, _, name = settings_class.task.partition(":")
         run(parser, settings, getattr(importlib.import_module(module), name))

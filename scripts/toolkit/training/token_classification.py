@@ -11,10 +11,10 @@ from transformers import BertForTokenClassification
 from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.labels import class_weights, label_fields
-from toolkit.training.loop import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
+from toolkit.training.task import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.windows import split_into_windows
 
 WORDS = ("tokens", "words")
