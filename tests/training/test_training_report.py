@@ -393,7 +393,7 @@ def test_no_setting_shows_a_path(card, tmp_path, monkeypatch):
     found = card(settings=settings, base_model="private/folder", dataset=settings["train_file"], dataset_on_hub=False)
     assert rows(found.text, "setting | value") == [
         ["train_file", r"\*.csv, x.csv, y.csv"], ["config_file", "tiny.json"], ["model", "folder"],
-        ["tokenizer", "folder"], ["dataset", "*.parquet"], ["prompt", "folder"], ["dataset_config", "a/b"],
+        ["tokenizer", "folder"], ["dataset", r"\*.parquet"], ["prompt", "folder"], ["dataset_config", "a/b"],
     ]  # fmt: skip
     assert "private" not in str(found)
     kept = {"model": "user/model", "tokenizer": "user/tokenizer", "dataset": "user/data"}
