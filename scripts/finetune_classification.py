@@ -9,8 +9,8 @@
 Files have a column of texts (text, sentence, sentence1, premise, question1), for pairs a second one (sentence2,
 hypothesis, question2), and one of labels (label, labels, score). Flags name other columns.
 
-The folder --output then has the model, its code and tokenizer, a model card, metrics.json, curves.png, recipe.yaml and
-the checkpoints.
+The folder --output then has the model, its code and tokenizer, a model card, metrics.json, predictions_SPLIT.jsonl,
+curves.png, confusion_matrix.png, recipe.yaml and the checkpoints.
 
 Exit code: 0 trained; 1 the training failed; 2 bad usage or data; 130 or 143 stopped by Ctrl-C or SIGTERM, after a
 checkpoint was saved: --resume continues.

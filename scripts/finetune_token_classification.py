@@ -14,8 +14,8 @@ A row of more than --max_length tokens is read in overlapping windows. Each word
 them. The tag of a word is that of its first piece. A word without tokens, such as a zero-width space, is tagged O (with
 --scheme plain: with the most frequent tag), and counts in the metrics.
 
-The folder --output then has the model, its code and tokenizer, a model card, metrics.json, curves.png, recipe.yaml and
-the checkpoints.
+The folder --output then has the model, its code and tokenizer, a model card, metrics.json, predictions_SPLIT.jsonl,
+curves.png, recipe.yaml and the checkpoints.
 
 Exit code: 0 trained; 1 the training failed; 2 bad usage or data; 130 or 143 stopped by Ctrl-C or SIGTERM, after a
 checkpoint was saved: --resume continues.
