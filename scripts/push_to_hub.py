@@ -13,7 +13,8 @@ The uploaded model card is FOLDER's README.md, with the repository's name in the
 parts are added: metadata, code that opens the model, the results in metrics.json, and the table of --parity. FOLDER is
 not changed.
 
-Checkpoints and logs of the training, the optimizer's state, hidden files and files with secrets are not uploaded.
+Checkpoints, logs and predictions of the training, the optimizer's state, hidden files and files with secrets are not
+uploaded.
 
 The token, with write access, is that of `hf auth login` or of HF_TOKEN.
 

@@ -237,6 +237,8 @@ CLUTTER = {
     "checkpoints/step-00000001/model.safetensors": "checkpoints of the training",
     "checkpoint-500/config.json": "checkpoints of the training",
     "logs/events.out.tfevents.1": "logs of the training",
+    "predictions_test.jsonl": "predictions, which have the rows of the data",
+    "predictions_validation.json": "predictions, which have the rows of the data",
     "optimizer.pt": "the training's state",
     "training_args.bin": "the training's state",
     ".env": "hidden",
