@@ -338,6 +338,15 @@ def test_arguments_that_the_schedule_does_not_have(schedule, given, flags, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_the_loss_of_an_update_without_labels_is_zero(flags, tmp_path):
+    """Here of labels with the weight 0: each batch is one row."""
+    argv = flags(write_labels(tmp_path / "rows.jsonl", [0] * 7 + [1]), batch_size=1, log_steps=1)
+    assert RUN([*argv, "--labels", "0", "1", "--class_weights", "0", "1"]) == 0
+    losses = points(report_of(tmp_path / "run"), "loss")
+    assert sorted(losses)[:7] == [0] * 7
+    assert max(losses) > 0
+
+
 # ---------------------------------------------------------------------------------------------------------------- noise
 
 
