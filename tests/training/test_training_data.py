@@ -934,7 +934,7 @@ def test_rows_are_sorted_in_lots(count, lot):
 def test_quotation_marks_that_belong_to_the_text_of_tsv(write):
     path = write("x.tsv", 'text\tlabel\n"good film\t1\nbad film"\t0\nfine\t1\n')
     rows = dict(read(path))
-    assert "a quotation has tabs and line breaks, up to line 3;" in str(rows["x.tsv, row 1 (line 2)"])
+    assert "a quotation up to line 3 has tabs and line breaks;" in str(rows["x.tsv, row 1 (line 2)"])
     assert rows["x.tsv, row 2 (line 4)"] == {"text": "fine", "label": "1"}
 
 

@@ -217,10 +217,7 @@ def read_csv(path: Path, delimiter: str) -> Iterator[tuple[int, dict | str]]:
                 lines = "" if reader.line_num == line else f"; the lines up to {reader.line_num} are lost with it"
                 yield line, f"invalid quotation or field ({record}){lines}"
             elif delimiter == "\t" and any("\t" in field and "\n" in field for field in record):
-                yield (
-                    line,
-                    f"a quotation has tabs and line breaks, up to line {reader.line_num}; expected a row a line",
-                )
+                yield line, f"a quotation up to line {reader.line_num} has tabs and line breaks; expected a row a line"
             elif len(record) != len(header):
                 yield line, f"the row has {len(record)} columns; expected {len(header)}, as in the header"
             else:
