@@ -74,9 +74,10 @@ def task(tiny, tmp_path):
     def make(rows=ROWS, validation=ROWS, **flags):
         files = {
             "train_file": [write(tmp_path / "t.jsonl", rows)],
-            "validation_file": [write(tmp_path / "v.jsonl", validation)],
         }
-        return make_task(TokenClassification, TokenClassificationSettings, model=tiny, **files, **flags)
+        if validation:
+            files["validation_file"] = [write(tmp_path / "v.jsonl", validation)]
+        return make_task(TokenClassification, TokenClassificationSettings, **{"model": tiny, **files, **flags})
 
     return make
 
@@ -317,6 +318,47 @@ def test_resumed_is_uninterrupted_and_the_pipeline_opens_it(tiny, tmp_path, monk
     tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="simple")
     found = [(each["entity_group"], each["start"], each["end"]) for each in tag("Anna Smithson went to New York .")]
     assert found == [("PER", 0, 13), ("LOC", 22, 30)]
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_a_trained_tagger_keeps_its_tags(implementation, tiny, task, tmp_path):
+    """Saved in another order than that of a new model; with another set of as many tags, its model head is new."""
+    tags = ["I-PER", "B-PER", "O", "I-LOC", "B-LOC"]
+    trained = BertForTokenClassification.from_pretrained(tiny, num_labels=5, id2label=dict(enumerate(tags)))
+    trained.save_pretrained(tmp_path / "trained")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "trained")
+    flags = {"model": str(tmp_path / "trained"), "implementation": implementation}
+    same = task(**flags)
+    assert (same.labels, same.new_weights) == (tags, set())
+    assert same.model.classifier.weight.equal(trained.classifier.weight)
+    other = task([{"tokens": ["Anna", "Paris"], "tags": ["B-X", "B-Y"]}], [], **flags)
+    assert other.labels == ["O", "B-X", "I-X", "B-Y", "I-Y"]
+    assert not other.model.classifier.weight.equal(trained.classifier.weight)
+    assert not other.model.classifier.bias.any()
+    assert other.new_weights == {"classifier.weight", "classifier.bias"}
+    assert task(labels=iob_tags(set(tags)), **flags).new_weights == other.new_weights
+
+
+def test_a_run_from_a_finished_run_has_its_metrics(tiny, tmp_path):
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    labels = ["B-PER", "I-PER", "B-LOC", "I-LOC", "O"]
+    files = [
+        "--train_file",
+        rows,
+        "--validation_file",
+        rows,
+        "--trackers",
+        "none",
+        "--epochs",
+        "1",
+        "--max_length",
+        "32",
+    ]
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert main(["--model", tiny, "--output", str(first), *files, "--learning_rate", "1e-2", "--labels", *labels]) == 0
+    assert main(["--model", str(first), "--output", str(again), *files, "--learning_rate", "0"]) == 0
+    metrics = [json.loads((each / "metrics.json").read_text())["validation"] for each in (first, again)]
+    assert metrics[1] == pytest.approx(metrics[0])
 
 
 def test_help(capsys):

@@ -1,8 +1,31 @@
 """Labels of sequences and tokens: their weights, and their names in a model's configuration."""
 
+import re
 from collections import Counter
 
 import torch
+
+from toolkit.hub import read_config
+
+DEFAULT_NAME = re.compile(r"LABEL_\d+")
+
+
+def saved_labels(source: str) -> list[str] | None:
+    """The names of the labels of a checkpoint, by number; None if it has none of its own.
+
+    Raises:
+        OSError: it has no configuration.
+    """
+    names = read_config(source).get("id2label")
+    if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
+        return None
+    labels = [str(names[number]) for number in sorted(names, key=int)]
+    return None if all(map(DEFAULT_NAME.fullmatch, labels)) else labels
+
+
+def in_saved_order(labels: list[str], saved: list[str] | None) -> list[str]:
+    """The labels in the order of a checkpoint that has the same ones, so that its model head fits; else as they are."""
+    return saved if saved is not None and sorted(saved) == sorted(labels) else labels
 
 
 def label_fields(labels: list[str]) -> dict:

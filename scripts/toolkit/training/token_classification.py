@@ -10,7 +10,7 @@ from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.labels import class_weights, label_fields
+from toolkit.training.labels import class_weights, in_saved_order, label_fields, saved_labels
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
@@ -125,10 +125,11 @@ class TokenClassification(FineTuning):
                 f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
             )
         self.metric, self.labels = settings.metric, settings.labels
+        self.saved_labels = saved_labels(settings.model)
         self.rows = {}
         for split, source in sources(settings).items():  # the training set first
             self.rows[split] = self.read(source)
-            self.labels = self.labels or self.find_labels(self.rows[split])
+            self.labels = self.labels or in_saved_order(self.find_labels(self.rows[split]), self.saved_labels)
             self.splits[split] = self.encode(self.rows[split])
         self.train_set = self.splits.pop("train")
         self.tag_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
@@ -212,7 +213,11 @@ class TokenClassification(FineTuning):
     # -- model
 
     def make_model(self):
-        return self.open_model(CLASSES[self.settings.implementation].from_pretrained, **label_fields(self.labels))
+        return self.open_model(
+            CLASSES[self.settings.implementation].from_pretrained,
+            new_head=self.saved_labels not in (None, self.labels),
+            **label_fields(self.labels),
+        )
 
     # -- loss and metrics
 
