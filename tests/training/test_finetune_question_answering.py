@@ -332,6 +332,21 @@ def test_the_best_threshold_is_the_best_there_is():
         assert f1(best_threshold(spans, golds)) == pytest.approx(max(f1(each) for each in (-1, 0, 1, 2, 3)))
 
 
+def test_the_best_threshold_is_between_two_scores():
+    """1 and 1.00005 are one level, because rounding can change their order."""
+    spans = [Answer("x", 0, 1, score) for score in (3.0, 1.0, 1.00005, -2.0)]
+    golds = {
+        "all": [["x"]] * 4,
+        "above -2": [["x"], ["x"], ["x"], []],
+        "above 1": [["x"], [], [], []],
+        "none": [[]] * 4,
+    }
+    found = {name: best_threshold(spans, each) for name, each in golds.items()}
+    expected = {"all": -3, "above -2": -0.5, "above 1": (3 + 1.00005) / 2, "none": 4}
+    assert found == pytest.approx(expected)
+    assert best_threshold(spans, [["x"], [], ["x"], []]) == pytest.approx(-0.5)
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
