@@ -12,7 +12,9 @@ object for each question instead, with the answers' positions in characters and 
 
 An answer's score is the sum of its start and end logits minus that of "no answer", the [CLS] token. The answer is given
 if the score is above --threshold (Devlin et al. 2018, section 4.3). By default this is the threshold of the training,
-which finetune_question_answering.py saves with the model, or 0 for other models.
+which finetune_question_answering.py saves with the model, or 0 for other models. The defaults of --max_length, --stride
+and --max_answer_length are those of the training as well, or 384, 128 and 30 for other models (less for a model with
+fewer than 384 positions).
 
 In Python, `toolkit.spans.answer` does the same.
 
@@ -40,9 +42,9 @@ def make_parser() -> Parser:
     where.add_argument("--context_file", metavar="FILE", help="a UTF-8 file with the text; - for standard input")
     model = parser.group("model")
     counts = {
-        "--max_length": (1, 384, "tokens per window, including the question"),
-        "--stride": (0, 128, "context tokens that two windows share"),
-        "--max_answer_length": (1, 30, "maximum length of an answer, in tokens"),
+        "--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
+        "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
+        "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
         "--batch_size": (1, 8, "windows per batch"),
     }
     for flag, (minimum, default, text) in counts.items():
@@ -81,13 +83,15 @@ def answer_all(args) -> None:
 
     silence_libraries()
     context = read_context(args)
-    given = "saved" if args.threshold is None else args.threshold
+    names = ("max_length", "stride", "max_answer_length", "threshold")
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}  # others are saved
+    if args.always_answer:
+        options["threshold"] = None
     with about(args.model):
         tokenizer, model = open_reader(args.model, args.device)
         found = answer(
-            model, tokenizer, args.question, [context] * len(args.question), max_length=args.max_length,
-            stride=args.stride, max_answer_length=args.max_answer_length, n_best=args.n_best,
-            threshold=None if args.always_answer else given, batch_size=args.batch_size,
+            model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
+            batch_size=args.batch_size, **options,
         )  # fmt: skip
     with writing_output():
         for question, answers in zip(args.question, found, strict=True):

@@ -379,16 +379,29 @@ ANSWERABLE = [each for each in ROWS if each["answers"]["text"]]
     ids=["never", "best", "a number"],
 )
 def test_the_command_answers_as_the_training_did(rows, flags, tiny, tmp_path, capsys):
-    """After two updates some answers have a score below 0, so that a threshold of 0 would omit them."""
+    """With the lengths and the threshold of the training. After two updates some answers have a score below 0, so that
+    a threshold of 0 would omit them."""
     path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    flags = [*flags, "--max_steps", "2", "--learning_rate", "1e-3", "--max_length", "32", "--stride", "4"]
+    flags = [
+        *flags,
+        "--max_steps",
+        "2",
+        "--learning_rate",
+        "1e-3",
+        "--max_length",
+        "14",
+        "--stride",
+        "4",
+        "--max_answer_length",
+        "2",
+    ]
     files = ["--train_file", path, "--validation_file", path, "--output", str(out), "--trackers", "none"]
     assert main(["--model", tiny, *files, *flags]) == 0
     expected = json.loads((out / "predictions_validation.json").read_text(encoding="utf-8"))
     capsys.readouterr()
     found = {}
     for each in rows:
-        asked = ["--question", each["question"], "--context", each["context"], "--max_length", "32", "--stride", "4"]
+        asked = ["--question", each["question"], "--context", each["context"]]
         assert question_answering.main([str(out), *asked]) == 0
         found[each["id"]] = capsys.readouterr().out.removesuffix("\n")
     assert found == expected

@@ -13,7 +13,7 @@ from transformers import BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
-from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
+from toolkit.spans import LENGTHS, Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import (
@@ -127,6 +127,7 @@ class QuestionAnswering(FineTuning):
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
         self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
         self.set_threshold(threshold)
+        self.model.config.question_answering = {name: getattr(settings, name) for name in LENGTHS}
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
         )
