@@ -273,8 +273,8 @@ def with_no_answer(spans: Sequence[Answer], threshold: float | None) -> list[Ans
 def answer(
     model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
     max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
-    max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1, threshold: float | Literal["saved"] | None = "saved",
-    batch_size: int = 8,
+    max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1,
+    threshold: float | Literal["saved"] | None = "saved", batch_size: int = 8,
 ) -> list[list[Answer]]:  # fmt: skip
     """The answers of a model to each question, in the context with the same index.
 
@@ -291,8 +291,8 @@ def answer(
         For each question up to `n_best` answers, the best first. "No answer" may be one of them: `NO_ANSWER`.
 
     Raises:
-        ValueError: as `context_windows`, `best_spans`, `saved_lengths` and `saved_threshold`; or `max_length` is more than
-            the model has positions.
+        ValueError: as `context_windows`, `best_spans`, `saved_lengths` and `saved_threshold`; or `max_length` is more
+            than the model has positions.
     """
     check_least(batch_size=batch_size)
     threshold = saved_threshold(model.config) if threshold == "saved" else threshold

@@ -300,6 +300,11 @@ def test_plain_tags(task):
     assert metrics == pytest.approx({"loss": loss, "accuracy": 3 / 5, "f1": (2 / 3 + 2 / 3 + 0) / 3})
 
 
+def test_tags_that_are_numbers_are_in_order(task):
+    rows = [{"tokens": ["a"] * 4, "tags": [10, 2, "x", 1]}]
+    assert task(rows, [], scheme="plain").labels == ["x", "1", "2", "10"]
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -373,6 +378,13 @@ BAD_ROWS = {
     "no words": ({"tokens": [], "tags": []}, "rows.jsonl, row 2 (line 2): 'tokens' is empty"),
     "I- without B-": ({"tokens": ["a"], "tags": ["I-PER"]}, "rows.jsonl, row 2 (line 2): tag 1 is I-PER after O"),
 }
+
+
+def test_a_number_below_0_is_no_tag(tiny, tmp_path, capsys):
+    """-100 in files that were made for the Trainer of transformers; as text it is a tag like others."""
+    rows = write(tmp_path / "rows.jsonl", [{"tokens": ["a", "b"], "tags": [1, 0]}, {"tokens": ["a"], "tags": [-100]}])
+    argv = ["--model", tiny, "--train_file", rows, "--output", str(tmp_path / "out"), "--scheme", "plain"]
+    assert_one_line(lambda: main(argv), "rows.jsonl, row 2 (line 2): a tag is -100; expected text or", capsys)
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)

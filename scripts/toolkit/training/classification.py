@@ -1,7 +1,6 @@
 """Fine-tuning for the classification of texts or pairs of texts: one label, several labels, or numbers."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from decimal import Decimal
@@ -12,7 +11,7 @@ from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
-from toolkit.training.labels import class_weights, in_saved_order, label_fields, saved_labels
+from toolkit.training.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.report import plot_confusion
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
@@ -29,9 +28,6 @@ METRICS = {
     "multi_label": ["f1", "accuracy"],
     "regression": ["correlation", "mean_squared_error"],
 }
-
-# Labels that are sorted by value. `float` accepts more, such as "nan", "infinity" and "1_0".
-NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 class Classification(FineTuning):
@@ -275,9 +271,3 @@ def label_name(value) -> str:
     if is_number and value == int(value):
         value = int(value)
     return str(value).strip()
-
-
-def label_order(name: str) -> tuple[Decimal, bool, str]:
-    """A sort key: numbers by value, and texts at 0."""
-    is_number = NUMBER.fullmatch(name) is not None
-    return Decimal(name if is_number else 0), not is_number, name

@@ -2,12 +2,22 @@
 
 import re
 from collections import Counter
+from decimal import Decimal
 
 import torch
 
 from toolkit.hub import read_config
 
 DEFAULT_NAME = re.compile(r"LABEL_\d+")
+
+# Labels that are sorted by value. `float` accepts more, such as "nan", "infinity" and "1_0".
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+
+
+def label_order(name: str) -> tuple[Decimal, bool, str]:
+    """A sort key: numbers by value, and texts at 0."""
+    is_number = NUMBER.fullmatch(name) is not None
+    return Decimal(name if is_number else 0), not is_number, name
 
 
 def saved_labels(source: str) -> list[str] | None:

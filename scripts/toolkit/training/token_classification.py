@@ -10,7 +10,7 @@ from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.labels import class_weights, in_saved_order, label_fields, saved_labels
+from toolkit.training.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
@@ -147,6 +147,8 @@ class TokenClassification(FineTuning):
 
         def check(row: dict) -> dict:
             words, tags = list_of(row, words_column), list_of(row, tags_column)
+            if ignored := [tag for tag in row[tags_column] if isinstance(tag, int) and tag < 0]:
+                raise ValueError(f"a tag is {ignored[0]}; expected text or an integer of 0 or more; no word is ignored")
             if len(words) != len(tags):
                 raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
             if settings.scheme == "iob2":
@@ -158,9 +160,9 @@ class TokenClassification(FineTuning):
         return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
 
     def find_labels(self, rows) -> list[str]:
-        """The tags of the training set."""
+        """The tags of the training set, numbers sorted by value."""
         found = {tag for tags in rows["tags"] for tag in tags}
-        labels = iob_tags(found) if self.settings.scheme == "iob2" else sorted(found)
+        labels = iob_tags(found) if self.settings.scheme == "iob2" else sorted(found, key=label_order)
         if len(labels) < 2:
             raise ValueError(f"the training set has the tags {', '.join(labels)}; expected two or more")
         return labels
