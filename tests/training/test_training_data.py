@@ -486,10 +486,10 @@ def test_a_source_is_files_that_exist_or_a_name(tmp_path):
 # Datasets with names
 
 
-@pytest.fixture
-def labelled() -> datasets.Dataset:
+@pytest.fixture(params=[datasets.List, datasets.LargeList])
+def labelled(request) -> datasets.Dataset:
     label = datasets.ClassLabel(names=["bad", "good"])
-    features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": datasets.List(label)})
+    features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": request.param(label)})
     rows = [{"text": "a", "label": 1, "tags": [0, 1]}, {"text": "b", "label": -1, "tags": None}]
     return datasets.Dataset.from_list(rows, features=features)
 
