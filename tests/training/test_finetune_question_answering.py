@@ -210,6 +210,18 @@ def test_two_windows_of_a_row(task):
     assert made["token_type_ids"][0] == [0] * 4 + [1] * 6
 
 
+def test_answers_that_fit_in_no_window_are_counted(task, capsys):
+    """Windows of 5 tokens of the text: of two answers of 2 and of 9 tokens, one fits, and none of the second alone."""
+    long = row("long", "Who?", [("It was Anna Brandt, in 1843.", 0)])
+    task([*ROWS[:1], long, ROWS[2]], None, max_length=10, stride=2)
+    message = "1 of 2 answers fit in no window of --max_length 10 and --stride 2; their questions are trained as "
+    assert message in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no answer fits in a window of --max_length 10 and --stride 2; expected"):
+        task([long, ROWS[2]], None, max_length=10, stride=2)
+    task([ROWS[0], ROWS[2]], [long], max_length=10, stride=2)
+    assert "no window" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
 def test_the_loss_is_that_of_bert(implementation, tiny, task):
     """Of each window by itself, where there is no padding; and of windows of a length together."""

@@ -122,6 +122,7 @@ class QuestionAnswering(FineTuning):
         for split, source in sources(settings).items():
             self.rows[split] = self.read(source)
             self.splits[split] = self.encode(self.rows[split])
+        self.check_answers(self.rows["train"], self.splits["train"])
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
         threshold = self.make_threshold(self.rows.pop("train"))
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
@@ -208,6 +209,23 @@ class QuestionAnswering(FineTuning):
             }
 
         return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
+
+    def check_answers(self, rows, windows) -> None:
+        """Prints how many answers are in no window as a whole, so that "no answer" is the target of their questions.
+
+        Raises:
+            ValueError: all are.
+        """
+        answers = sum(map(bool, rows["answers"]))
+        in_window = {row for row, start in zip(windows["row"], windows["start_positions"], strict=True) if start}
+        if not (lost := answers - len(in_window)):
+            return
+        lengths = f"--max_length {self.settings.max_length} and --stride {self.settings.stride}"
+        if lost == answers:
+            raise ValueError(f"no answer fits in a window of {lengths}; expected larger values, in which answers fit")
+        self.accelerator.print(
+            f"{lost} of {answers} answers fit in no window of {lengths}; their questions are trained as without answer"
+        )
 
     def shown(self, example):
         answer = super().shown(example).split(" ")[example["start_positions"] : example["end_positions"] + 1]
