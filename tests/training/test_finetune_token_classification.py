@@ -186,6 +186,14 @@ def test_words_that_are_none(value):
         list_of({"words": value}, "words")
 
 
+@pytest.mark.parametrize("value", ["['good', 'bad']", '["good", "bad"] ', "[1 2]", "[]"])
+def test_lists_as_text(value):
+    """As pandas writes them to CSV."""
+    with pytest.raises(ValueError, match=r"^'words' is .*, a list as text; expected words or tags separated by spaces"):
+        list_of({"words": value}, "words")
+    assert list_of({"words": "[ 1 ] a"}, "words") == ["[", "1", "]", "a"]
+
+
 # -------------------------------------------------------------------------------------------------- losses and weights
 
 

@@ -52,10 +52,15 @@ def list_of(row: dict, column: str) -> list[str]:
     """A row's words or tags.
 
     Raises:
-        ValueError: there are none, or one is neither text nor an integer.
+        ValueError: there are none, one is neither text nor an integer, or they are a list as text, such as "['a']".
     """
     value = row.get(column)
     if isinstance(value, str):
+        if value.strip()[:1] == "[" and value.strip()[-1:] == "]":
+            raise ValueError(
+                f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
+                "JSON lines (.jsonl) can have lists"
+            )
         value = [part for part in value.split(" ") if part]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column!r} is {'empty' if value in (None, []) else repr(value)}; expected a list")
