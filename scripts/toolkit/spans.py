@@ -291,11 +291,13 @@ def answer(
         For each question up to `n_best` answers, the best first. "No answer" may be one of them: `NO_ANSWER`.
 
     Raises:
-        ValueError: as `context_windows`, `best_spans`, `saved_lengths` and `saved_threshold`; or `max_length` is more
-            than the model has positions.
+        ValueError: as `context_windows`, `best_spans`, `saved_lengths` and `saved_threshold`; `max_length` is more
+            than the model has positions; or `threshold` is NaN.
     """
     check_least(batch_size=batch_size)
     threshold = saved_threshold(model.config) if threshold == "saved" else threshold
+    if threshold is not None and math.isnan(threshold):
+        raise ValueError("threshold is nan; expected a number, or None")
     given = {"max_length": max_length, "stride": stride, "max_answer_length": max_answer_length}
     if "saved" in given.values():
         saved = saved_lengths(model.config)

@@ -442,6 +442,8 @@ def test_answer_refuses(tokenizer):
         answer(model, tokenizer, ["Who?"], ["It."], max_length=384)
     with pytest.raises(ValueError, match="batch_size is 0"):
         answer(model, tokenizer, ["Who?"], ["It."], batch_size=0)
+    with pytest.raises(ValueError, match="threshold is nan"):
+        answer(model, tokenizer, ["Who?"], ["It."], threshold=math.nan)
     assert answer(model, tokenizer, [], [], max_length=40, stride=8) == []
 
 
@@ -491,6 +493,8 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
     assert [record["question"] for record in records] == questions
     assert [[Answer(**one) for one in record["answers"]] for record in records] == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LONG.encode())))
+    path.write_bytes(LONG.encode("utf-8-sig"))
+    assert run(capsys, *argv, "--context-file", path, "--json") == (0, out, "")
     high = max(answers[0].score for answers in expected) + 1
     assert run(capsys, *asked, *flags, "--context-file", "-", "--threshold", high) == (0, "\n\n", "")
     code, out, _ = run(capsys, *asked, *flags, "--context", LONG, "--threshold", high, "--json")
@@ -509,6 +513,7 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
             "'0' is invalid; expected an integer of at least 1",
         ),
         (["MODEL", "--question", "Who?", "--context", " "], "context 0 is empty"),
+        (["MODEL", "--question", "Who?", "--context", "It.", "--threshold", "nan"], "'nan' is invalid; expected a num"),
         (
             ["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "999"],
             "expected at most 400, the positions",

@@ -156,6 +156,10 @@ BAD_ROWS = {
         row("x", "Who?", []) | {"answers": {"text": ["a"], "answer_start": []}},
         "two lists of one length",
     ),
+    "an answer to what has none": (
+        row("x", "Who?", [("Anna", 7)]) | {"is_impossible": True},
+        "'is_impossible' is True and 'answers' is {'text': ['Anna'], 'answer_start': [7]}; expected no answers",
+    ),
     "a question that is empty": (row("x", " ", []), "'question' is empty"),
     "a question without tokens": (row("x", "\u200b", []), "question 0 is empty"),
     "a question without end": (

@@ -236,7 +236,7 @@ def test_balanced_weights():
     assert class_weights(None, ["O", "B-x"], Counter()).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("given", [["a", "1"], ["1"], ["-1", "1"], ["nan", "1"], ["inf", "1"]])
+@pytest.mark.parametrize("given", [["a", "1"], ["1"], ["-1", "1"], ["nan", "1"], ["inf", "1"], ["0", "0"]])
 def test_weights_that_are_none(given):
     with pytest.raises(ValueError, match=r"--class_weights is .*; expected"):
         class_weights(given, ["O", "B-x"], Counter())

@@ -56,7 +56,7 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         counts: how often each label occurs in the training set.
 
     Raises:
-        ValueError: they are not numbers of 0 or more, one for each label.
+        ValueError: they are not numbers of 0 or more, one for each label; or all are 0.
     """
     if given is None:
         return torch.ones(len(labels))
@@ -66,8 +66,8 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         weights = torch.tensor([float(each) for each in given])
     except ValueError:
         raise ValueError(f"--class_weights is {' '.join(given)}; expected numbers, or balanced") from None
-    if len(weights) != len(labels) or not (weights >= 0).all() or not weights.isfinite().all():
-        raise ValueError(
-            f"--class_weights is {' '.join(given)}; expected {len(labels)} numbers of 0 or more, for {labels}"
-        )
+    is_valid = len(weights) == len(labels) and (weights >= 0).all() and weights.any() and weights.isfinite().all()
+    if not is_valid:
+        expected = f"{len(labels)} numbers of 0 or more, not all 0"
+        raise ValueError(f"--class_weights is {' '.join(given)}; expected {expected}, for {labels}")
     return weights

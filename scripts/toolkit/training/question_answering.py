@@ -86,7 +86,7 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
     """The gold answers and their first characters, checked against the context; none if there is no answer.
 
     Raises:
-        ValueError: they are in another form, or one is not at its position.
+        ValueError: they are in another form, one is not at its position, or the question is impossible.
     """
     given = row.get("answers")
     if isinstance(given, list) and all(isinstance(each, dict) for each in given):
@@ -103,6 +103,8 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
         if not isinstance(text, str) or not isinstance(start, int):
             raise ValueError(f"answer {i} is {text!r} at {start!r}; expected a text at an integer")
         span_of(i, row["context"], (text, start))
+    if texts and row.get("is_impossible") is True:
+        raise ValueError(f"'is_impossible' is True and 'answers' is {given!r}; expected no answers, or False")
     return list(zip(texts, starts, strict=True))
 
 
