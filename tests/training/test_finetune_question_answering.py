@@ -452,19 +452,33 @@ def test_what_is_wrong_is_said_in_a_line(name, tiny, tmp_path, capsys):
 
 
 BROKEN = {
-    "a paragraph without text": {"data": [{"paragraphs": [{"qas": [{"id": "1", "question": "a?", "answers": []}]}]}]},
-    "an article that is none": {"data": ["x"]},
+    "a paragraph without text": (
+        {"data": [{"paragraphs": [{"qas": [{"id": "1", "question": "a?", "answers": []}]}]}]},
+        "dev.json, article 1, paragraph 1: 'context' is missing; expected a text, as in SQuAD's nested form",
+    ),
+    "an article that is none": ({"data": ["x"]}, "dev.json, article 1: 'paragraphs' is missing; expected a list"),
+    "a list that is none": ({"data": [{"paragraphs": {"qas": 1}}]}, "article 1: 'paragraphs' is {'qas': 1}; expected"),
+    "a paragraph without questions": (
+        {"data": [{"paragraphs": []}, {"paragraphs": [{"context": "a"}]}]},
+        "dev.json, article 2, paragraph 1: 'qas' is missing",
+    ),
+    "a question that is none": (
+        {"data": [{"paragraphs": [{"context": "a", "qas": ["a?"]}]}]},
+        "dev.json, article 1, paragraph 1, question 1: it is a JSON str; expected an object",
+    ),
+    "another name": ({"version": "v2.0", "articles": [{"paragraphs": []}]}, "dev.json: 'data' is missing"),
+    "no questions": ({"data": [{"paragraphs": [{"context": "a", "qas": []}]}]}, "dev.json has no rows"),
+    "no articles": ({"data": []}, "dev.json has no rows"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_of_squads(name, tiny, tmp_path, capsys):
+    content, message = BROKEN[name]
     path = tmp_path / "dev.json"
-    path.write_text(json.dumps(BROKEN[name]), encoding="utf-8")
-    assert main(["--model", tiny, "--train_file", str(path), "--output", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "is not in SQuAD's form: after article 1" in said
-    assert said.count("\n") == 1
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    argv = ["--model", tiny, "--train_file", str(path), "--output", str(tmp_path / "out")]
+    assert_one_line(lambda: main(argv), message, capsys)
 
 
 def test_columns_that_are_missing(tiny, tmp_path, capsys):

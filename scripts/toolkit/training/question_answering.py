@@ -44,6 +44,7 @@ def articles(path: Path) -> list | None:
 
     Raises:
         OSError: it cannot be read.
+        ValueError: it is one object on several lines, without articles.
     """
     if ending_of(path) not in (".json", ".json.gz"):
         return None
@@ -54,8 +55,11 @@ def articles(path: Path) -> list | None:
         if second and parse_json(first) is not None:  # JSON lines
             return None
         content = parse_json(first + second + file.read())
-    found = content.get("data") if isinstance(content, dict) else None
-    return found if isinstance(found, list) else None
+    if not isinstance(content, dict):
+        return None
+    if second:  # one object on several lines
+        return field_of(path.name, content, "data", list)
+    return content["data"] if isinstance(content.get("data"), list) else None
 
 
 def parse_json(text: str):
@@ -72,14 +76,32 @@ def nested_rows(path: Path) -> Iterator[tuple[str, dict]]:
     Raises:
         ValueError: it is not in that form.
     """
-    try:
-        for i, article in enumerate(articles(path), 1):
-            for k, paragraph in enumerate(article["paragraphs"], 1):
-                for n, question in enumerate(paragraph["qas"], 1):
-                    place = f"{path.name}, article {i}, paragraph {k}, question {n}"
-                    yield place, as_row(place, {**question, "context": paragraph["context"]})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not in SQuAD's form: after article {i}, {error!r} is wrong or missing") from error
+    has_rows = False
+    for i, article in enumerate(articles(path), 1):
+        of_article = f"{path.name}, article {i}"
+        for k, paragraph in enumerate(field_of(of_article, article, "paragraphs", list), 1):
+            of_paragraph = f"{of_article}, paragraph {k}"
+            for n, question in enumerate(field_of(of_paragraph, paragraph, "qas", list), 1):
+                place, has_rows = f"{of_paragraph}, question {n}", True
+                if not isinstance(question, dict):
+                    raise ValueError(f"{place}: it is a JSON {type(question).__name__}; expected an object")
+                yield place, as_row(place, {**question, "context": field_of(of_paragraph, paragraph, "context", str)})
+    if not has_rows:
+        raise ValueError(f"{path} has no rows; expected questions ('qas') in SQuAD's nested form")
+
+
+def field_of(place: str, part, name: str, kind: type):
+    """The field of a part of a file in SQuAD's nested form.
+
+    Raises:
+        ValueError: it is missing or of another type.
+    """
+    found = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(found, kind):
+        problem = f"is {found!r:.40}" if found is not None else "is missing"
+        expected = {list: "a list", str: "a text"}[kind]
+        raise ValueError(f"{place}: {name!r} {problem}; expected {expected}, as in SQuAD's nested form")
+    return found
 
 
 def answers_of(row: dict) -> list[tuple[str, int]]:

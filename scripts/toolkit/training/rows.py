@@ -563,5 +563,7 @@ def keep_rows(
         if 0 < bad < total:
             more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []
             warn("\n  ".join([f"{bad} of {total} rows are invalid and were skipped:", *map(str, first_bad), *more]))
+    if not total:
+        raise ValueError("there are no rows")
     if bad == total:
         raise ValueError(f"all {total} rows are invalid; the first is {first_bad[0]}")
