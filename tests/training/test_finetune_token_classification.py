@@ -112,6 +112,30 @@ def test_words_of_which_nothing_is_seen(tokenizer, task):
     assert list(made.train_set["place"]) == [f"t.jsonl, row {n} (line {n})" for n in (2, 3, 4, 5)]
 
 
+UNSEEN = [{"tokens": ["\u200b", "\u200b"], "tags": ["B-PER", "O"]}, {"tokens": [""], "tags": ["O"]}]
+
+
+def test_a_training_set_without_tokens(tiny, tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", UNSEEN)
+    argv = ["--model", tiny, "--train_file", rows, "--output", str(tmp_path / "out"), "--max_length", "32"]
+    assert_one_line(lambda: main(argv), "no word of the training set has a token; expected words", capsys)
+
+
+@pytest.mark.parametrize(("scheme", "tag"), [("iob2", "O"), ("plain", "B-PER")])
+def test_a_validation_set_without_tokens(scheme, tag, tiny, tmp_path):
+    """All words get the tag of words without tokens: O, or the most frequent one."""
+    train, validation = (
+        write(tmp_path / "t.jsonl", ROWS[3:] + ROWS[3:] + ROWS[2:3]),
+        write(tmp_path / "v.jsonl", UNSEEN),
+    )
+    files = ["--train_file", train, "--validation_file", validation, "--output", str(tmp_path / "out")]
+    assert main(["--model", tiny, *files, "--epochs", "1", "--max_length", "32", "--scheme", scheme]) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["validation"]
+    assert (metrics["loss"], metrics["accuracy"]) == (0, pytest.approx(2 / 3 if tag == "O" else 1 / 3))
+    lines = (tmp_path / "out" / "predictions_validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["predicted_tags"] for line in lines] == [[tag, tag], [tag]]
+
+
 @pytest.mark.parametrize(("max_length", "stride"), [(8, 0), (8, 1), (8, 5), (11, 4), (11, 7), (64, 16)])
 def test_each_word_is_tagged_in_one_window(tokenizer, max_length, stride):
     words = ["Anna", "Smithsons", "\u200b", "went", "to", "Smithson", "New York", "Smiths", "."] * 3 + ["a"] * 5

@@ -113,6 +113,12 @@ def word_windows(tokenizer, words: list[str], max_length: int, stride: int) -> l
     return tagged
 
 
+def empty_window(tokenizer) -> WordWindow:
+    """A window of special tokens only, in which no word is tagged."""
+    [encoding] = tokenizer([""], verbose=False).encodings
+    return WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])
+
+
 # ---------------------------------------------------------------------------------------------------------------- task
 
 
@@ -173,7 +179,17 @@ class TokenClassification(FineTuning):
         return labels
 
     def encode(self, rows):
-        """The windows of the rows as inputs of the model, each with the number of its row."""
+        """The windows of the rows as inputs of the model, each with the number of its row.
+
+        Raises:
+            ValueError: no word of the training set has a token.
+        """
+        length, stride = self.settings.max_length, self.settings.stride
+        has_windows = any(word_windows(self.tokenizer, words, length, stride) for words in rows["words"])
+        if not has_windows and not self.splits:
+            raise ValueError("no word of the training set has a token; expected words that the tokenizer does not drop")
+        # An evaluation requires a window; it is empty if there is no other.
+        empty = [] if has_windows else [empty_window(self.tokenizer)]
 
         def encode(batch: dict, numbers: list[int]) -> dict:
             found = [
@@ -181,7 +197,7 @@ class TokenClassification(FineTuning):
                 for number, place, words, tags in zip(
                     numbers, batch["place"], batch["words"], batch["tags"], strict=True
                 )
-                for window in word_windows(self.tokenizer, words, self.settings.max_length, self.settings.stride)
+                for window in word_windows(self.tokenizer, words, length, stride) or empty
             ]
             return {
                 "input_ids": [window.input_ids for *_, window in found],
