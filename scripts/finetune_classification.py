@@ -9,6 +9,9 @@
 Files have a column of texts (text, sentence, sentence1, premise, question1), for pairs a second one (sentence2,
 hypothesis, question2), and one of labels (label, labels, score). Flags name other columns.
 
+The model head of --model is kept if it has the same labels, in their order there. It is new if it has other labels, or
+if --labels gives another order.
+
 The folder --output then has the model, its code and tokenizer, a model card, metrics.json, predictions_SPLIT.jsonl,
 curves.png, confusion_matrix.png, recipe.yaml and the checkpoints.
 

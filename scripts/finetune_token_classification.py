@@ -14,6 +14,9 @@ A row of more than --max_length tokens is read in overlapping windows. Each word
 them. The tag of a word is that of its first piece. A word without tokens, such as a zero-width space, is tagged O (with
 --scheme plain: with the most frequent tag), and counts in the metrics.
 
+The model head of --model is kept if it has the same tags, in their order there. It is new if it has other tags, or if
+--labels gives another order.
+
 The folder --output then has the model, its code and tokenizer, a model card, metrics.json, predictions_SPLIT.jsonl,
 curves.png, recipe.yaml and the checkpoints.
 

@@ -12,7 +12,9 @@ object for each question instead, with the answers' positions in characters and 
 
 An answer's score is the sum of its start and end logits minus that of "no answer", the [CLS] token. The answer is given
 if the score is above --threshold (Devlin et al. 2018, section 4.3). By default this is the threshold of the training,
-which finetune_question_answering.py saves with the model, or 0 for other models.
+which finetune_question_answering.py saves with the model, or 0 for other models. The defaults of --max_length, --stride
+and --max_answer_length are those of the training as well, or 384, 128 and 30 for other models (less for a model with
+fewer than 384 positions).
 
 In Python, `toolkit.spans.answer` does the same.
 
@@ -20,12 +22,25 @@ Exit code: 0 all questions answered; 2 bad usage, or a file or checkpoint that c
 reader of the output has closed it.
 """
 
+import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
 from toolkit.cli import Parser, about, integer_from, use_utf8, without_line_breaks, writing_output
+
+
+def number(text: str) -> float:
+    """Raises ArgumentTypeError if it is no number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number")
+    return value
 
 
 def make_parser() -> Parser:
@@ -40,9 +55,9 @@ def make_parser() -> Parser:
     where.add_argument("--context_file", metavar="FILE", help="a UTF-8 file with the text; - for standard input")
     model = parser.group("model")
     counts = {
-        "--max_length": (1, 384, "tokens per window, including the question"),
-        "--stride": (0, 128, "context tokens that two windows share"),
-        "--max_answer_length": (1, 30, "maximum length of an answer, in tokens"),
+        "--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
+        "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
+        "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
         "--batch_size": (1, 8, "windows per batch"),
     }
     for flag, (minimum, default, text) in counts.items():
@@ -52,7 +67,7 @@ def make_parser() -> Parser:
     output.add_argument("--n_best", type=integer_from(1), default=1, metavar="N", help="maximum number of answers to "
                         "each question")  # fmt: skip
     decides = output.add_mutually_exclusive_group()
-    decides.add_argument("--threshold", type=float, metavar="X", help="the score that an answer must exceed; a higher "
+    decides.add_argument("--threshold", type=number, metavar="X", help="the score that an answer must exceed; a higher "
                          "one gives fewer answers; default: that of the training")  # fmt: skip
     decides.add_argument("--always_answer", action="store_true", help="give the best answer, whatever its score")
     output.add_argument("--json", action="store_true", help="print an object on each line: question, and answers with "
@@ -66,8 +81,8 @@ def read_context(args) -> str:
         return args.context
     with about("standard input" if args.context_file == "-" else args.context_file):
         if args.context_file == "-":
-            return sys.stdin.buffer.read().decode()
-        return Path(args.context_file).read_bytes().decode()
+            return sys.stdin.buffer.read().decode("utf-8-sig")
+        return Path(args.context_file).read_bytes().decode("utf-8-sig")  # the BOM is no character of the text
 
 
 def answer_all(args) -> None:
@@ -81,13 +96,15 @@ def answer_all(args) -> None:
 
     silence_libraries()
     context = read_context(args)
-    given = "saved" if args.threshold is None else args.threshold
+    names = ("max_length", "stride", "max_answer_length", "threshold")
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}  # others are saved
+    if args.always_answer:
+        options["threshold"] = None
     with about(args.model):
         tokenizer, model = open_reader(args.model, args.device)
         found = answer(
-            model, tokenizer, args.question, [context] * len(args.question), max_length=args.max_length,
-            stride=args.stride, max_answer_length=args.max_answer_length, n_best=args.n_best,
-            threshold=None if args.always_answer else given, batch_size=args.batch_size,
+            model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
+            batch_size=args.batch_size, **options,
         )  # fmt: skip
     with writing_output():
         for question, answers in zip(args.question, found, strict=True):

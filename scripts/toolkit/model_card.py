@@ -43,8 +43,8 @@ classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
 print(classify("A text."))  # of a pair: {"text": "A text.", "text_pair": "Another one."}
 """,
     "ForTokenClassification": """\
-tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
-print(tag("A text with names in it."))
+tag = pipeline("token-classification", model=model, tokenizer=tokenizer, ignore_labels=[])
+print(tag("A text."))  # tags of tokens; the tag of a word is that of its first token
 """,
     "ForQuestionAnswering": """\
 inputs = tokenizer("A question?", "A text that answers it.", return_tensors="pt")
@@ -62,6 +62,12 @@ fill = pipeline("fill-mask", model=model, tokenizer=tokenizer)
 print(fill(f"A {tokenizer.mask_token} text."))
 """,
 }
+# Tags that begin with B- and I- are grouped to entities.
+EXAMPLE_WITH_ENTITIES = """\
+tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="first")
+print(tag("A text with names in it."))
+"""
+
 # A model with both pre-training heads opens by its masked-LM head as well.
 EXAMPLES["ForPreTraining"] = EXAMPLES["ForMaskedLM"]
 
@@ -126,12 +132,23 @@ model = {auto}.from_pretrained("{name}"{trust})
 """
 
 
-def usage_section(name: str, model_class: str) -> str:
-    """Code that opens the model by its folder or repository and, if its class has an example, uses it."""
+def usage_section(name: str, model_class: str, folder: Path) -> str:
+    """Code that opens the model in `folder` by its folder or repository, `name`, and, if its class has an example, uses
+    it."""
     short = short_name(model_class)
     example = EXAMPLES.get(short, "")
+    if short == "ForTokenClassification" and tags_entities(folder):
+        example = EXAMPLE_WITH_ENTITIES
     auto = auto_class("ScratchBertForMaskedLM" if short == "ForPreTraining" else model_class)
     return "## Use\n\n" + opening_code(name, auto, trust_remote_code=is_own(model_class), example=example)
+
+
+def tags_entities(folder: Path) -> bool:
+    """Whether the labels in config.json are O, B-TYPE and I-TYPE."""
+    names = read_if_any(folder / "config.json").get("id2label")
+    if not isinstance(names, dict):
+        return False
+    return bool(names) and all(re.fullmatch(r"O|[BI]-.+", str(name)) for name in names.values())
 
 
 def results_section(metrics: Metrics) -> str:
@@ -289,7 +306,7 @@ def write_training_card(
         results_section(metrics),
         generation_section(folder, model_class),
         picture(folder, "confusion_matrix.png", "Confusion matrix"),
-        usage_section(name, model_class),
+        usage_section(name, model_class, folder),
         limits_section(folder, model_class, base_model, metrics, settings),
         training_section(settings, history, rows or {}, checkpoint, defaults),
         picture(folder, "curves.png", "Loss and metrics over the steps"),
@@ -579,7 +596,7 @@ def published_card(folder: Path, repo: str, architecture: str, parity: Path | No
     if "## Results" not in text and (metrics := saved_metrics(folder)):
         text += f"\n{results_section(metrics)}"
     if "from_pretrained(" not in text:
-        text += f"\n{usage_section(repo, architecture)}"
+        text += f"\n{usage_section(repo, architecture, folder)}"
     if parity is not None:
         text += f"\n{parity_section(parity)}"
     return text

@@ -39,6 +39,10 @@ class Answer:
 
 NO_ANSWER = Answer("", None, None, 0.0)
 
+# The lengths of `answer`, which training saves in the field `question_answering` of config.json, and their values for
+# models without this field.
+LENGTHS = {"max_length": 384, "stride": 128, "max_answer_length": 30}
+
 
 # ------------------------------------------------------------------------------------------------ texts to windows
 
@@ -267,9 +271,10 @@ def with_no_answer(spans: Sequence[Answer], threshold: float | None) -> list[Ans
 
 
 def answer(
-    model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *, max_length: int = 384, stride: int = 128,
-    max_answer_length: int = 30, n_best: int = 1, threshold: float | Literal["saved"] | None = "saved",
-    batch_size: int = 8,
+    model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
+    max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
+    max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1,
+    threshold: float | Literal["saved"] | None = "saved", batch_size: int = 8,
 ) -> list[list[Answer]]:  # fmt: skip
     """The answers of a model to each question, in the context with the same index.
 
@@ -277,7 +282,7 @@ def answer(
         model: a ScratchBertForQuestionAnswering or BertForQuestionAnswering; its training mode is not changed.
         tokenizer: the model's, a fast one.
         max_length, stride: see `context_windows`.
-        max_answer_length: in tokens.
+        max_answer_length: in tokens. "saved", for these three: those of `saved_lengths`.
         threshold: an answer whose score is not above it comes after "no answer". None: there always is an answer, for
             models that were not trained on questions without one. "saved": that of `saved_threshold`.
         batch_size: windows per call of the model, windows of similar length together.
@@ -286,11 +291,18 @@ def answer(
         For each question up to `n_best` answers, the best first. "No answer" may be one of them: `NO_ANSWER`.
 
     Raises:
-        ValueError: as `context_windows`, `best_spans` and `saved_threshold`; or `max_length` is more than the model has
-            positions.
+        ValueError: as `context_windows`, `best_spans`, `saved_lengths` and `saved_threshold`; `max_length` is more
+            than the model has positions; or `threshold` is NaN.
     """
     check_least(batch_size=batch_size)
     threshold = saved_threshold(model.config) if threshold == "saved" else threshold
+    if threshold is not None and math.isnan(threshold):
+        raise ValueError("threshold is nan; expected a number, or None")
+    given = {"max_length": max_length, "stride": stride, "max_answer_length": max_answer_length}
+    if "saved" in given.values():
+        saved = saved_lengths(model.config)
+        given = {name: saved[name] if value == "saved" else value for name, value in given.items()}
+    max_length, stride, max_answer_length = given.values()
     limit = model.config.max_position_embeddings
     if max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, the positions of the model")
@@ -298,6 +310,26 @@ def answer(
     start_logits, end_logits = logits_of(model, features, tokenizer.pad_token_id, batch_size)
     spans = best_spans(start_logits, end_logits, features, contexts, max_answer_length=max_answer_length, n_best=n_best)
     return [with_no_answer(one, threshold)[:n_best] for one in spans]
+
+
+def saved_lengths(config) -> dict[str, int]:
+    """The `LENGTHS` that training saved in the model's configuration; their defaults if it did not save them, or less
+    for a model with fewer positions.
+
+    Raises:
+        ValueError: they are not three integers.
+    """
+    saved = getattr(config, "question_answering", None)
+    if saved is None:
+        limit = config.max_position_embeddings
+        limits = {"max_length": limit, "stride": limit // 3}  # the share of the defaults
+        return {name: min(default, limits.get(name, default)) for name, default in LENGTHS.items()}
+    if not isinstance(saved, dict) or not all(type(saved.get(name)) is int for name in LENGTHS):
+        raise ValueError(
+            f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. The flags "
+            "of these names, all three, replace it"
+        )
+    return saved
 
 
 def saved_threshold(config) -> float | None:

@@ -28,6 +28,7 @@ from toolkit.spans import (
     best_spans,
     context_windows,
     positions,
+    saved_lengths,
     with_marks,
     with_no_answer,
 )
@@ -417,12 +418,32 @@ def test_the_threshold_of_the_training_is_that_of_the_answers(tokenizer, tmp_pat
         assert answer(*asked, **options) == answer(*asked, threshold=threshold, **options)
 
 
+def test_the_lengths_of_the_training_are_those_of_the_answers(tokenizer):
+    model = ScratchBertForQuestionAnswering(tiny_config(vocab_size=len(tokenizer), max_position_embeddings=64))
+    asked, saved = (randomise(model), tokenizer, [QUESTION], [LONG]), {"max_length": 40, "stride": 9}
+    saved["max_answer_length"] = 3
+    of_small = {"max_length": 64, "stride": 21, "max_answer_length": 30}
+    assert answer(*asked, n_best=5, threshold=None) == answer(*asked, n_best=5, threshold=None, **of_small)
+    model.config.question_answering = saved
+    found = answer(*asked, n_best=5, threshold=None)
+    assert found == answer(*asked, n_best=5, threshold=None, **saved)
+    saved["max_answer_length"] = 30
+    assert answer(*asked, n_best=5, threshold=None, max_answer_length=3) == found
+    model.config.question_answering = {"max_length": "40"}
+    with pytest.raises(ValueError, match=r"question_answering in config.json is {'max_length': '40'}; expected"):
+        answer(*asked)
+    model.config.question_answering, model.config.max_position_embeddings = None, 512
+    assert saved_lengths(model.config) == {"max_length": 384, "stride": 128, "max_answer_length": 30}
+
+
 def test_answer_refuses(tokenizer):
     model = ScratchBertForQuestionAnswering(tiny_config(vocab_size=len(tokenizer)))
     with pytest.raises(ValueError, match="max_length is 384; expected at most 40"):
-        answer(model, tokenizer, ["Who?"], ["It."])
+        answer(model, tokenizer, ["Who?"], ["It."], max_length=384)
     with pytest.raises(ValueError, match="batch_size is 0"):
         answer(model, tokenizer, ["Who?"], ["It."], batch_size=0)
+    with pytest.raises(ValueError, match="threshold is nan"):
+        answer(model, tokenizer, ["Who?"], ["It."], threshold=math.nan)
     assert answer(model, tokenizer, [], [], max_length=40, stride=8) == []
 
 
@@ -472,6 +493,8 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
     assert [record["question"] for record in records] == questions
     assert [[Answer(**one) for one in record["answers"]] for record in records] == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LONG.encode())))
+    path.write_bytes(LONG.encode("utf-8-sig"))
+    assert run(capsys, *argv, "--context-file", path, "--json") == (0, out, "")
     high = max(answers[0].score for answers in expected) + 1
     assert run(capsys, *asked, *flags, "--context-file", "-", "--threshold", high) == (0, "\n\n", "")
     code, out, _ = run(capsys, *asked, *flags, "--context", LONG, "--threshold", high, "--json")
@@ -490,6 +513,7 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
             "'0' is invalid; expected an integer of at least 1",
         ),
         (["MODEL", "--question", "Who?", "--context", " "], "context 0 is empty"),
+        (["MODEL", "--question", "Who?", "--context", "It.", "--threshold", "nan"], "'nan' is invalid; expected a num"),
         (
             ["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "999"],
             "expected at most 400, the positions",

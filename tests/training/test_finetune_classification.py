@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 from torch import nn
-from transformers import BertForSequenceClassification
+from transformers import AutoTokenizer, BertForSequenceClassification
 
 import train_demo
 from finetune_classification import main
@@ -34,7 +34,7 @@ def make(tiny, tmp_path):
         for name, each in files.items():
             files[name] = [str(tmp_path / f"{name}.jsonl")]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
-        return make_task(Classification, ClassificationSettings, model=tiny, **files, **flags)
+        return make_task(Classification, ClassificationSettings, **{"model": tiny, **files, **flags})
 
     return make
 
@@ -258,3 +258,41 @@ def test_the_demo_reports_a_run_that_failed(train, capsys):
     assert "scratchbert" in line
     assert "seed 1" in line
     assert "137" in line
+
+
+# -------------------------------------------------------------------------------------- checkpoints with their labels
+
+
+def save_classifier(tiny, folder, labels: list[str]) -> str:
+    """A checkpoint with a model head for these labels, and the tokenizer of `tiny`."""
+    names = {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
+    BertForSequenceClassification.from_pretrained(tiny, **names).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
+@pytest.mark.parametrize(
+    ("saved", "flags", "order", "is_new"),
+    [
+        (["y", "z", "x"], {}, ["y", "z", "x"], False),
+        (["y", "z", "x"], {"labels": ["y", "z", "x"]}, ["y", "z", "x"], False),
+        (["y", "z", "x"], {"labels": ["x", "y", "z"]}, ["x", "y", "z"], True),
+        (["u", "v", "w"], {}, ["x", "y", "z"], True),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], {}, ["x", "y", "z"], False),
+    ],
+    ids=["same set", "same order given", "other order given", "other set", "no names"],
+)
+def test_a_model_head_keeps_its_labels(
+    saved, flags, order, is_new, problem, implementation, tiny, make, tmp_path, capsys
+):
+    checkpoint = save_classifier(tiny, tmp_path / "trained", saved)
+    rows = [{"text": text, "label": label} for text, label in zip(TEXTS, ["x", "y", "z", "x"], strict=True)]
+    capsys.readouterr()
+    task = make(rows, model=checkpoint, problem=problem, implementation=implementation, **flags)
+    assert task.labels == list(task.model.config.id2label.values()) == order
+    weight = BertForSequenceClassification.from_pretrained(checkpoint).classifier.weight
+    assert task.model.classifier.weight.equal(weight) != is_new
+    assert task.new_weights == ({"classifier.weight", "classifier.bias"} if is_new else set())
+    assert ("has no weights of classifier; they are random" in capsys.readouterr().out) == is_new

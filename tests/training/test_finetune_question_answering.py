@@ -156,6 +156,10 @@ BAD_ROWS = {
         row("x", "Who?", []) | {"answers": {"text": ["a"], "answer_start": []}},
         "two lists of one length",
     ),
+    "an answer to what has none": (
+        row("x", "Who?", [("Anna", 7)]) | {"is_impossible": True},
+        "'is_impossible' is True and 'answers' is {'text': ['Anna'], 'answer_start': [7]}; expected no answers",
+    ),
     "a question that is empty": (row("x", " ", []), "'question' is empty"),
     "a question without tokens": (row("x", "\u200b", []), "question 0 is empty"),
     "a question without end": (
@@ -208,6 +212,18 @@ def test_two_windows_of_a_row(task):
     assert list(made["start_positions"]) == [6, 0, 0, 0, 0]
     assert list(made["end_positions"]) == [7, 0, 0, 0, 0]
     assert made["token_type_ids"][0] == [0] * 4 + [1] * 6
+
+
+def test_answers_that_fit_in_no_window_are_counted(task, capsys):
+    """Windows of 5 tokens of the text: of two answers of 2 and of 9 tokens, one fits, and none of the second alone."""
+    long = row("long", "Who?", [("It was Anna Brandt, in 1843.", 0)])
+    task([*ROWS[:1], long, ROWS[2]], None, max_length=10, stride=2)
+    message = "1 of 2 answers fit in no window of --max_length 10 and --stride 2; their questions are trained as "
+    assert message in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no answer fits in a window of --max_length 10 and --stride 2; expected"):
+        task([long, ROWS[2]], None, max_length=10, stride=2)
+    task([ROWS[0], ROWS[2]], [long], max_length=10, stride=2)
+    assert "no window" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
@@ -332,6 +348,21 @@ def test_the_best_threshold_is_the_best_there_is():
         assert f1(best_threshold(spans, golds)) == pytest.approx(max(f1(each) for each in (-1, 0, 1, 2, 3)))
 
 
+def test_the_best_threshold_is_between_two_scores():
+    """1 and 1.00005 are one level, because rounding can change their order."""
+    spans = [Answer("x", 0, 1, score) for score in (3.0, 1.0, 1.00005, -2.0)]
+    golds = {
+        "all": [["x"]] * 4,
+        "above -2": [["x"], ["x"], ["x"], []],
+        "above 1": [["x"], [], [], []],
+        "none": [[]] * 4,
+    }
+    found = {name: best_threshold(spans, each) for name, each in golds.items()}
+    expected = {"all": -3, "above -2": -0.5, "above 1": (3 + 1.00005) / 2, "none": 4}
+    assert found == pytest.approx(expected)
+    assert best_threshold(spans, [["x"], [], ["x"], []]) == pytest.approx(-0.5)
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -364,16 +395,29 @@ ANSWERABLE = [each for each in ROWS if each["answers"]["text"]]
     ids=["never", "best", "a number"],
 )
 def test_the_command_answers_as_the_training_did(rows, flags, tiny, tmp_path, capsys):
-    """After two updates some answers have a score below 0, so that a threshold of 0 would omit them."""
+    """With the lengths and the threshold of the training. After two updates some answers have a score below 0, so that
+    a threshold of 0 would omit them."""
     path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    flags = [*flags, "--max_steps", "2", "--learning_rate", "1e-3", "--max_length", "32", "--stride", "4"]
+    flags = [
+        *flags,
+        "--max_steps",
+        "2",
+        "--learning_rate",
+        "1e-3",
+        "--max_length",
+        "14",
+        "--stride",
+        "4",
+        "--max_answer_length",
+        "2",
+    ]
     files = ["--train_file", path, "--validation_file", path, "--output", str(out), "--trackers", "none"]
     assert main(["--model", tiny, *files, *flags]) == 0
     expected = json.loads((out / "predictions_validation.json").read_text(encoding="utf-8"))
     capsys.readouterr()
     found = {}
     for each in rows:
-        asked = ["--question", each["question"], "--context", each["context"], "--max_length", "32", "--stride", "4"]
+        asked = ["--question", each["question"], "--context", each["context"]]
         assert question_answering.main([str(out), *asked]) == 0
         found[each["id"]] = capsys.readouterr().out.removesuffix("\n")
     assert found == expected
@@ -408,19 +452,33 @@ def test_what_is_wrong_is_said_in_a_line(name, tiny, tmp_path, capsys):
 
 
 BROKEN = {
-    "a paragraph without text": {"data": [{"paragraphs": [{"qas": [{"id": "1", "question": "a?", "answers": []}]}]}]},
-    "an article that is none": {"data": ["x"]},
+    "a paragraph without text": (
+        {"data": [{"paragraphs": [{"qas": [{"id": "1", "question": "a?", "answers": []}]}]}]},
+        "dev.json, article 1, paragraph 1: 'context' is missing; expected a text, as in SQuAD's nested form",
+    ),
+    "an article that is none": ({"data": ["x"]}, "dev.json, article 1: 'paragraphs' is missing; expected a list"),
+    "a list that is none": ({"data": [{"paragraphs": {"qas": 1}}]}, "article 1: 'paragraphs' is {'qas': 1}; expected"),
+    "a paragraph without questions": (
+        {"data": [{"paragraphs": []}, {"paragraphs": [{"context": "a"}]}]},
+        "dev.json, article 2, paragraph 1: 'qas' is missing",
+    ),
+    "a question that is none": (
+        {"data": [{"paragraphs": [{"context": "a", "qas": ["a?"]}]}]},
+        "dev.json, article 1, paragraph 1, question 1: it is a JSON str; expected an object",
+    ),
+    "another name": ({"version": "v2.0", "articles": [{"paragraphs": []}]}, "dev.json: 'data' is missing"),
+    "no questions": ({"data": [{"paragraphs": [{"context": "a", "qas": []}]}]}, "dev.json has no rows"),
+    "no articles": ({"data": []}, "dev.json has no rows"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_of_squads(name, tiny, tmp_path, capsys):
+    content, message = BROKEN[name]
     path = tmp_path / "dev.json"
-    path.write_text(json.dumps(BROKEN[name]), encoding="utf-8")
-    assert main(["--model", tiny, "--train_file", str(path), "--output", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "is not in SQuAD's form: after article 1" in said
-    assert said.count("\n") == 1
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    argv = ["--model", tiny, "--train_file", str(path), "--output", str(tmp_path / "out")]
+    assert_one_line(lambda: main(argv), message, capsys)
 
 
 def test_columns_that_are_missing(tiny, tmp_path, capsys):

@@ -74,9 +74,10 @@ def task(tiny, tmp_path):
     def make(rows=ROWS, validation=ROWS, **flags):
         files = {
             "train_file": [write(tmp_path / "t.jsonl", rows)],
-            "validation_file": [write(tmp_path / "v.jsonl", validation)],
         }
-        return make_task(TokenClassification, TokenClassificationSettings, model=tiny, **files, **flags)
+        if validation:
+            files["validation_file"] = [write(tmp_path / "v.jsonl", validation)]
+        return make_task(TokenClassification, TokenClassificationSettings, **{"model": tiny, **files, **flags})
 
     return make
 
@@ -109,6 +110,30 @@ def test_words_of_which_nothing_is_seen(tokenizer, task):
     assert word_windows(tokenizer, ["\u200b", ""], 32, 8) == []
     made = task([{"tokens": ["\u200b"], "tags": ["O"]}, *ROWS])
     assert list(made.train_set["place"]) == [f"t.jsonl, row {n} (line {n})" for n in (2, 3, 4, 5)]
+
+
+UNSEEN = [{"tokens": ["\u200b", "\u200b"], "tags": ["B-PER", "O"]}, {"tokens": [""], "tags": ["O"]}]
+
+
+def test_a_training_set_without_tokens(tiny, tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", UNSEEN)
+    argv = ["--model", tiny, "--train_file", rows, "--output", str(tmp_path / "out"), "--max_length", "32"]
+    assert_one_line(lambda: main(argv), "no word of the training set has a token; expected words", capsys)
+
+
+@pytest.mark.parametrize(("scheme", "tag"), [("iob2", "O"), ("plain", "B-PER")])
+def test_a_validation_set_without_tokens(scheme, tag, tiny, tmp_path):
+    """All words get the tag of words without tokens: O, or the most frequent one."""
+    train, validation = (
+        write(tmp_path / "t.jsonl", ROWS[3:] + ROWS[3:] + ROWS[2:3]),
+        write(tmp_path / "v.jsonl", UNSEEN),
+    )
+    files = ["--train_file", train, "--validation_file", validation, "--output", str(tmp_path / "out")]
+    assert main(["--model", tiny, *files, "--epochs", "1", "--max_length", "32", "--scheme", scheme]) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["validation"]
+    assert (metrics["loss"], metrics["accuracy"]) == (0, pytest.approx(2 / 3 if tag == "O" else 1 / 3))
+    lines = (tmp_path / "out" / "predictions_validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["predicted_tags"] for line in lines] == [[tag, tag], [tag]]
 
 
 @pytest.mark.parametrize(("max_length", "stride"), [(8, 0), (8, 1), (8, 5), (11, 4), (11, 7), (64, 16)])
@@ -185,6 +210,14 @@ def test_words_that_are_none(value):
         list_of({"words": value}, "words")
 
 
+@pytest.mark.parametrize("value", ["['good', 'bad']", '["good", "bad"] ', "[1 2]", "[]"])
+def test_lists_as_text(value):
+    """As pandas writes them to CSV."""
+    with pytest.raises(ValueError, match=r"^'words' is .*, a list as text; expected words or tags separated by spaces"):
+        list_of({"words": value}, "words")
+    assert list_of({"words": "[ 1 ] a"}, "words") == ["[", "1", "]", "a"]
+
+
 # -------------------------------------------------------------------------------------------------- losses and weights
 
 
@@ -227,7 +260,7 @@ def test_balanced_weights():
     assert class_weights(None, ["O", "B-x"], Counter()).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("given", [["a", "1"], ["1"], ["-1", "1"], ["nan", "1"], ["inf", "1"]])
+@pytest.mark.parametrize("given", [["a", "1"], ["1"], ["-1", "1"], ["nan", "1"], ["inf", "1"], ["0", "0"]])
 def test_weights_that_are_none(given):
     with pytest.raises(ValueError, match=r"--class_weights is .*; expected"):
         class_weights(given, ["O", "B-x"], Counter())
@@ -299,6 +332,11 @@ def test_plain_tags(task):
     assert metrics == pytest.approx({"loss": loss, "accuracy": 3 / 5, "f1": (2 / 3 + 2 / 3 + 0) / 3})
 
 
+def test_tags_that_are_numbers_are_in_order(task):
+    rows = [{"tokens": ["a"] * 4, "tags": [10, 2, "x", 1]}]
+    assert task(rows, [], scheme="plain").labels == ["x", "1", "2", "10"]
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -319,6 +357,47 @@ def test_resumed_is_uninterrupted_and_the_pipeline_opens_it(tiny, tmp_path, monk
     assert found == [("PER", 0, 13), ("LOC", 22, 30)]
 
 
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_a_trained_tagger_keeps_its_tags(implementation, tiny, task, tmp_path):
+    """Saved in another order than that of a new model; with another set of as many tags, its model head is new."""
+    tags = ["I-PER", "B-PER", "O", "I-LOC", "B-LOC"]
+    trained = BertForTokenClassification.from_pretrained(tiny, num_labels=5, id2label=dict(enumerate(tags)))
+    trained.save_pretrained(tmp_path / "trained")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "trained")
+    flags = {"model": str(tmp_path / "trained"), "implementation": implementation}
+    same = task(**flags)
+    assert (same.labels, same.new_weights) == (tags, set())
+    assert same.model.classifier.weight.equal(trained.classifier.weight)
+    other = task([{"tokens": ["Anna", "Paris"], "tags": ["B-X", "B-Y"]}], [], **flags)
+    assert other.labels == ["O", "B-X", "I-X", "B-Y", "I-Y"]
+    assert not other.model.classifier.weight.equal(trained.classifier.weight)
+    assert not other.model.classifier.bias.any()
+    assert other.new_weights == {"classifier.weight", "classifier.bias"}
+    assert task(labels=iob_tags(set(tags)), **flags).new_weights == other.new_weights
+
+
+def test_a_run_from_a_finished_run_has_its_metrics(tiny, tmp_path):
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    labels = ["B-PER", "I-PER", "B-LOC", "I-LOC", "O"]
+    files = [
+        "--train_file",
+        rows,
+        "--validation_file",
+        rows,
+        "--trackers",
+        "none",
+        "--epochs",
+        "1",
+        "--max_length",
+        "32",
+    ]
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert main(["--model", tiny, "--output", str(first), *files, "--learning_rate", "1e-2", "--labels", *labels]) == 0
+    assert main(["--model", str(first), "--output", str(again), *files, "--learning_rate", "0"]) == 0
+    metrics = [json.loads((each / "metrics.json").read_text())["validation"] for each in (first, again)]
+    assert metrics[1] == pytest.approx(metrics[0])
+
+
 def test_help(capsys):
     assert_help_tells(script, ("--stride", "--label_all_pieces", "--class_weights", "--scheme"), capsys)
 
@@ -331,6 +410,13 @@ BAD_ROWS = {
     "no words": ({"tokens": [], "tags": []}, "rows.jsonl, row 2 (line 2): 'tokens' is empty"),
     "I- without B-": ({"tokens": ["a"], "tags": ["I-PER"]}, "rows.jsonl, row 2 (line 2): tag 1 is I-PER after O"),
 }
+
+
+def test_a_number_below_0_is_no_tag(tiny, tmp_path, capsys):
+    """-100 in files that were made for the Trainer of transformers; as text it is a tag like others."""
+    rows = write(tmp_path / "rows.jsonl", [{"tokens": ["a", "b"], "tags": [1, 0]}, {"tokens": ["a"], "tags": [-100]}])
+    argv = ["--model", tiny, "--train_file", rows, "--output", str(tmp_path / "out"), "--scheme", "plain"]
+    assert_one_line(lambda: main(argv), "rows.jsonl, row 2 (line 2): a tag is -100; expected text or", capsys)
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)

@@ -486,10 +486,10 @@ def test_a_source_is_files_that_exist_or_a_name(tmp_path):
 # Datasets with names
 
 
-@pytest.fixture
-def labelled() -> datasets.Dataset:
+@pytest.fixture(params=[datasets.List, datasets.LargeList])
+def labelled(request) -> datasets.Dataset:
     label = datasets.ClassLabel(names=["bad", "good"])
-    features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": datasets.List(label)})
+    features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": request.param(label)})
     rows = [{"text": "a", "label": 1, "tags": [0, 1]}, {"text": "b", "label": -1, "tags": None}]
     return datasets.Dataset.from_list(rows, features=features)
 
@@ -735,9 +735,9 @@ def test_tasks_use_the_first_samples(settings_class, flags, by_name, tiny, tmp_p
         rows = [*(good * 3)[:count], bad]  # a bad row would stop the reading
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {f"{split}_file": [str(folder / f"{split}.jsonl")] for split in ("train", "validation", "test")}
-    flags = {"max_length": 24, "max_target_length": 8, "stride": 4, "line_by_line": True, "test_split": "test"} | flags
+    flags = {"max_length": 24, "max_target_length": 8, "stride": 4, "line_by_line": True} | flags
     known = {name: value for name, value in flags.items() if name in settings_class.__dataclass_fields__}
-    known |= {"dataset": str(folder)} if by_name else files
+    known |= {"dataset": str(folder), "test_split": "test"} if by_name else files
     module, _, name = settings_class.task.partition(":")
     task_class = getattr(importlib.import_module(module), name)
     task = make_task(task_class, settings_class, model=tiny, max_train_samples=3, max_eval_samples=2, **known)

@@ -311,6 +311,15 @@ def test_the_names_of_the_labels_are_in_the_card(card, saved):
         assert "Labels:" not in card().text
 
 
+def test_only_entities_are_grouped_in_the_example_of_a_tagger(card, saved):
+    """`pipeline` would take neighbours with the same tag, such as two nouns, for one."""
+    for names, groups in ((["O", "B-PER", "I-PER"], True), (["NOUN", "VERB"], False), (["O", "B-PER", "X"], False)):
+        saved("config.json", id2label=dict(enumerate(names)))
+        text = card(model_class="ScratchBertForTokenClassification").text
+        assert ('aggregation_strategy="first"' in text) == groups
+        assert ("ignore_labels=[]" in text) != groups
+
+
 def test_the_card_says_what_the_model_is_for_and_what_is_not_known(card, saved):
     text = card(settings={"max_length": 128}).text
     assert "It predicts one label for a text" in text

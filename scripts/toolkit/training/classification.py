@@ -1,7 +1,6 @@
 """Fine-tuning for the classification of texts or pairs of texts: one label, several labels, or numbers."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from decimal import Decimal
@@ -12,7 +11,7 @@ from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.training.batches import PadOrFlatten
-from toolkit.training.labels import class_weights, label_fields
+from toolkit.training.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.report import plot_confusion
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
@@ -30,9 +29,6 @@ METRICS = {
     "regression": ["correlation", "mean_squared_error"],
 }
 
-# Labels that are sorted by value. `float` accepts more, such as "nan", "infinity" and "1_0".
-NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-
 
 class Classification(FineTuning):
     """Texts, or pairs of texts, and their labels."""
@@ -44,10 +40,12 @@ class Classification(FineTuning):
         for name in METRICS[settings.problem]:
             load(name)  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
-        self.labels = settings.labels
+        self.labels, self.saved_labels = settings.labels, None
+        if settings.problem != "regression":
+            self.saved_labels = saved_labels(settings.model)
         for split, source in sources(settings).items():  # the training set first
             rows = self.read(source)
-            self.labels = self.labels or self.find_labels(rows)
+            self.labels = self.labels or in_saved_order(self.find_labels(rows), self.saved_labels)
             self.rows[split], self.splits[split] = rows, self.encode(rows)
         self.train_set = self.splits.pop("train")
         del self.rows["train"]
@@ -123,7 +121,7 @@ class Classification(FineTuning):
         return names
 
     def find_labels(self, rows) -> list[str]:
-        """The labels of the training set, sorted by value if all are numbers."""
+        """The labels of the training set, numbers sorted by value."""
         if self.settings.problem == "regression":
             widths = sorted({len(numbers) for numbers in rows["label"]})
             if len(widths) > 1:
@@ -172,6 +170,7 @@ class Classification(FineTuning):
         problem = self.settings.problem
         return self.open_model(
             CLASSES[self.settings.implementation].from_pretrained,
+            new_head=self.saved_labels not in (None, self.labels),
             **label_fields(self.labels),
             problem_type=problem if problem == "regression" else f"{problem}_classification",
         )
@@ -272,9 +271,3 @@ def label_name(value) -> str:
     if is_number and value == int(value):
         value = int(value)
     return str(value).strip()
-
-
-def label_order(name: str) -> tuple[Decimal, bool, str]:
-    """A sort key: numbers by value, and texts at 0."""
-    is_number = NUMBER.fullmatch(name) is not None
-    return Decimal(name if is_number else 0), not is_number, name

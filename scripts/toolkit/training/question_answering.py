@@ -13,7 +13,7 @@ from transformers import BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
-from toolkit.spans import Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
+from toolkit.spans import LENGTHS, Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import (
@@ -44,6 +44,7 @@ def articles(path: Path) -> list | None:
 
     Raises:
         OSError: it cannot be read.
+        ValueError: it is one object on several lines, without articles.
     """
     if ending_of(path) not in (".json", ".json.gz"):
         return None
@@ -54,8 +55,11 @@ def articles(path: Path) -> list | None:
         if second and parse_json(first) is not None:  # JSON lines
             return None
         content = parse_json(first + second + file.read())
-    found = content.get("data") if isinstance(content, dict) else None
-    return found if isinstance(found, list) else None
+    if not isinstance(content, dict):
+        return None
+    if second:  # one object on several lines
+        return field_of(path.name, content, "data", list)
+    return content["data"] if isinstance(content.get("data"), list) else None
 
 
 def parse_json(text: str):
@@ -72,21 +76,39 @@ def nested_rows(path: Path) -> Iterator[tuple[str, dict]]:
     Raises:
         ValueError: it is not in that form.
     """
-    try:
-        for i, article in enumerate(articles(path), 1):
-            for k, paragraph in enumerate(article["paragraphs"], 1):
-                for n, question in enumerate(paragraph["qas"], 1):
-                    place = f"{path.name}, article {i}, paragraph {k}, question {n}"
-                    yield place, as_row(place, {**question, "context": paragraph["context"]})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not in SQuAD's form: after article {i}, {error!r} is wrong or missing") from error
+    has_rows = False
+    for i, article in enumerate(articles(path), 1):
+        of_article = f"{path.name}, article {i}"
+        for k, paragraph in enumerate(field_of(of_article, article, "paragraphs", list), 1):
+            of_paragraph = f"{of_article}, paragraph {k}"
+            for n, question in enumerate(field_of(of_paragraph, paragraph, "qas", list), 1):
+                place, has_rows = f"{of_paragraph}, question {n}", True
+                if not isinstance(question, dict):
+                    raise ValueError(f"{place}: it is a JSON {type(question).__name__}; expected an object")
+                yield place, as_row(place, {**question, "context": field_of(of_paragraph, paragraph, "context", str)})
+    if not has_rows:
+        raise ValueError(f"{path} has no rows; expected questions ('qas') in SQuAD's nested form")
+
+
+def field_of(place: str, part, name: str, kind: type):
+    """The field of a part of a file in SQuAD's nested form.
+
+    Raises:
+        ValueError: it is missing or of another type.
+    """
+    found = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(found, kind):
+        problem = f"is {found!r:.40}" if found is not None else "is missing"
+        expected = {list: "a list", str: "a text"}[kind]
+        raise ValueError(f"{place}: {name!r} {problem}; expected {expected}, as in SQuAD's nested form")
+    return found
 
 
 def answers_of(row: dict) -> list[tuple[str, int]]:
     """The gold answers and their first characters, checked against the context; none if there is no answer.
 
     Raises:
-        ValueError: they are in another form, or one is not at its position.
+        ValueError: they are in another form, one is not at its position, or the question is impossible.
     """
     given = row.get("answers")
     if isinstance(given, list) and all(isinstance(each, dict) for each in given):
@@ -103,6 +125,8 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
         if not isinstance(text, str) or not isinstance(start, int):
             raise ValueError(f"answer {i} is {text!r} at {start!r}; expected a text at an integer")
         span_of(i, row["context"], (text, start))
+    if texts and row.get("is_impossible") is True:
+        raise ValueError(f"'is_impossible' is True and 'answers' is {given!r}; expected no answers, or False")
     return list(zip(texts, starts, strict=True))
 
 
@@ -122,11 +146,13 @@ class QuestionAnswering(FineTuning):
         for split, source in sources(settings).items():
             self.rows[split] = self.read(source)
             self.splits[split] = self.encode(self.rows[split])
+        self.check_answers(self.rows["train"], self.splits["train"])
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
         threshold = self.make_threshold(self.rows.pop("train"))
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
         self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
         self.set_threshold(threshold)
+        self.model.config.question_answering = {name: getattr(settings, name) for name in LENGTHS}
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
         )
@@ -207,6 +233,23 @@ class QuestionAnswering(FineTuning):
             }
 
         return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
+
+    def check_answers(self, rows, windows) -> None:
+        """Prints how many answers are in no window as a whole, so that "no answer" is the target of their questions.
+
+        Raises:
+            ValueError: all are.
+        """
+        answers = sum(map(bool, rows["answers"]))
+        in_window = {row for row, start in zip(windows["row"], windows["start_positions"], strict=True) if start}
+        if not (lost := answers - len(in_window)):
+            return
+        lengths = f"--max_length {self.settings.max_length} and --stride {self.settings.stride}"
+        if lost == answers:
+            raise ValueError(f"no answer fits in a window of {lengths}; expected larger values, in which answers fit")
+        self.accelerator.print(
+            f"{lost} of {answers} answers fit in no window of {lengths}; their questions are trained as without answer"
+        )
 
     def shown(self, example):
         answer = super().shown(example).split(" ")[example["start_positions"] : example["end_positions"] + 1]
@@ -291,15 +334,24 @@ def ids_of(rows: Dataset) -> list[str]:
     return ids
 
 
+# Scores that differ by less are one level: other batches or another device can change their order.
+# Much larger, it would join the scores of a large validation set to one level.
+LEAST_DIFFERENCE = 1e-4
+
+
 def best_threshold(spans: Sequence[Answer], golds: Sequence[list[str]]) -> float:
-    """The threshold with the highest F1 (the lowest of several), as in SQuAD 2.0's evaluation script."""
+    """The threshold with the highest F1 (the lowest of several), as in SQuAD 2.0's evaluation script; but between two
+    scores, so that rounding errors change no answer."""
     squad = load("squad")
     gains = [
         squad._compute([span.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
         for span, gold in zip(spans, golds, strict=True)
     ]
-    levels, level_of = np.unique([span.score for span in spans], return_inverse=True)
-    # The F1 gained by answering above a threshold: below all levels, at the first level, at the second, …
+    scores = np.sort([span.score for span in spans])
+    starts = np.diff(scores, prepend=-np.inf) >= LEAST_DIFFERENCE  # where a level begins
+    between = (scores[1:] + scores[:-1])[starts[1:]] / 2
+    thresholds = [scores[0] - 1, *between, scores[-1] + 1]
+    # The F1 gained by answering above a threshold: below the first level, below the second, …, above the last.
+    level_of = np.searchsorted(between, [span.score for span in spans])
     gained = [*np.bincount(level_of, gains)[::-1].cumsum()[::-1], 0.0]
-    thresholds = [levels[0] - 1, *levels]
     return float(thresholds[int(np.argmax(gained))])

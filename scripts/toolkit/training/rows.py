@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pyarrow as pa
-from datasets import ClassLabel, Dataset, Features, IterableDataset, List, load_dataset
+from datasets import ClassLabel, Dataset, Features, IterableDataset, LargeList, List, load_dataset
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.iterable_dataset import ExamplesIterable
 from pyarrow import parquet
@@ -390,17 +390,13 @@ def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadR
 
 def name_labels(row: dict, features: dict) -> dict:
     """The row with the names of its labels instead of their numbers; None for -1, no label."""
-    kinds = {column: features.get(column) for column in row}
-    return {
-        column: [name_label(kinds[column].feature, label) for label in value]
-        if isinstance(kinds[column], List) and isinstance(kinds[column].feature, ClassLabel) and value is not None
-        else name_label(kinds[column], value)
-        for column, value in row.items()
-    }
+    return {column: name_label(features.get(column), value) for column, value in row.items()}
 
 
 def name_label(feature, value):
-    """The name of a label that is stored as a number; any other value as it is."""
+    """The name of a label that is stored as a number, also in lists; any other value as it is."""
+    if isinstance(feature, List | LargeList) and value is not None:
+        return [name_label(feature.feature, each) for each in value]
     if not isinstance(feature, ClassLabel) or value is None:
         return value
     return feature.int2str(value) if value >= 0 else None
@@ -564,5 +560,7 @@ def keep_rows(
         if 0 < bad < total:
             more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []
             warn("\n  ".join([f"{bad} of {total} rows are invalid and were skipped:", *map(str, first_bad), *more]))
+    if not total:
+        raise ValueError("there are no rows")
     if bad == total:
         raise ValueError(f"all {total} rows are invalid; the first is {first_bad[0]}")

@@ -183,6 +183,13 @@ class Settings:
             raise ValueError(f"{given} given of --train_file and --dataset; expected one of the two")
         if self.dataset is not None and (self.validation_file or self.test_file):
             raise ValueError("--validation_file and --test_file go with --train_file; with --dataset give splits of it")
+        if self.dataset is None:
+            for name in ("dataset_config", "train_split", "validation_split", "test_split"):
+                if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(
+                        f"--{name} is {value} without --dataset; expected --dataset with it. With --train_file give "
+                        "--validation_file and --test_file"
+                    )
         if self.padding_free_collation and self.implementation == "bert":
             raise ValueError("--padding_free_collation requires --implementation scratchbert")
         self.check_validation()

@@ -73,12 +73,13 @@ class Task(ABC):
         self.settings, self.accelerator = settings, accelerator
         self.splits, self.rows, self.new_weights = {}, {}, set()
 
-    def open_model(self, open_checkpoint: Callable, **fields):
+    def open_model(self, open_checkpoint: Callable, *, new_head: bool = False, **fields):
         """The model of --model in float32, with these fields of its configuration. Sets `new_weights` and, if the run
         starts anew, prints their modules. A model head of another size is one of them.
 
         Args:
             open_checkpoint: `from_pretrained` of a class, or a method like it.
+            new_head: initialise the model head, also if the checkpoint has one of this size.
 
         Raises:
             ValueError: a weight below the model head has another shape than in the configuration.
@@ -94,6 +95,8 @@ class Task(ABC):
                     "as its configuration says"
                 )
         self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
+        if new_head:
+            self.new_weights |= initialise_head(model)
         if self.new_weights and not has_checkpoint(self.settings):
             new = ", ".join(modules_of(self.new_weights))
             self.accelerator.print(
@@ -222,6 +225,18 @@ class FineTuning(Task):
         if not all(map(math.isfinite, totals)):
             raise TrainingError(f"the loss is not finite for the {split} set. {AFTER_DIVERGENCE}")
         return [in_order[row] for row in range(len(examples))], totals
+
+
+@torch.no_grad()
+def initialise_head(model) -> set[str]:
+    """Draws the weights outside the base model anew, and returns their names."""
+    names = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    for name in sorted({name.rpartition(".")[0] for name in names}):
+        module = model.get_submodule(name)
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = False  # transformers skips parameters that it has loaded
+        model._init_weights(module)
+    return names
 
 
 def modules_of(names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.labels import class_weights, label_fields
+from toolkit.training.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
 from toolkit.training.metrics import compute, load, mean_loss
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
@@ -52,10 +52,15 @@ def list_of(row: dict, column: str) -> list[str]:
     """A row's words or tags.
 
     Raises:
-        ValueError: there are none, or one is neither text nor an integer.
+        ValueError: there are none, one is neither text nor an integer, or they are a list as text, such as "['a']".
     """
     value = row.get(column)
     if isinstance(value, str):
+        if value.strip()[:1] == "[" and value.strip()[-1:] == "]":
+            raise ValueError(
+                f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
+                "JSON lines (.jsonl) can have lists"
+            )
         value = [part for part in value.split(" ") if part]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column!r} is {'empty' if value in (None, []) else repr(value)}; expected a list")
@@ -108,6 +113,12 @@ def word_windows(tokenizer, words: list[str], max_length: int, stride: int) -> l
     return tagged
 
 
+def empty_window(tokenizer) -> WordWindow:
+    """A window of special tokens only, in which no word is tagged."""
+    [encoding] = tokenizer([""], verbose=False).encodings
+    return WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])
+
+
 # ---------------------------------------------------------------------------------------------------------------- task
 
 
@@ -125,10 +136,11 @@ class TokenClassification(FineTuning):
                 f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
             )
         self.metric, self.labels = settings.metric, settings.labels
+        self.saved_labels = saved_labels(settings.model)
         self.rows = {}
         for split, source in sources(settings).items():  # the training set first
             self.rows[split] = self.read(source)
-            self.labels = self.labels or self.find_labels(self.rows[split])
+            self.labels = self.labels or in_saved_order(self.find_labels(self.rows[split]), self.saved_labels)
             self.splits[split] = self.encode(self.rows[split])
         self.train_set = self.splits.pop("train")
         self.tag_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
@@ -146,6 +158,8 @@ class TokenClassification(FineTuning):
 
         def check(row: dict) -> dict:
             words, tags = list_of(row, words_column), list_of(row, tags_column)
+            if ignored := [tag for tag in row[tags_column] if isinstance(tag, int) and tag < 0]:
+                raise ValueError(f"a tag is {ignored[0]}; expected text or an integer of 0 or more; no word is ignored")
             if len(words) != len(tags):
                 raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
             if settings.scheme == "iob2":
@@ -157,15 +171,25 @@ class TokenClassification(FineTuning):
         return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
 
     def find_labels(self, rows) -> list[str]:
-        """The tags of the training set."""
+        """The tags of the training set, numbers sorted by value."""
         found = {tag for tags in rows["tags"] for tag in tags}
-        labels = iob_tags(found) if self.settings.scheme == "iob2" else sorted(found)
+        labels = iob_tags(found) if self.settings.scheme == "iob2" else sorted(found, key=label_order)
         if len(labels) < 2:
             raise ValueError(f"the training set has the tags {', '.join(labels)}; expected two or more")
         return labels
 
     def encode(self, rows):
-        """The windows of the rows as inputs of the model, each with the number of its row."""
+        """The windows of the rows as inputs of the model, each with the number of its row.
+
+        Raises:
+            ValueError: no word of the training set has a token.
+        """
+        length, stride = self.settings.max_length, self.settings.stride
+        has_windows = any(word_windows(self.tokenizer, words, length, stride) for words in rows["words"])
+        if not has_windows and not self.splits:
+            raise ValueError("no word of the training set has a token; expected words that the tokenizer does not drop")
+        # An evaluation requires a window; it is empty if there is no other.
+        empty = [] if has_windows else [empty_window(self.tokenizer)]
 
         def encode(batch: dict, numbers: list[int]) -> dict:
             found = [
@@ -173,7 +197,7 @@ class TokenClassification(FineTuning):
                 for number, place, words, tags in zip(
                     numbers, batch["place"], batch["words"], batch["tags"], strict=True
                 )
-                for window in word_windows(self.tokenizer, words, self.settings.max_length, self.settings.stride)
+                for window in word_windows(self.tokenizer, words, length, stride) or empty
             ]
             return {
                 "input_ids": [window.input_ids for *_, window in found],
@@ -212,7 +236,11 @@ class TokenClassification(FineTuning):
     # -- model
 
     def make_model(self):
-        return self.open_model(CLASSES[self.settings.implementation].from_pretrained, **label_fields(self.labels))
+        return self.open_model(
+            CLASSES[self.settings.implementation].from_pretrained,
+            new_head=self.saved_labels not in (None, self.labels),
+            **label_fields(self.labels),
+        )
 
     # -- loss and metrics
 
