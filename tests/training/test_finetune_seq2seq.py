@@ -20,8 +20,8 @@ from transformers import (
 import cmudict_pairs
 import finetune_seq2seq
 import train_tokenizer
-from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
-from support.finetuning import read_settings
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
+from support.finetuning import assert_one_line, read_settings
 from support.folders import CONFIGURATION
 from support.models import tiny_config
 from toolkit.generation import generate_text
@@ -351,6 +351,39 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
     before, after = (model.state_dict() for model in opened)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed == {name for name in after if name.endswith(("query.weight", "value.weight"))}
+
+
+@pytest.fixture
+def save_generator(folder, tmp_path):
+    """Saves a generator with random weights, and its tokenizer."""
+
+    def save(name="generator", **fields) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        special = {"decoder_start_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id,
+                   "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+        torch.manual_seed(0)
+        config = ScratchBertConfig(
+            **{**SIZE, **special, "vocab_size": len(tokenizer), "is_encoder_decoder": True, **fields}
+        )
+        ScratchBertForConditionalGeneration(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+def from_generator(flags: dict, generator: str) -> dict:
+    """The flags of a run that starts from a generator, with its tokenizer."""
+    return {name: value for name, value in flags.items() if not name.startswith(("config_", "tok"))} | {
+        "model": generator
+    }
+
+
+def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path, capsys):
+    """PEFT would evaluate each module with its own adapter, and save the shared weight with both."""
+    flags = from_generator(flags, save_generator(tie_encoder_decoder=True)) | {"output": tmp_path / "out"}
+    message = "encoder and decoder share their weights (tie_encoder_decoder)"
+    assert_one_line(lambda: finetune_seq2seq.main(arguments_of({**flags, "lora_rank": 2})), message, capsys)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad usage

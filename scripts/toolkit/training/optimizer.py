@@ -14,6 +14,9 @@ from toolkit.training.settings import named_values
 # Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 
+# The modules that have an adapter with --lora_rank.
+ADAPTED = ("query", "value")
+
 
 def depth(name: str, blocks: int) -> int:
     """The depth of a parameter: 0 in the embeddings, `blocks + 1` above the blocks."""
@@ -128,13 +131,20 @@ def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) ->
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: --freeze is given as well.
+        ValueError: --freeze is given as well, or modules with an adapter share a weight.
     """
     if not settings.lora_rank:
         return model
     if settings.freeze is not None:
         raise ValueError(
             "--lora_rank and --freeze are both given; expected one, because --lora_rank freezes all but the model head"
+        )
+    weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
+    if len(set(map(id, weights))) < len(weights):
+        # Each module has an adapter of its own; merging would add both to the one weight.
+        raise ValueError(
+            "--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), which cannot hold "
+            "the adapters of both; expected separate weights. Train all weights with --lora_rank 0"
         )
     from peft import LoraConfig, get_peft_model
 
@@ -143,7 +153,7 @@ def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) ->
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=["query", "value"],
+        target_modules=list(ADAPTED),
         modules_to_save=heads or None,
     )
     # PEFT trains a copy of a head.
