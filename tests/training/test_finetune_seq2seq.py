@@ -379,6 +379,21 @@ def from_generator(flags: dict, generator: str) -> dict:
     }
 
 
+def test_the_saved_model_generates_as_the_evaluation_did_for_sources_that_were_cut(flags, tmp_path):
+    flags = {**flags, "output": tmp_path / "out", "test_file": flags["train_file"], "max_length": 4, "max_steps": 2,
+             "config_overrides": overrides(**SIZE, initializer_range=0.5)}  # fmt: skip
+    run(flags)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions_test.jsonl").read_text().splitlines()]
+    model, tokenizer = (auto.from_pretrained(tmp_path / "out") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    assert tokenizer.model_max_length == 4
+    with pytest.warns(UserWarning, match="3 of 6 texts are too long"):
+        found = generate_text(model.eval(), tokenizer, [row["source"] for row in rows])
+    assert [text for [text] in found] == [row["prediction"] for row in rows]
+    tokenizer.model_max_length = 32
+    whole = generate_text(model, tokenizer, [row["source"] for row in rows])
+    assert whole != found
+
+
 def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path, capsys):
     """PEFT would evaluate each module with its own adapter, and save the shared weight with both."""
     flags = from_generator(flags, save_generator(tie_encoder_decoder=True)) | {"output": tmp_path / "out"}

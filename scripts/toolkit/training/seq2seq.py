@@ -71,6 +71,8 @@ class Seq2Seq(FineTuning):
             raise ValueError(
                 f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; expected one like BERT's"
             )
+        # With which it is saved: generate.py cuts sources as the evaluations do.
+        tokenizer.model_max_length = self.settings.max_length
         return tokenizer
 
     def read(self, source):
