@@ -394,6 +394,18 @@ def test_the_saved_model_generates_as_the_evaluation_did_for_sources_that_were_c
     assert whole != found
 
 
+def test_a_generator_takes_the_special_ids_of_the_tokenizer(flags, make_task, save_generator):
+    earlier = {"decoder_start_token_id": 7, "eos_token_id": 8, "pad_token_id": 9}
+    task = make_task(**{**from_generator(flags, save_generator(**earlier)), "config_file": None,
+                        "config_overrides": None})  # fmt: skip
+    tokenizer = task.tokenizer
+    expected = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
+    for config in (task.model.config, task.model.generation_config):
+        assert [getattr(config, name) for name in earlier] == expected
+    batch = task.collate([task.train_set[0]])
+    assert batch["decoder_input_ids"][0, 0] == tokenizer.cls_token_id
+
+
 def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path, capsys):
     """PEFT would evaluate each module with its own adapter, and save the shared weight with both."""
     flags = from_generator(flags, save_generator(tie_encoder_decoder=True)) | {"output": tmp_path / "out"}

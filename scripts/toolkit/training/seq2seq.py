@@ -132,13 +132,14 @@ class Seq2Seq(FineTuning):
             raise ValueError(
                 f"--{name} is given and --model is not a generator, so the cross-attention would stay random"
             )
-        if is_generator:
-            return self.open_model(cls.from_pretrained, **fields)
+        # --tokenizer may have other ids than the generator was trained with.
         special = {
             "decoder_start_token_id": self.tokenizer.cls_token_id,
             "eos_token_id": self.tokenizer.sep_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
+        if is_generator:
+            return self.open_model(cls.from_pretrained, **special, **fields)
         if settings.config_file is None:
             return self.open_model(cls.from_bert, **special, **decoder, **fields)
         special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
@@ -162,8 +163,7 @@ class Seq2Seq(FineTuning):
         generation.num_beams = settings.num_beams
         generation.length_penalty = settings.length_penalty if settings.num_beams > 1 else None
         for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(generation, name) is None:  # as in a saved EncoderDecoderModel
-                setattr(generation, name, getattr(self.model.config, name))
+            setattr(generation, name, getattr(self.model.config, name))
 
     # -- loss and metrics
 
