@@ -406,6 +406,30 @@ def test_a_generator_takes_the_special_ids_of_the_tokenizer(flags, make_task, sa
     assert batch["decoder_input_ids"][0, 0] == tokenizer.cls_token_id
 
 
+GENERATION_SETTINGS = {"num_beams": 4, "early_stopping": True, "do_sample": True, "temperature": 0.7, "top_p": 0.9,
+                       "num_return_sequences": 4, "return_dict_in_generate": True, "stop_strings": ["B"],
+                       "min_length": 3, "forced_bos_token_id": 7, "no_repeat_ngram_size": 2,
+                       "output_scores": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_generation_settings_of_the_base_model_are_dropped_and_named(
+    num_beams, flags, save_generator, tmp_path, capsys
+):
+    generator = save_generator()
+    path = Path(generator) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **GENERATION_SETTINGS}), encoding="utf-8")
+    flags = from_generator(flags, generator) | {"output": tmp_path / "out", "test_file": flags["train_file"]}
+    run(flags, max_steps=1, num_beams=num_beams)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "generation_config.json" in line]
+    assert ", ".join(sorted(GENERATION_SETTINGS)) in line
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))
+    beams = {"length_penalty": 1.0} if num_beams > 1 else {}
+    del saved["transformers_version"]
+    assert saved == {"decoder_start_token_id": 2, "eos_token_id": 3, "pad_token_id": 0, "max_new_tokens": 16,
+                     "do_sample": False, "num_beams": num_beams, **beams}  # fmt: skip
+
+
 def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path, capsys):
     """PEFT would evaluate each module with its own adapter, and save the shared weight with both."""
     flags = from_generator(flags, save_generator(tie_encoder_decoder=True)) | {"output": tmp_path / "out"}

@@ -3,12 +3,13 @@
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq, GenerationConfig
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
 from toolkit.training.metrics import compute, load, mean_loss, perplexity
+from toolkit.training.output import has_checkpoint
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
 from toolkit.training.task import (
@@ -24,6 +25,7 @@ from toolkit.training.task import (
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")
 LESS_IS_BETTER = {*SEQ2SEQ_METRICS["error_rate"], *SEQ2SEQ_METRICS["loss"]}
+SPECIAL_IDS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
 SAMPLES = 3  # outputs that each evaluation prints
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
@@ -157,13 +159,33 @@ class Seq2Seq(FineTuning):
         return fields
 
     def set_generation(self) -> None:
-        """Sets the model's generation settings, with which it is also saved."""
-        settings, generation = self.settings, self.model.generation_config
-        generation.update(max_new_tokens=settings.max_new_tokens, max_length=None, do_sample=False)
-        generation.num_beams = settings.num_beams
-        generation.length_penalty = settings.length_penalty if settings.num_beams > 1 else None
-        for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
-            setattr(generation, name, getattr(self.model.config, name))
+        """Sets the model's generation settings, with which it is also saved: the special ids and the flags. Other
+        settings of the base model are dropped, and named if the run starts anew.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        settings, earlier = self.settings, self.model.generation_config.to_diff_dict()
+        generation = GenerationConfig(
+            **{name: getattr(self.model.config, name) for name in SPECIAL_IDS},
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            num_beams=settings.num_beams,
+            length_penalty=settings.length_penalty if settings.num_beams > 1 else None,
+        )
+        generation.validate(strict=True)  # saving the model raises otherwise, after the training
+        self.model.generation_config = generation
+        kept = {*SPECIAL_IDS, "max_length", "max_new_tokens", "transformers_version"}
+        dropped = [
+            name
+            for name, value in earlier.items()
+            if name not in kept and not name.startswith("_") and value != getattr(generation, name, None)
+        ]
+        if dropped and not has_checkpoint(settings):
+            self.accelerator.print(
+                f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model does "
+                "not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
+            )
 
     # -- loss and metrics
 
