@@ -25,6 +25,7 @@ from support.finetuning import assert_one_line, read_settings
 from support.folders import CONFIGURATION
 from support.models import tiny_config
 from toolkit.generation import generate_text
+from toolkit.training import optimizer
 from toolkit.training.seq2seq import Seq2Seq, items
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
@@ -406,6 +407,34 @@ def test_a_generator_takes_the_special_ids_of_the_tokenizer(flags, make_task, sa
     assert batch["decoder_input_ids"][0, 0] == tokenizer.cls_token_id
 
 
+@pytest.mark.parametrize("freeze", ["encoder", "embeddings", "1"])
+@pytest.mark.parametrize("sharing", ["embeddings", "nothing", "all"])
+def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(freeze, sharing, save_generator):
+    model = ScratchBertForConditionalGeneration.from_pretrained(
+        save_generator(share_embeddings=sharing != "nothing", tie_encoder_decoder=sharing == "all")
+    )
+    optimizer.freeze(model, freeze)
+    frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    embeddings = {name for name, _ in model.named_parameters() if name.startswith("model.encoder.embeddings.")}
+    lowest = {"encoder": "", "1": "encoder.blocks.0.", "embeddings": "embeddings."}[freeze]
+    encoder = {name for name, _ in model.named_parameters() if name.startswith(f"model.encoder.{lowest}")} | embeddings
+    shared = {name.replace("model.encoder.", "model.decoder.", 1) for name in encoder}
+    shared = {"nothing": set(), "embeddings": {name for name in shared if ".embeddings." in name}, "all": shared}[sharing]
+    head = {"lm_head.decoder.weight"} if sharing != "nothing" else set()
+    assert frozen == encoder | shared | head
+    assert not any("cross_attention" in name for name in frozen)
+
+
+def test_the_encoder_of_a_bert_can_be_frozen(make_task, folder, tmp_path):
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path)
+    task = make_task(model=str(tmp_path), config_file=None, config_overrides=None, freeze="encoder")
+    optimizer.freeze(task.model, "encoder", task.new_weights)
+    trained = {name for name, each in task.model.named_parameters() if each.requires_grad}
+    assert {name for name in trained if "cross_attention" in name}
+    assert not any(name.startswith("model.encoder.") for name in trained)
+
+
 GENERATION_SETTINGS = {"num_beams": 4, "early_stopping": True, "do_sample": True, "temperature": 0.7, "top_p": 0.9,
                        "num_return_sequences": 4, "return_dict_in_generate": True, "stop_strings": ["B"],
                        "min_length": 3, "forced_bos_token_id": 7, "no_repeat_ngram_size": 2,
@@ -464,7 +493,7 @@ def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path,
             "expected at most 63, the positions",
         ),
         ({"lora_rank": 4}, "--lora_rank is given and --model is not a generator"),
-        ({"freeze": "encoder"}, "--freeze is given and --model is not a generator"),
+        ({"freeze": "encoder"}, "--freeze is given with --config_file, whose weights are random; expected --model"),
         ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "tie_encoder_decoder is True"),
         ({"target_column": "source"}, "no column 'source' for the target"),
     ],

@@ -100,7 +100,7 @@ def extend_schedule(schedule) -> None:
 
 def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
     """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
-    with the embeddings.
+    with the embeddings. In an encoder-decoder these are parts of the encoder, with what the decoder shares with it.
 
     Args:
         new_weights: the names of parameters that are trained nevertheless, because they would stay random.
@@ -113,8 +113,10 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
     blocks = model.config.num_hidden_layers
     if what not in ("embeddings", "encoder") and not (what.isascii() and what.isdigit() and int(what) <= blocks):
         raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks, at most {blocks}")
-    for name, parameter in model.named_parameters():
-        inside = name.startswith(f"{model.base_model_prefix}.")
+    base = f"{model.base_model_prefix}." + ("encoder." if model.config.is_encoder_decoder else "")
+    # A shared parameter has several names, one of them in the encoder.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = name.startswith(base)
         if what == "encoder":
             frozen = inside
         else:

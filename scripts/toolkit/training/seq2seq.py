@@ -129,11 +129,12 @@ class Seq2Seq(FineTuning):
             raise ValueError(
                 f"--{next(iter(decoder))} is given and {settings.model} has a decoder; expected an encoder"
             )
-        if not is_generator and (settings.lora_rank or settings.freeze not in (None, "embeddings")):
-            name = "lora_rank" if settings.lora_rank else "freeze"
+        if not is_generator and settings.lora_rank:
             raise ValueError(
-                f"--{name} is given and --model is not a generator, so the cross-attention would stay random"
+                "--lora_rank is given and --model is not a generator, so the cross-attention would stay random"
             )
+        if settings.config_file is not None and settings.freeze is not None:
+            raise ValueError("--freeze is given with --config_file, whose weights are random; expected --model")
         # --tokenizer may have other ids than the generator was trained with.
         special = {
             "decoder_start_token_id": self.tokenizer.cls_token_id,

@@ -113,8 +113,8 @@ class Settings:
     freeze: str | None = flag(
         None,
         "training",
-        "what is not trained: embeddings, encoder, or the number of lowest blocks; weights that the "
-        "checkpoint lacks are always trained",
+        "what is not trained: embeddings, encoder, or the number of lowest blocks; in an encoder-decoder, those of its "
+        "encoder and what the decoder shares with it; weights that the checkpoint lacks are always trained",
     )
     lora_rank: int = flag(0, "training", "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights")
     lora_alpha: float = flag(16, "training", "LoRA scales by this divided by the rank")
