@@ -473,6 +473,22 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
         (["--config_file", "{folder}/train.txt"], "train.txt is not JSON"),
         (["--config_file", "{folder}/list.json"], "list.json is not a JSON object"),
         (["--config_file", "{folder}/small.json"], "the tokenizer has 206 tokens; expected at most vocab_size, 50"),
+        (["--config_file", "{folder}/typo.json"], "has the field 'num_hidden_layer'; expected fields of ScratchBert"),
+        (["--config_file", "{folder}/typo.json"], "perhaps 'num_hidden_layers'"),
+        (["--config_file", "{folder}/causal.json"], "causal.json has is_decoder true; expected an encoder"),
+        (
+            ["--config_file", "{folder}/causal.json", "--implementation", "bert"],
+            "causal.json has is_decoder true; expected an encoder",
+        ),
+        (
+            ["--config_file", "{folder}/relative.json", "--implementation", "bert"],
+            "has position_embedding_type 'relative_key', which --implementation bert does not support",
+        ),
+        (
+            ["--config_file", "{folder}/both.json", "--implementation", "bert"],
+            "has is_encoder_decoder True, which --implementation bert does not support; expected False",
+        ),
+        (["--config_file", "{folder}/pre_norm.json", "--implementation", "bert"], "has the field 'norm_first'"),
         (["--text_column", "body"], "no column 'body' for the texts (--text_column); the columns are 'text'"),
         (["--train_file", "{folder}/train.txt", "--next_sentence"], "two documents of two sentences"),
         (["--validation_file", "{folder}/one.txt"], "the validation set is too small: no word of it is masked"),
@@ -484,6 +500,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
 def test_what_is_wrong_is_said_in_one_line(folder, tmp_path, capsys, flags, message):
     (folder / "list.json").write_text("[1]")
     (folder / "small.json").write_text(json.dumps({**SIZES, "vocab_size": 50}))
+    for name, fields in {
+        "typo": {"num_hidden_layer": 1},
+        "causal": {"is_decoder": True},
+        "relative": {"position_embedding_type": "relative_key"},
+        "both": {"is_encoder_decoder": True},
+        "pre_norm": {"norm_first": True},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({**SIZES, **fields}))
     (folder / "one.txt").write_text("w1\n")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY[:50])}, unk_token="[UNK]"))
     for name, left_out in (("words", None), ("unmasked", "mask"), ("unclassed", "cls")):
@@ -500,6 +524,23 @@ def test_what_is_wrong_is_said_in_one_line(folder, tmp_path, capsys, flags, mess
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_a_decoder_is_not_pretrained_as_an_encoder(implementation, folder, tmp_path, tokenizer):
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), is_decoder=True, **SIZES)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has is_decoder true; expected an encoder"):
+        task_of(folder, model=tmp_path, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_the_config_json_of_a_bert_is_a_configuration_file(implementation, folder):
+    config = {**json.loads((folder / "mlm" / "config.json").read_text()), "gradient_checkpointing": False,
+              "position_embedding_type": "absolute", "pooler_type": "first_token_transform"}  # fmt: skip
+    (folder / "google.json").write_text(json.dumps(config))
+    files = {"config_file": folder / "google.json", "tokenizer": folder / "tokenizer"}
+    assert task_of(folder, implementation=implementation, **files).model.config.hidden_size == 32
 
 
 def test_neither_model_nor_configuration(capsys):

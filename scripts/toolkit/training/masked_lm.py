@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from itertools import count, islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,13 +11,20 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
-from toolkit.files import read_json_object
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.fingerprint import fingerprint, source_fingerprint
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
-from toolkit.training.task import Evaluation, FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
+from toolkit.training.task import (
+    Evaluation,
+    FineTuning,
+    check_lengths,
+    check_vocabulary,
+    config_file_fields,
+    sources,
+    tokenizer_of,
+)
 
 TEXTS = ("text", "sentence", "content", "document")
 CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}
@@ -204,9 +210,16 @@ class Pretraining(FineTuning):
         if settings.config_file is None:
             model = self.open_model(model_class.from_pretrained, **options)
         else:
-            given = config_file_fields(settings.config_file)
+            config_class = CONFIGS[settings.implementation]
+            given = config_file_fields(settings.config_file, config_class)
             fitting = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
-            model = model_class(CONFIGS[settings.implementation](**fitting | given | options))
+            model = model_class(config_class(**fitting | given | options))
+        if model.config.is_decoder:
+            name = "model" if settings.config_file is None else "config_file"
+            raise ValueError(
+                f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, because a decoder does "
+                "not see the words after a masked one"
+            )
         check_vocabulary(len(self.masking.is_special), model.config)
         check_lengths(settings, ["max_length"], model.config)
         return model
@@ -368,12 +381,3 @@ class Pretraining(FineTuning):
             }
             for example, own in zip(examples, predicted, strict=True)
         ]
-
-
-def config_file_fields(path: str) -> dict:
-    """The fields of a configuration, without its model type.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
-    return {name: value for name, value in read_json_object(Path(path)).items() if name != "model_type"}

@@ -18,6 +18,7 @@ from toolkit.training.task import (
     check_lengths,
     check_room,
     check_vocabulary,
+    config_file_fields,
     sources,
     tokenizer_of,
 )
@@ -145,6 +146,7 @@ class Seq2Seq(FineTuning):
             return self.open_model(cls.from_pretrained, **special, **fields)
         if settings.config_file is None:
             return self.open_model(cls.from_bert, **special, **decoder, **fields)
+        config_file_fields(settings.config_file, ScratchBertConfig)  # raises for unknown fields
         special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
         return cls(ScratchBertConfig.from_pretrained(settings.config_file, **{**special, **decoder, **fields}))
 
@@ -176,11 +178,12 @@ class Seq2Seq(FineTuning):
         )
         generation.validate(strict=True)  # saving the model raises otherwise, after the training
         self.model.generation_config = generation
-        kept = {*SPECIAL_IDS, "max_length", "max_new_tokens", "transformers_version"}
+        # Of these, each model has its own or they change no output.
+        not_named = {*SPECIAL_IDS, "max_length", "max_new_tokens", "transformers_version", "use_cache"}
         dropped = [
             name
             for name, value in earlier.items()
-            if name not in kept and not name.startswith("_") and value != getattr(generation, name, None)
+            if name not in not_named and not name.startswith("_") and value not in (False, getattr(generation, name, None))
         ]
         if dropped and not has_checkpoint(settings):
             self.accelerator.print(
