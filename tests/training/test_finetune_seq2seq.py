@@ -425,6 +425,17 @@ def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(freeze, shari
     assert not any("cross_attention" in name for name in frozen)
 
 
+def test_special_ids_can_be_overridden(make_task, save_generator, folder, tmp_path):
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path / "bert")
+    given = {"decoder_start_token_id": 5, "eos_token_id": 6, "pad_token_id": 7, "num_decoder_layers": 2}
+    for model in (str(tmp_path / "bert"), save_generator()):
+        task = make_task(model=model, config_file=None, config_overrides=overrides(**given))
+        config, generation = task.model.config, task.model.generation_config
+        assert {name: getattr(config, name) for name in given} == given
+        assert (generation.decoder_start_token_id, generation.eos_token_id, generation.pad_token_id) == (5, 6, 7)
+
+
 def test_the_encoder_of_a_bert_can_be_frozen(make_task, folder, tmp_path):
     vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
     ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path)
@@ -487,6 +498,9 @@ def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path,
         ({"implementation": "bert"}, "--implementation is bert"),
         ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size'; expected FIELD=VALUE"),
         ({"config_overrides": ["hidden_size"]}, "expected NAME=VALUE"),
+        ({"config_overrides": ["is_decoder=true"]}, "--config_overrides has 'is_decoder'; expected other fields"),
+        ({"config_overrides": ["is_encoder_decoder=false"]}, "--config_overrides has 'is_encoder_decoder'"),
+        ({"config_overrides": ["model_type=bert"]}, "--config_overrides has 'model_type'; expected other fields"),
         ({"config_overrides": ["hidden_size=wide"]}, "hidden_size"),
         ({"config_overrides": ["hidden_size=33"]}, "hidden_size is 33; expected a multiple of num_attention_heads (2)"),
         (

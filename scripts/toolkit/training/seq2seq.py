@@ -143,9 +143,9 @@ class Seq2Seq(FineTuning):
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         if is_generator:
-            return self.open_model(cls.from_pretrained, **special, **fields)
+            return self.open_model(cls.from_pretrained, **{**special, **fields})
         if settings.config_file is None:
-            return self.open_model(cls.from_bert, **special, **decoder, **fields)
+            return self.open_model(cls.from_bert, **{**special, **decoder, **fields})
         config_file_fields(settings.config_file, ScratchBertConfig)  # raises for unknown fields
         special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
         return cls(ScratchBertConfig.from_pretrained(settings.config_file, **{**special, **decoder, **fields}))
@@ -154,9 +154,14 @@ class Seq2Seq(FineTuning):
         """The fields of --config_overrides.
 
         Raises:
-            ValueError: one is not NAME=VALUE, or there is no such field.
+            ValueError: one is not NAME=VALUE, there is no such field, or it is one that cannot be chosen.
         """
         fields = named_values("config_overrides", self.settings.config_overrides)
+        if fixed := sorted(fields.keys() & {"is_decoder", "is_encoder_decoder", "model_type"}):
+            raise ValueError(
+                f"--config_overrides has {fixed[0]!r}; expected other fields, because the model is always an "
+                "encoder-decoder"
+            )
         if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
             raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
