@@ -354,6 +354,23 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
     assert changed == {name for name in after if name.endswith(("query.weight", "value.weight"))}
 
 
+@pytest.mark.parametrize(
+    ("targets", "changed", "printed"),
+    [
+        (["B IY", "AE  D", "D EH", "AE D "], {}, "2 of 4 validation targets differ from their decoded tokens, e.g. "
+         "'AE  D' and 'AE D'; text metrics compare with the targets as they are written\n"),
+        (["B IY", "D EH K EY D"], {"max_target_length": 4}, "1 of 2 validation targets differ"),
+        (["B IY", "AE D"], {}, None),
+        (["AE  D"], {"metrics": ["loss"]}, None),
+    ],
+)  # fmt: skip
+def test_targets_that_no_output_can_equal_are_reported(targets, changed, printed, make_task, tmp_path, capsys):
+    file = write_pairs(tmp_path / "validation.jsonl", [("a", target) for target in targets])
+    make_task(validation_file=[file], **changed)
+    out = capsys.readouterr().out
+    assert printed in out if printed else "targets differ" not in out
+
+
 @pytest.fixture
 def save_generator(folder, tmp_path):
     """Saves a generator with random weights, and its tokenizer."""

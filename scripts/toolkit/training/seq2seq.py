@@ -53,6 +53,8 @@ class Seq2Seq(FineTuning):
         for split, source in found.items():
             self.splits[split] = self.encode(self.read(source))
         self.train_set = self.splits.pop("train")
+        if self.text_metrics and "validation" in self.splits and not has_checkpoint(settings):
+            self.report_changed_targets(self.splits["validation"])
         self.pad = DataCollatorForSeq2Seq(self.tokenizer, self.model, label_pad_token_id=IGNORED)
 
     # -- data
@@ -103,6 +105,19 @@ class Seq2Seq(FineTuning):
             return {"input_ids": inputs, "labels": labels, "length": lengths}
 
         return map_rows(rows, encode, batched=True)
+
+    def report_changed_targets(self, examples) -> None:
+        """Prints how many targets no output can equal, because their decoded tokens are another text."""
+        pairs = zip(examples["target"], self.decode(examples["labels"][:]), strict=True)
+        if changed := [pair for pair in pairs if pair[0] != pair[1]]:
+            target, decoded = map(shortened, changed[0])
+            self.accelerator.print(
+                f"{len(changed)} of {len(examples)} validation targets differ from their decoded tokens, e.g. "
+                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written"
+            )
+
+    def decode(self, ids) -> list[str]:
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def collate(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask`, `(B, S)`; `decoder_input_ids` and `labels`, -100 for padding, `(B, T)`."""
@@ -242,7 +257,7 @@ class Seq2Seq(FineTuning):
             attention_mask=batch["attention_mask"],
             synced_gpus=sharded and self.accelerator.num_processes > 1,
         )
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.decode(ids)
 
 
 def is_encoder_decoder(model: str) -> bool:
