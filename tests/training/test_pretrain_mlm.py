@@ -456,6 +456,19 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     assert reports[0]["epochs"] >= 1
 
 
+@pytest.mark.parametrize("steps", [7, 14, 28, 35])
+def test_the_epochs_of_a_streamed_run(steps, folder, tmp_path):
+    """An epoch of 107 lines has 14 batches. Nobody knows that before its end."""
+    flags = ["--streaming", "--max_steps", steps, "--line_by_line", "--log_steps", 1, "--eval_steps", 99]
+    assert run(folder, tmp_path / "out", *flags) == 0
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert report["epochs"] == (steps / 14 if steps > 14 else None)
+    points = {point["step"]: point["epoch"] for point in report["history"] if "loss" in point}
+    assert [points[step] for step in (1, 7)] == [None, None]
+    assert [points[step] for step in (21, 28) if step <= steps] == [1.5, 2][: max(0, steps // 7 - 2)]
+    assert ("epochs" in (tmp_path / "out" / "README.md").read_text().split(f"{steps} steps")[1][:20]) == (steps > 14)
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 

@@ -32,6 +32,7 @@ class Progress:
     step: int = 0  # updates made
     epoch: int = 0  # complete epochs
     batch: int = 0  # complete batches of the current epoch
+    batches: int | None = None  # of the last complete epoch, on each process
     best_checkpoint: str | None = None
     best: float | None = None
     best_loss: float = math.inf  # decides between checkpoints with the same metric
