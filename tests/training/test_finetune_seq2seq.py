@@ -152,6 +152,18 @@ def test_columns_are_found_or_named(make_task, tmp_path):
     assert (named["source"], named["target"]) == ("be", "add")
 
 
+def test_a_column_that_is_named_for_one_role_is_no_default_for_the_other(make_task, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("de,en\nD,be\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no column for the source \(--source_column\); .* the columns are 'de'"):
+        make_task(train_file=[str(file)], target_column="en")
+    row = make_task(train_file=[str(file)], source_column="de", target_column="en").train_set[0]
+    assert (row["source"], row["target"]) == ("D", "be")
+    file.write_text("text,source,target\nbe,D,B\n", encoding="utf-8")
+    row = make_task(train_file=[str(file)], target_column="source").train_set[0]
+    assert (row["source"], row["target"]) == ("be", "D")
+
+
 # --------------------------------------------------------------------------------------------------- model and loss
 
 
@@ -527,7 +539,8 @@ def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path,
         ({"lora_rank": 4}, "--lora_rank is given and --model is not a generator"),
         ({"freeze": "encoder"}, "--freeze is given with --config_file, whose weights are random; expected --model"),
         ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "tie_encoder_decoder is True"),
-        ({"target_column": "source"}, "no column 'source' for the target"),
+        ({"target_column": "source"}, "there is no column for the source (--source_column)"),
+        ({"source_column": "target", "target_column": "target"}, "no column 'target' for the target"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(changed, message, flags, tmp_path, capsys):

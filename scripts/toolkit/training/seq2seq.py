@@ -83,7 +83,9 @@ class Seq2Seq(FineTuning):
     def read(self, source):
         """The rows of a split: source and target."""
         settings, columns = self.settings, columns_of(source)
-        first = find_column(columns, settings.source_column, SOURCES, "the source (--source_column)")
+        # The column that is named for the target is no default for the source.
+        others = [name for name in columns if settings.source_column or name != settings.target_column]
+        first = find_column(others, settings.source_column, SOURCES, "the source (--source_column)")
         others = [name for name in columns if name != first]
         second = find_column(others, settings.target_column, TARGETS, "the target (--target_column)")
 
