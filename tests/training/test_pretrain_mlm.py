@@ -456,6 +456,34 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     assert reports[0]["epochs"] >= 1
 
 
+def test_documents_without_a_pair_are_counted(folder, tmp_path, capsys):
+    """Of the stories, every twelfth has one sentence: 0, 12, …, 84."""
+    stories, message = folder / "stories.txt", "8 of 90 documents of {} give no pair of passages"
+    task = task_of(folder, train_file=[stories], validation_file=[stories], next_sentence=True)
+    assert capsys.readouterr().out.count(message.format(stories)) == 2
+    task = task_of(folder, train_file=[stories], next_sentence=True, streaming=True, max_steps=9)
+    assert "no pair" not in capsys.readouterr().out
+    for epoch in range(2):
+        list(task.batches(epoch, 0))
+    assert capsys.readouterr().out.count(message.format(stories)) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("change", ["vocabulary", "lower case"])
+def test_a_changed_tokenizer_is_noticed(streaming, change, folder, tokenizer, tmp_path, capsys):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    flags = ["--tokenizer", tmp_path / "tokenizer", "--streaming", streaming]
+    assert run(folder, tmp_path / "out", *flags, "--max_steps", 2) == 0
+    words = [*VOCABULARY[:5], *reversed(VOCABULARY[5:])] if change == "vocabulary" else VOCABULARY
+    changed = BertTokenizer(vocab={word: i for i, word in enumerate(words)}, do_lower_case=change == "vocabulary")
+    changed.save_pretrained(tmp_path / "tokenizer")
+    capsys.readouterr()
+    assert run(folder, tmp_path / "out", *flags, "--max_steps", 3, "--resume") == 2
+    assert "--resume: the tokenizer has changed since step-00000002" in capsys.readouterr().err
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert run(folder, tmp_path / "out", *flags, "--max_steps", 3, "--resume") == 0
+
+
 @pytest.mark.parametrize("steps", [7, 14, 28, 35])
 def test_the_epochs_of_a_streamed_run(steps, folder, tmp_path):
     """An epoch of 107 lines has 14 batches. Nobody knows that before its end."""

@@ -42,7 +42,7 @@ class Progress:
     finished: bool = False
     steps: int = 0  # the updates of the whole run
     processes: int = 1
-    data: dict[str, str] = field(default_factory=dict)  # the fingerprint of each split
+    data: dict[str, str] = field(default_factory=dict)  # the fingerprints of the task
     history: list[dict] = field(default_factory=list)
     window: list[tuple[float, int, float]] = field(
         default_factory=list

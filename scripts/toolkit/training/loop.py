@@ -352,13 +352,20 @@ class Training:
     def check_data(self, checkpoint: Path) -> None:
         """Raises ValueError if the data are not those of a checkpoint."""
         earlier, present = read_progress(checkpoint).data, self.progress.data
-        for split in {**earlier, **present}:
-            if earlier.get(split) != present.get(split):
-                named = sources(self.settings).get(split)
+        # The tokenizer first: if it has changed, so have the tokens of the rows.
+        for part in sorted({**earlier, **present}, key=lambda name: name != "tokenizer"):
+            if earlier.get(part) == present.get(part):
+                continue
+            if part == "tokenizer":
                 raise ValueError(
-                    f"--resume: the {split} rows ({named}) have changed since {checkpoint.name} was saved; expected "
-                    "the same rows. Restore them, or start a new run in another --output"
+                    f"--resume: the tokenizer has changed since {checkpoint.name} was saved; expected the same one. "
+                    "Restore it, or start a new run in another --output"
                 )
+            raise ValueError(
+                f"--resume: the {part} rows ({sources(self.settings).get(part)}) have changed since "
+                f"{checkpoint.name} was saved; expected the same rows. Restore them, or start a new run in another "
+                "--output"
+            )
 
     def check_trust(self) -> None:
         """Warns that code in the checkpoints could run, with --trust_checkpoints.

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.fingerprint import fingerprint, source_fingerprint
+from toolkit.training.fingerprint import fingerprint, source_fingerprint, tokenizer_fingerprint
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
@@ -296,10 +296,11 @@ class Pretraining(FineTuning):
         return masked
 
     def fingerprints(self):
+        tokenizer = {"tokenizer": tokenizer_fingerprint(self.tokenizer)}
         if not self.settings.streaming:
-            return super().fingerprints()
+            return super().fingerprints() | tokenizer
         held_out = {split: fingerprint(examples) for split, examples in self.splits.items()}
-        return {"train": source_fingerprint(sources(self.settings)["train"]), **held_out}
+        return {"train": source_fingerprint(sources(self.settings)["train"]), **held_out, **tokenizer}
 
     def batches_per_epoch(self):
         return None if self.settings.streaming else super().batches_per_epoch()

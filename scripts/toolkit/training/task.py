@@ -138,7 +138,8 @@ class Task(ABC):
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprint of each split: the same for the same data, whatever their path."""
+        """The fingerprint of each split: the same for the same data, whatever their path. A task whose splits are not
+        tokenised beforehand adds that of its "tokenizer"."""
 
     @abstractmethod
     def batches_per_epoch(self) -> int | None:
