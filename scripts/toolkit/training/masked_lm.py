@@ -233,6 +233,7 @@ class Pretraining(FineTuning):
         documents = (stream_rows if streaming else load_rows)(
             source, lambda row: {"text": text_of(row, column)}, settings.on_bad_row, self.accelerator.print
         )
+        self.documents_read = self.without_pair = 0
         sequences = map_rows(
             documents, self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
             remove_columns=["text", "place"], features=self.features,
@@ -240,7 +241,18 @@ class Pretraining(FineTuning):
         if next(iter(sequences), None) is None:
             what = "two documents of two sentences" if settings.next_sentence else "a word of the vocabulary"
             raise ValueError(f"{source} is too small; expected at least {what}")
-        return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer) if streaming else sequences
+        if streaming:  # the documents are counted while they are read
+            return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer)
+        self.report_without_pair(source)
+        return sequences
+
+    def report_without_pair(self, source: Source) -> None:
+        """Prints how many of the documents that were read give no pair."""
+        if self.without_pair:
+            self.accelerator.print(
+                f"{self.without_pair} of {self.documents_read} documents of {source} give no pair of passages; a document "
+                "requires two sentences"
+            )
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """The columns of the sequences made of some documents."""
@@ -273,10 +285,14 @@ class Pretraining(FineTuning):
         random = np.random.default_rng(number)
         split = [list(filter(None, self.tokenize(split_sentences(text)))) for text in documents["text"]]
         for i, place in enumerate(documents["place"]):
-            if others := [other for other in split[:i] + split[i + 1 :] if other]:
+            others, found = [other for other in split[:i] + split[i + 1 :] if other], False
+            if others:
                 for a, b, label in sentence_pairs(split[i], others, self.settings.max_length - 3, random):
                     if self.masking.can_mask(a + b):
+                        found = True
                         yield a, b, label, place
+            self.documents_read += 1
+            self.without_pair += not found
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(
@@ -317,10 +333,13 @@ class Pretraining(FineTuning):
         step."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.train_set.set_epoch(epoch)
+        self.documents_read = self.without_pair = 0
         sequences = iter(self.train_set)
         for number in count():
             step = list(islice(sequences, self.settings.batch_size * world))
             if not step:
+                if epoch == 0:
+                    self.report_without_pair(sources(self.settings)["train"])
                 return
             if number >= start:
                 own = step[rank::world]
