@@ -448,7 +448,9 @@ def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(freeze, shari
     lowest = {"encoder": "", "1": "encoder.blocks.0.", "embeddings": "embeddings."}[freeze]
     encoder = {name for name, _ in model.named_parameters() if name.startswith(f"model.encoder.{lowest}")} | embeddings
     shared = {name.replace("model.encoder.", "model.decoder.", 1) for name in encoder}
-    shared = {"nothing": set(), "embeddings": {name for name in shared if ".embeddings." in name}, "all": shared}[sharing]
+    shared = {"nothing": set(), "embeddings": {name for name in shared if ".embeddings." in name}, "all": shared}[
+        sharing
+    ]
     head = {"lm_head.decoder.weight"} if sharing != "nothing" else set()
     assert frozen == encoder | shared | head
     assert not any("cross_attention" in name for name in frozen)

@@ -250,8 +250,8 @@ class Pretraining(FineTuning):
         """Prints how many of the documents that were read give no pair."""
         if self.without_pair:
             self.accelerator.print(
-                f"{self.without_pair} of {self.documents_read} documents of {source} give no pair of passages; a document "
-                "requires two sentences"
+                f"{self.without_pair} of {self.documents_read} documents of {source} give no pair of passages; a "
+                "document requires two sentences"
             )
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:

@@ -205,12 +205,14 @@ class Seq2Seq(FineTuning):
         dropped = [
             name
             for name, value in earlier.items()
-            if name not in not_named and not name.startswith("_") and value not in (False, getattr(generation, name, None))
+            if name not in not_named
+            and not name.startswith("_")
+            and value not in (False, getattr(generation, name, None))
         ]
         if dropped and not has_checkpoint(settings):
             self.accelerator.print(
-                f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model does "
-                "not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
+                f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model "
+                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
             )
 
     # -- loss and metrics

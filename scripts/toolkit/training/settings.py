@@ -121,8 +121,9 @@ class Settings:
     lora_dropout: float = flag(0.0, "training", "dropout before the adapters")
     early_stopping: int | None = flag(None, "training", "stop after this many evaluations without a better one")
     mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
-        None, "training", "the precision of the computation; fp16 requires an accelerator device; default: as "
-        "accelerate is configured",
+        None,
+        "training",
+        "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured",
     )
     seed: int = flag(0, "training", "the random seed")
 
