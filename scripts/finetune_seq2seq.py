@@ -24,6 +24,10 @@ per target token, for each row, without label smoothing. With --metrics error_ra
 error rate if targets are phonemes separated by spaces, and the word error rate if they are sentences; item_error_rate
 is the share of sources with an error.
 
+Metrics of text compare with the targets as they are written. A tokenizer that lower-cases or changes spaces, or a
+--max_target_length that cuts targets, makes them differ from their decoded tokens, so that even a perfect model has
+errors. The start of the run prints the number of these validation targets.
+
 The folder --output then has the model, its code and tokenizer, a model card, metrics.json, curves.png, recipe.yaml and
 the checkpoints.
 

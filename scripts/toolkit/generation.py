@@ -48,7 +48,7 @@ class Answer:
 
     outputs: list[str]
     scores: list[float] | None = None  # of beam search, on request: log-probability divided by length
-    dropped: int = 0  # tokens of the text that were cut because the model has too few positions
+    dropped: int = 0  # tokens of the text that were cut because it has more than `Plan.room`
 
 
 @dataclass
@@ -69,8 +69,9 @@ def generate_text(model, tokenizer, texts: list[str], batch_size: int = 8, **opt
     Args:
         model: a ScratchBertForConditionalGeneration, or a ScratchBertForCausalLM, which continues the texts.
         tokenizer: the model's; not changed.
-        texts: of any length. A text that is too long for the model's positions is cut, with a warning: at its end, or,
-            if it is to be continued, at its beginning.
+        texts: of any length. A text with more tokens than the model has positions is cut, with a warning: at its end,
+            or, if it is to be continued, at its beginning. The source of an encoder-decoder is also cut at
+            `tokenizer.model_max_length`, to which the training has cut it.
         batch_size: texts per call of the model, texts of similar length together. Without sampling it does not change
             the result.
         options: fields of `GenerationConfig`, and `assistant_model`, an argument of `generate`. Defaults come from
@@ -88,7 +89,9 @@ def generate_text(model, tokenizer, texts: list[str], batch_size: int = 8, **opt
     answers = answer(model, tokenizer, texts, plan, batch_size)
     if dropped := sum(one.dropped > 0 for one in answers):
         warnings.warn(
-            f"{dropped} of {len(texts)} texts are too long for the model's positions and were cut.", stacklevel=2
+            f"{dropped} of {len(texts)} texts are too long for the model's positions or the tokenizer's "
+            "model_max_length and were cut.",
+            stacklevel=2,
         )
     return [one.outputs for one in answers]
 
@@ -118,6 +121,8 @@ def make_plan(model, tokenizer, options: dict, with_scores: bool = False) -> Pla
         if (effective.min_new_tokens or 0) > new:
             raise ValueError(f"min_new_tokens is {effective.min_new_tokens}; expected at most max_new_tokens, {new}.")
         room = limit + 1 - new if continues else limit  # the last token is not fed back
+    if not continues:
+        room = min(room, tokenizer.model_max_length)
     num_beams = effective.num_beams or 1
     if assistant is not None and num_beams > 1:
         raise ValueError(

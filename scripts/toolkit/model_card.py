@@ -463,7 +463,8 @@ def training_section(
         lines.append("Rows: " + ", ".join(f"{count:,} {split}" for split, count in rows.items()))
     if history:
         last = history[-1]
-        lines.append(f"{last['step']:,} steps, {last['epoch']:.4g} epochs")
+        epochs = "" if last["epoch"] is None else f", {last['epoch']:.4g} epochs"
+        lines.append(f"{last['step']:,} steps{epochs}")
     if checkpoint:
         lines.append(checkpoint)
     speeds = [point["tokens_per_second"] for point in history if point.get("tokens_per_second")]

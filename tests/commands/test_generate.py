@@ -254,6 +254,15 @@ def test_a_long_source_loses_its_end(opened, calls):
     assert calls[0]["input_ids"].tolist() == [[*ids[: POSITIONS - 1], SEP]]
 
 
+def test_a_source_is_cut_where_the_training_cut_it(opened, calls):
+    _, model = opened["seq2seq"]
+    tokenizer = make_tokenizer(model_max_length=5)
+    ids = tokenizer("the dog sees a cat").input_ids
+    with pytest.warns(UserWarning, match="model_max_length and were cut"):
+        generate_text(model, tokenizer, ["the dog sees a cat"], max_new_tokens=8)
+    assert calls[0]["input_ids"].tolist() == [[*ids[:4], SEP]]
+
+
 def test_a_long_prompt_loses_its_beginning(opened, calls):
     tokenizer, model = opened["causal"]
     text = " ".join(WORDS[i % 9] for i in range(30))

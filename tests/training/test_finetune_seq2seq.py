@@ -20,11 +20,12 @@ from transformers import (
 import cmudict_pairs
 import finetune_seq2seq
 import train_tokenizer
-from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
-from support.finetuning import read_settings
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
+from support.finetuning import assert_one_line, read_settings
 from support.folders import CONFIGURATION
 from support.models import tiny_config
 from toolkit.generation import generate_text
+from toolkit.training import optimizer
 from toolkit.training.seq2seq import Seq2Seq, items
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
@@ -149,6 +150,18 @@ def test_columns_are_found_or_named(make_task, tmp_path):
     assert (found["source"], found["target"]) == ("add", "B")  # text stands before article
     named = make_task(train_file=[str(file)], source_column="article", target_column="text").train_set[0]
     assert (named["source"], named["target"]) == ("be", "add")
+
+
+def test_a_column_that_is_named_for_one_role_is_no_default_for_the_other(make_task, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("de,en\nD,be\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no column for the source \(--source_column\); .* the columns are 'de'"):
+        make_task(train_file=[str(file)], target_column="en")
+    row = make_task(train_file=[str(file)], source_column="de", target_column="en").train_set[0]
+    assert (row["source"], row["target"]) == ("D", "be")
+    file.write_text("text,source,target\nbe,D,B\n", encoding="utf-8")
+    row = make_task(train_file=[str(file)], target_column="source").train_set[0]
+    assert (row["source"], row["target"]) == ("be", "D")
 
 
 # --------------------------------------------------------------------------------------------------- model and loss
@@ -353,6 +366,149 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
     assert changed == {name for name in after if name.endswith(("query.weight", "value.weight"))}
 
 
+@pytest.mark.parametrize(
+    ("targets", "changed", "printed"),
+    [
+        (["B IY", "AE  D", "D EH", "AE D "], {}, "2 of 4 validation targets differ from their decoded tokens, e.g. "
+         "'AE  D' and 'AE D'; text metrics compare with the targets as they are written\n"),
+        (["B IY", "D EH K EY D"], {"max_target_length": 4}, "1 of 2 validation targets differ"),
+        (["B IY", "AE D"], {}, None),
+        (["AE  D"], {"metrics": ["loss"]}, None),
+    ],
+)  # fmt: skip
+def test_targets_that_no_output_can_equal_are_reported(targets, changed, printed, make_task, tmp_path, capsys):
+    file = write_pairs(tmp_path / "validation.jsonl", [("a", target) for target in targets])
+    make_task(validation_file=[file], **changed)
+    out = capsys.readouterr().out
+    assert printed in out if printed else "targets differ" not in out
+
+
+@pytest.fixture
+def save_generator(folder, tmp_path):
+    """Saves a generator with random weights, and its tokenizer."""
+
+    def save(name="generator", **fields) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        special = {"decoder_start_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id,
+                   "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+        torch.manual_seed(0)
+        config = ScratchBertConfig(
+            **{**SIZE, **special, "vocab_size": len(tokenizer), "is_encoder_decoder": True, **fields}
+        )
+        ScratchBertForConditionalGeneration(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+def from_generator(flags: dict, generator: str) -> dict:
+    """The flags of a run that starts from a generator, with its tokenizer."""
+    return {name: value for name, value in flags.items() if not name.startswith(("config_", "tok"))} | {
+        "model": generator
+    }
+
+
+def test_the_saved_model_generates_as_the_evaluation_did_for_sources_that_were_cut(flags, tmp_path):
+    flags = {**flags, "output": tmp_path / "out", "test_file": flags["train_file"], "max_length": 4, "max_steps": 2,
+             "config_overrides": overrides(**SIZE, initializer_range=0.5)}  # fmt: skip
+    run(flags)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions_test.jsonl").read_text().splitlines()]
+    model, tokenizer = (auto.from_pretrained(tmp_path / "out") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    assert tokenizer.model_max_length == 4
+    with pytest.warns(UserWarning, match="3 of 6 texts are too long"):
+        found = generate_text(model.eval(), tokenizer, [row["source"] for row in rows])
+    assert [text for [text] in found] == [row["prediction"] for row in rows]
+    tokenizer.model_max_length = 32
+    whole = generate_text(model, tokenizer, [row["source"] for row in rows])
+    assert whole != found
+
+
+def test_a_generator_takes_the_special_ids_of_the_tokenizer(flags, make_task, save_generator):
+    earlier = {"decoder_start_token_id": 7, "eos_token_id": 8, "pad_token_id": 9}
+    task = make_task(**{**from_generator(flags, save_generator(**earlier)), "config_file": None,
+                        "config_overrides": None})  # fmt: skip
+    tokenizer = task.tokenizer
+    expected = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
+    for config in (task.model.config, task.model.generation_config):
+        assert [getattr(config, name) for name in earlier] == expected
+    batch = task.collate([task.train_set[0]])
+    assert batch["decoder_input_ids"][0, 0] == tokenizer.cls_token_id
+
+
+@pytest.mark.parametrize("freeze", ["encoder", "embeddings", "1"])
+@pytest.mark.parametrize("sharing", ["embeddings", "nothing", "all"])
+def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(freeze, sharing, save_generator):
+    model = ScratchBertForConditionalGeneration.from_pretrained(
+        save_generator(share_embeddings=sharing != "nothing", tie_encoder_decoder=sharing == "all")
+    )
+    optimizer.freeze(model, freeze)
+    frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    embeddings = {name for name, _ in model.named_parameters() if name.startswith("model.encoder.embeddings.")}
+    lowest = {"encoder": "", "1": "encoder.blocks.0.", "embeddings": "embeddings."}[freeze]
+    encoder = {name for name, _ in model.named_parameters() if name.startswith(f"model.encoder.{lowest}")} | embeddings
+    shared = {name.replace("model.encoder.", "model.decoder.", 1) for name in encoder}
+    shared = {"nothing": set(), "embeddings": {name for name in shared if ".embeddings." in name}, "all": shared}[
+        sharing
+    ]
+    head = {"lm_head.decoder.weight"} if sharing != "nothing" else set()
+    assert frozen == encoder | shared | head
+    assert not any("cross_attention" in name for name in frozen)
+
+
+def test_special_ids_can_be_overridden(make_task, save_generator, folder, tmp_path):
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path / "bert")
+    given = {"decoder_start_token_id": 5, "eos_token_id": 6, "pad_token_id": 7, "num_decoder_layers": 2}
+    for model in (str(tmp_path / "bert"), save_generator()):
+        task = make_task(model=model, config_file=None, config_overrides=overrides(**given))
+        config, generation = task.model.config, task.model.generation_config
+        assert {name: getattr(config, name) for name in given} == given
+        assert (generation.decoder_start_token_id, generation.eos_token_id, generation.pad_token_id) == (5, 6, 7)
+
+
+def test_the_encoder_of_a_bert_can_be_frozen(make_task, folder, tmp_path):
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path)
+    task = make_task(model=str(tmp_path), config_file=None, config_overrides=None, freeze="encoder")
+    optimizer.freeze(task.model, "encoder", task.new_weights)
+    trained = {name for name, each in task.model.named_parameters() if each.requires_grad}
+    assert {name for name in trained if "cross_attention" in name}
+    assert not any(name.startswith("model.encoder.") for name in trained)
+
+
+GENERATION_SETTINGS = {"num_beams": 4, "early_stopping": True, "do_sample": True, "temperature": 0.7, "top_p": 0.9,
+                       "num_return_sequences": 4, "return_dict_in_generate": True, "stop_strings": ["B"],
+                       "min_length": 3, "forced_bos_token_id": 7, "no_repeat_ngram_size": 2,
+                       "output_scores": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_generation_settings_of_the_base_model_are_dropped_and_named(
+    num_beams, flags, save_generator, tmp_path, capsys
+):
+    generator = save_generator()
+    path = Path(generator) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **GENERATION_SETTINGS}), encoding="utf-8")
+    flags = from_generator(flags, generator) | {"output": tmp_path / "out", "test_file": flags["train_file"]}
+    run(flags, max_steps=1, num_beams=num_beams)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "generation_config.json" in line]
+    named = line.split(" has ")[1].split(" in generation")[0].split(", ")
+    assert named == sorted(GENERATION_SETTINGS)
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))
+    beams = {"length_penalty": 1.0} if num_beams > 1 else {}
+    del saved["transformers_version"]
+    assert saved == {"decoder_start_token_id": 2, "eos_token_id": 3, "pad_token_id": 0, "max_new_tokens": 16,
+                     "do_sample": False, "num_beams": num_beams, **beams}  # fmt: skip
+
+
+def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path, capsys):
+    """PEFT would evaluate each module with its own adapter, and save the shared weight with both."""
+    flags = from_generator(flags, save_generator(tie_encoder_decoder=True)) | {"output": tmp_path / "out"}
+    message = "encoder and decoder share their weights (tie_encoder_decoder)"
+    assert_one_line(lambda: finetune_seq2seq.main(arguments_of({**flags, "lora_rank": 2})), message, capsys)
+
+
 # ---------------------------------------------------------------------------------------------------------- bad usage
 
 
@@ -373,6 +529,9 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
         ({"implementation": "bert"}, "--implementation is bert"),
         ({"config_overrides": ["hiden_size=3"]}, "--config_overrides has 'hiden_size'; expected FIELD=VALUE"),
         ({"config_overrides": ["hidden_size"]}, "expected NAME=VALUE"),
+        ({"config_overrides": ["is_decoder=true"]}, "--config_overrides has 'is_decoder'; expected other fields"),
+        ({"config_overrides": ["is_encoder_decoder=false"]}, "--config_overrides has 'is_encoder_decoder'"),
+        ({"config_overrides": ["model_type=bert"]}, "--config_overrides has 'model_type'; expected other fields"),
         ({"config_overrides": ["hidden_size=wide"]}, "hidden_size"),
         ({"config_overrides": ["hidden_size=33"]}, "hidden_size is 33; expected a multiple of num_attention_heads (2)"),
         (
@@ -380,9 +539,10 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
             "expected at most 63, the positions",
         ),
         ({"lora_rank": 4}, "--lora_rank is given and --model is not a generator"),
-        ({"freeze": "encoder"}, "--freeze is given and --model is not a generator"),
+        ({"freeze": "encoder"}, "--freeze is given with --config_file, whose weights are random; expected --model"),
         ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "tie_encoder_decoder is True"),
-        ({"target_column": "source"}, "no column 'source' for the target"),
+        ({"target_column": "source"}, "there is no column for the source (--source_column)"),
+        ({"source_column": "target", "target_column": "target"}, "no column 'target' for the target"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(changed, message, flags, tmp_path, capsys):

@@ -456,6 +456,47 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     assert reports[0]["epochs"] >= 1
 
 
+def test_documents_without_a_pair_are_counted(folder, tmp_path, capsys):
+    """Of the stories, every twelfth has one sentence: 0, 12, …, 84."""
+    stories, message = folder / "stories.txt", "8 of 90 documents of {} give no pair of passages"
+    task = task_of(folder, train_file=[stories], validation_file=[stories], next_sentence=True)
+    assert capsys.readouterr().out.count(message.format(stories)) == 2
+    task = task_of(folder, train_file=[stories], next_sentence=True, streaming=True, max_steps=9)
+    assert "no pair" not in capsys.readouterr().out
+    for epoch in range(2):
+        list(task.batches(epoch, 0))
+    assert capsys.readouterr().out.count(message.format(stories)) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("change", ["vocabulary", "lower case"])
+def test_a_changed_tokenizer_is_noticed(streaming, change, folder, tokenizer, tmp_path, capsys):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    flags = ["--tokenizer", tmp_path / "tokenizer", "--streaming", streaming]
+    assert run(folder, tmp_path / "out", *flags, "--max_steps", 2) == 0
+    words = [*VOCABULARY[:5], *reversed(VOCABULARY[5:])] if change == "vocabulary" else VOCABULARY
+    changed = BertTokenizer(vocab={word: i for i, word in enumerate(words)}, do_lower_case=change == "vocabulary")
+    changed.save_pretrained(tmp_path / "tokenizer")
+    capsys.readouterr()
+    assert run(folder, tmp_path / "out", *flags, "--max_steps", 3, "--resume") == 2
+    assert "--resume: the tokenizer has changed since step-00000002" in capsys.readouterr().err
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert run(folder, tmp_path / "out", *flags, "--max_steps", 3, "--resume") == 0
+
+
+@pytest.mark.parametrize("steps", [7, 14, 28, 35])
+def test_the_epochs_of_a_streamed_run(steps, folder, tmp_path):
+    """An epoch of 107 lines has 14 batches. Nobody knows that before its end."""
+    flags = ["--streaming", "--max_steps", steps, "--line_by_line", "--log_steps", 1, "--eval_steps", 99]
+    assert run(folder, tmp_path / "out", *flags) == 0
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert report["epochs"] == (steps / 14 if steps > 14 else None)
+    points = {point["step"]: point["epoch"] for point in report["history"] if "loss" in point}
+    assert [points[step] for step in (1, 7)] == [None, None]
+    assert [points[step] for step in (21, 28) if step <= steps] == [1.5, 2][: max(0, steps // 7 - 2)]
+    assert ("epochs" in (tmp_path / "out" / "README.md").read_text().split(f"{steps} steps")[1][:20]) == (steps > 14)
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -473,6 +514,22 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
         (["--config_file", "{folder}/train.txt"], "train.txt is not JSON"),
         (["--config_file", "{folder}/list.json"], "list.json is not a JSON object"),
         (["--config_file", "{folder}/small.json"], "the tokenizer has 206 tokens; expected at most vocab_size, 50"),
+        (["--config_file", "{folder}/typo.json"], "has the field 'num_hidden_layer'; expected fields of ScratchBert"),
+        (["--config_file", "{folder}/typo.json"], "perhaps 'num_hidden_layers'"),
+        (["--config_file", "{folder}/causal.json"], "causal.json has is_decoder true; expected an encoder"),
+        (
+            ["--config_file", "{folder}/causal.json", "--implementation", "bert"],
+            "causal.json has is_decoder true; expected an encoder",
+        ),
+        (
+            ["--config_file", "{folder}/relative.json", "--implementation", "bert"],
+            "has position_embedding_type 'relative_key', which --implementation bert does not support",
+        ),
+        (
+            ["--config_file", "{folder}/both.json", "--implementation", "bert"],
+            "has is_encoder_decoder True, which --implementation bert does not support; expected False",
+        ),
+        (["--config_file", "{folder}/pre_norm.json", "--implementation", "bert"], "has the field 'norm_first'"),
         (["--text_column", "body"], "no column 'body' for the texts (--text_column); the columns are 'text'"),
         (["--train_file", "{folder}/train.txt", "--next_sentence"], "two documents of two sentences"),
         (["--validation_file", "{folder}/one.txt"], "the validation set is too small: no word of it is masked"),
@@ -484,6 +541,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
 def test_what_is_wrong_is_said_in_one_line(folder, tmp_path, capsys, flags, message):
     (folder / "list.json").write_text("[1]")
     (folder / "small.json").write_text(json.dumps({**SIZES, "vocab_size": 50}))
+    for name, fields in {
+        "typo": {"num_hidden_layer": 1},
+        "causal": {"is_decoder": True},
+        "relative": {"position_embedding_type": "relative_key"},
+        "both": {"is_encoder_decoder": True},
+        "pre_norm": {"norm_first": True},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({**SIZES, **fields}))
     (folder / "one.txt").write_text("w1\n")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY[:50])}, unk_token="[UNK]"))
     for name, left_out in (("words", None), ("unmasked", "mask"), ("unclassed", "cls")):
@@ -500,6 +565,23 @@ def test_what_is_wrong_is_said_in_one_line(folder, tmp_path, capsys, flags, mess
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_a_decoder_is_not_pretrained_as_an_encoder(implementation, folder, tmp_path, tokenizer):
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), is_decoder=True, **SIZES)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has is_decoder true; expected an encoder"):
+        task_of(folder, model=tmp_path, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_the_config_json_of_a_bert_is_a_configuration_file(implementation, folder):
+    config = {**json.loads((folder / "mlm" / "config.json").read_text()), "gradient_checkpointing": False,
+              "position_embedding_type": "absolute", "pooler_type": "first_token_transform"}  # fmt: skip
+    (folder / "google.json").write_text(json.dumps(config))
+    files = {"config_file": folder / "google.json", "tokenizer": folder / "tokenizer"}
+    assert task_of(folder, implementation=implementation, **files).model.config.hidden_size == 32
 
 
 def test_neither_model_nor_configuration(capsys):

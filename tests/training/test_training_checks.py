@@ -67,6 +67,20 @@ def test_sequences_have_room_for_a_token_of_each_text(command, row, changed, mes
     assert_one_line(lambda: command.main(argv), message, capsys)
 
 
+# ------------------------------------------------------------------------------------------------------ the precision
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has a device for float16")
+@pytest.mark.parametrize("configured", [False, True])
+def test_float16_on_a_cpu_is_refused(configured, flags, monkeypatch, capsys):
+    """Accelerate would train in float32."""
+    if configured:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    argv = flags(mixed_precision=None if configured else "fp16")
+    message = "--mixed_precision is fp16 and the run is on a CPU; expected bf16 or no"
+    assert_one_line(lambda: finetune_classification.main(argv), message, capsys)
+
+
 # --------------------------------------------------------------------------------------------------------- the labels
 
 

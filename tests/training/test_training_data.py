@@ -516,6 +516,17 @@ def test_a_dataset_by_name(streaming, labelled, tmp_path):
     assert columns_of(source) == ["text", "label", "tags"]
 
 
+@pytest.mark.parametrize("split", ["train[:1]", "train[50%:]", "train+train"])
+def test_parts_of_splits(split, labelled, tmp_path):
+    (tmp_path / "named").mkdir()
+    labelled.to_parquet(tmp_path / "named" / "train.parquet")
+    source = Source(name=str(tmp_path / "named"), split=split)
+    assert columns_of(source) == ["text", "label", "tags"]
+    texts = [row["text"] for _, row in read_rows(source)]
+    assert texts == {"train[:1]": ["a"], "train[50%:]": ["b"], "train+train": ["a", "b", "a", "b"]}[split]
+    assert [row["text"] for row in stream_rows(source, keep_text, "stop")] == texts
+
+
 def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch):
     def load(name, config, split, streaming):
         assert (name, config, split, streaming) == ("a/b", "c", "test", False)
@@ -616,6 +627,21 @@ def test_no_good_row_is_an_error(make, write):
     with pytest.raises(ValueError, match=r"^all 2 rows are invalid; the first is x.csv, row 1 \(line 2\): 'label'"):
         list(make(write("x.csv", "text,label\na,2\nb,3\n"), check_label, "skip", told.append))
     assert told == []
+
+
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_a_file_without_a_valid_row_is_skipped_if_others_have_one(make, tmp_path):
+    files = []
+    for name, labels in (("a", "xy"), ("b", "1z"), ("c", "01")):
+        files.append(tmp_path / f"{name}.csv")
+        files[-1].write_text("text,label\n" + "".join(f"w,{label}\n" for label in labels))
+    reports = []
+    rows = make(Source(files=files), check_label, "skip", reports.append)
+    for _ in range(2):
+        assert [row["place"][:12] for row in rows] == ["b.csv, row 1", "c.csv, row 1", "c.csv, row 2"]
+    assert "a.csv, row 1" in reports[0]
+    with pytest.raises(ValueError, match="all 2 rows are invalid"):
+        list(make(Source(files=files[:1]), check_label, "skip", reports.append))
 
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])

@@ -32,6 +32,7 @@ class Progress:
     step: int = 0  # updates made
     epoch: int = 0  # complete epochs
     batch: int = 0  # complete batches of the current epoch
+    batches: int | None = None  # of the last complete epoch, on each process
     best_checkpoint: str | None = None
     best: float | None = None
     best_loss: float = math.inf  # decides between checkpoints with the same metric
@@ -41,7 +42,7 @@ class Progress:
     finished: bool = False
     steps: int = 0  # the updates of the whole run
     processes: int = 1
-    data: dict[str, str] = field(default_factory=dict)  # the fingerprint of each split
+    data: dict[str, str] = field(default_factory=dict)  # the fingerprints of the task
     history: list[dict] = field(default_factory=list)
     window: list[tuple[float, int, float]] = field(
         default_factory=list

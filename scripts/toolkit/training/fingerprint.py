@@ -1,6 +1,7 @@
 """Fingerprints of data, by which --resume finds out that they have changed."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,16 @@ def add(digest, values: pa.Array) -> None:
 
 def as_bytes(values: pa.Array) -> bytes:
     return values.to_numpy(zero_copy_only=False).astype(np.int64).tobytes()
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """A hash of a tokenizer: its vocabulary, its special ids, and how it splits texts."""
+    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, tokenizer.all_special_ids]
+    if tokenizer.is_fast:
+        # Calls with other lengths change truncation and padding.
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        parts.append({name: rule for name, rule in rules.items() if name not in ("truncation", "padding")})
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def source_fingerprint(source: Source) -> str:

@@ -209,6 +209,7 @@ class Training:
     def end_of_epoch(self, bar) -> None:
         if self.progress.batch == 0:
             raise TrainingError("the training set has no batch; expected an example for each process")
+        self.progress.batches = self.progress.batch
         self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         if self.settings.eval_steps is None:
             self.evaluate(bar)
@@ -238,7 +239,9 @@ class Training:
         self.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
         if self.accelerator.is_main_process:
             best = "  (best)" if better else ""
-            bar.write(f"step {progress.step}, epoch {self.epochs_done():.2f}: {in_words(metrics)}{best}")
+            epochs = self.epochs_done()
+            epoch = "" if epochs is None else f", epoch {epochs:.2f}"
+            bar.write(f"step {progress.step}{epoch}: {in_words(metrics)}{best}")
             for sample in task.samples(evaluation.predictions):
                 bar.write(f"  {sample}")
 
@@ -253,9 +256,15 @@ class Training:
         own = rank(metrics[self.task.metric], metrics["loss"])
         return progress.best is None or own > rank(progress.best, progress.best_loss)
 
-    def epochs_done(self) -> float:
-        batches = self.task.batches_per_epoch()
-        return self.progress.epoch + (self.progress.batch / batches if batches else 0)
+    def epochs_done(self) -> float | None:
+        """The passes over the training set; None within the first epoch of a stream, whose length is not known."""
+        progress = self.progress
+        if progress.batch == 0:
+            return progress.epoch
+        if (batches := self.task.batches_per_epoch() or progress.batches) is None:
+            return None
+        # An epoch of a stream of several files may have a few batches more than the one before.
+        return progress.epoch + min(1, progress.batch / batches)
 
     # -- progress
 
@@ -343,13 +352,20 @@ class Training:
     def check_data(self, checkpoint: Path) -> None:
         """Raises ValueError if the data are not those of a checkpoint."""
         earlier, present = read_progress(checkpoint).data, self.progress.data
-        for split in {**earlier, **present}:
-            if earlier.get(split) != present.get(split):
-                named = sources(self.settings).get(split)
+        # The tokenizer first: if it has changed, so have the tokens of the rows.
+        for part in sorted({**earlier, **present}, key=lambda name: name != "tokenizer"):
+            if earlier.get(part) == present.get(part):
+                continue
+            if part == "tokenizer":
                 raise ValueError(
-                    f"--resume: the {split} rows ({named}) have changed since {checkpoint.name} was saved; expected "
-                    "the same rows. Restore them, or start a new run in another --output"
+                    f"--resume: the tokenizer has changed since {checkpoint.name} was saved; expected the same one. "
+                    "Restore it, or start a new run in another --output"
                 )
+            raise ValueError(
+                f"--resume: the {part} rows ({sources(self.settings).get(part)}) have changed since "
+                f"{checkpoint.name} was saved; expected the same rows. Restore them, or start a new run in another "
+                "--output"
+            )
 
     def check_trust(self) -> None:
         """Warns that code in the checkpoints could run, with --trust_checkpoints.

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from itertools import count, islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,13 +11,20 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
-from toolkit.files import read_json_object
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.fingerprint import fingerprint, source_fingerprint
+from toolkit.training.fingerprint import fingerprint, source_fingerprint, tokenizer_fingerprint
 from toolkit.training.metrics import perplexity
 from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
 from toolkit.training.settings import PretrainingSettings
-from toolkit.training.task import Evaluation, FineTuning, check_lengths, check_vocabulary, sources, tokenizer_of
+from toolkit.training.task import (
+    Evaluation,
+    FineTuning,
+    check_lengths,
+    check_vocabulary,
+    config_file_fields,
+    sources,
+    tokenizer_of,
+)
 
 TEXTS = ("text", "sentence", "content", "document")
 CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}
@@ -204,9 +210,16 @@ class Pretraining(FineTuning):
         if settings.config_file is None:
             model = self.open_model(model_class.from_pretrained, **options)
         else:
-            given = config_file_fields(settings.config_file)
+            config_class = CONFIGS[settings.implementation]
+            given = config_file_fields(settings.config_file, config_class)
             fitting = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
-            model = model_class(CONFIGS[settings.implementation](**fitting | given | options))
+            model = model_class(config_class(**fitting | given | options))
+        if model.config.is_decoder:
+            name = "model" if settings.config_file is None else "config_file"
+            raise ValueError(
+                f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, because a decoder does "
+                "not see the words after a masked one"
+            )
         check_vocabulary(len(self.masking.is_special), model.config)
         check_lengths(settings, ["max_length"], model.config)
         return model
@@ -220,6 +233,7 @@ class Pretraining(FineTuning):
         documents = (stream_rows if streaming else load_rows)(
             source, lambda row: {"text": text_of(row, column)}, settings.on_bad_row, self.accelerator.print
         )
+        self.documents_read = self.without_pair = 0
         sequences = map_rows(
             documents, self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
             remove_columns=["text", "place"], features=self.features,
@@ -227,7 +241,18 @@ class Pretraining(FineTuning):
         if next(iter(sequences), None) is None:
             what = "two documents of two sentences" if settings.next_sentence else "a word of the vocabulary"
             raise ValueError(f"{source} is too small; expected at least {what}")
-        return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer) if streaming else sequences
+        if streaming:  # the documents are counted while they are read
+            return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer)
+        self.report_without_pair(source)
+        return sequences
+
+    def report_without_pair(self, source: Source) -> None:
+        """Prints how many of the documents that were read give no pair."""
+        if self.without_pair:
+            self.accelerator.print(
+                f"{self.without_pair} of {self.documents_read} documents of {source} give no pair of passages; a "
+                "document requires two sentences"
+            )
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """The columns of the sequences made of some documents."""
@@ -260,10 +285,14 @@ class Pretraining(FineTuning):
         random = np.random.default_rng(number)
         split = [list(filter(None, self.tokenize(split_sentences(text)))) for text in documents["text"]]
         for i, place in enumerate(documents["place"]):
-            if others := [other for other in split[:i] + split[i + 1 :] if other]:
+            others, found = [other for other in split[:i] + split[i + 1 :] if other], False
+            if others:
                 for a, b, label in sentence_pairs(split[i], others, self.settings.max_length - 3, random):
                     if self.masking.can_mask(a + b):
+                        found = True
                         yield a, b, label, place
+            self.documents_read += 1
+            self.without_pair += not found
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(
@@ -283,10 +312,11 @@ class Pretraining(FineTuning):
         return masked
 
     def fingerprints(self):
+        tokenizer = {"tokenizer": tokenizer_fingerprint(self.tokenizer)}
         if not self.settings.streaming:
-            return super().fingerprints()
+            return super().fingerprints() | tokenizer
         held_out = {split: fingerprint(examples) for split, examples in self.splits.items()}
-        return {"train": source_fingerprint(sources(self.settings)["train"]), **held_out}
+        return {"train": source_fingerprint(sources(self.settings)["train"]), **held_out, **tokenizer}
 
     def batches_per_epoch(self):
         return None if self.settings.streaming else super().batches_per_epoch()
@@ -303,10 +333,13 @@ class Pretraining(FineTuning):
         step."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.train_set.set_epoch(epoch)
+        self.documents_read = self.without_pair = 0
         sequences = iter(self.train_set)
         for number in count():
             step = list(islice(sequences, self.settings.batch_size * world))
             if not step:
+                if epoch == 0:
+                    self.report_without_pair(sources(self.settings)["train"])
                 return
             if number >= start:
                 own = step[rank::world]
@@ -368,12 +401,3 @@ class Pretraining(FineTuning):
             }
             for example, own in zip(examples, predicted, strict=True)
         ]
-
-
-def config_file_fields(path: str) -> dict:
-    """The fields of a configuration, without its model type.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
-    return {name: value for name, value in read_json_object(Path(path)).items() if name != "model_type"}

@@ -14,6 +14,9 @@ from toolkit.training.settings import named_values
 # Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 
+# The modules that have an adapter with --lora_rank.
+ADAPTED = ("query", "value")
+
 
 def depth(name: str, blocks: int) -> int:
     """The depth of a parameter: 0 in the embeddings, `blocks + 1` above the blocks."""
@@ -97,7 +100,7 @@ def extend_schedule(schedule) -> None:
 
 def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
     """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
-    with the embeddings.
+    with the embeddings. In an encoder-decoder these are parts of the encoder, with what the decoder shares with it.
 
     Args:
         new_weights: the names of parameters that are trained nevertheless, because they would stay random.
@@ -110,8 +113,10 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
     blocks = model.config.num_hidden_layers
     if what not in ("embeddings", "encoder") and not (what.isascii() and what.isdigit() and int(what) <= blocks):
         raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks, at most {blocks}")
-    for name, parameter in model.named_parameters():
-        inside = name.startswith(f"{model.base_model_prefix}.")
+    base = f"{model.base_model_prefix}." + ("encoder." if model.config.is_encoder_decoder else "")
+    # A shared parameter has several names, one of them in the encoder.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = name.startswith(base)
         if what == "encoder":
             frozen = inside
         else:
@@ -128,13 +133,20 @@ def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) ->
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: --freeze is given as well.
+        ValueError: --freeze is given as well, or modules with an adapter share a weight.
     """
     if not settings.lora_rank:
         return model
     if settings.freeze is not None:
         raise ValueError(
             "--lora_rank and --freeze are both given; expected one, because --lora_rank freezes all but the model head"
+        )
+    weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
+    if len(set(map(id, weights))) < len(weights):
+        # Each module has an adapter of its own; merging would add both to the one weight.
+        raise ValueError(
+            "--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), which cannot hold "
+            "the adapters of both; expected separate weights. Train all weights with --lora_rank 0"
         )
     from peft import LoraConfig, get_peft_model
 
@@ -143,7 +155,7 @@ def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) ->
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=["query", "value"],
+        target_modules=list(ADAPTED),
         modules_to_save=heads or None,
     )
     # PEFT trains a copy of a head.

@@ -2,7 +2,7 @@
 
 A history is a list of points in the order of the run. A point of the training has `step`, `epoch`, `loss`,
 `learning_rate` and `tokens_per_second`; one of an evaluation has `step`, `epoch` and `validation`, a dict from metric
-to value.
+to value. `epoch` is None within the first epoch of a stream, whose length is not known.
 """
 
 import functools
@@ -68,7 +68,7 @@ def checkpoint_in_words(progress: Progress, metric: str) -> str:
         return f"The weights are those of the last step, {progress.step:,}, because there was no evaluation before."
     step = int(progress.best_checkpoint.split("-")[1])  # step-00000016-epoch-4
     epochs = [point["epoch"] for point in progress.history if point["step"] == step]
-    epoch = f" (epoch {epochs[-1]:.4g})" if epochs else ""
+    epoch = f" (epoch {epochs[-1]:.4g})" if epochs and epochs[-1] is not None else ""
     value = cell(to_json(progress.best))
     return f"The weights are those of step {step:,}{epoch}, which had the best validation {metric}, {value}."
 

@@ -129,7 +129,8 @@ def read_rows(source: Source, streaming: bool = False) -> Iterator[tuple[str, di
     that a dataset stores as numbers with names are replaced by the names.
 
     Args:
-        streaming: read a dataset from the Hub directly, without a copy on the disk.
+        streaming: read a dataset from the Hub directly, without a copy on the disk; not supported for a part of a
+            split, such as train[:1000], of which there is a copy.
 
     Yields:
         The place and the row's columns; or the place and a BadRow, if the row cannot be read.
@@ -370,6 +371,7 @@ READERS |= {f"{ending}.gz": read for ending, read in READERS.items() if ending !
 def read_hub(source: Source, streaming: bool) -> Iterator[tuple[str, dict | BadRow]]:
     """`read_rows` for a dataset on the Hub."""
     name = f"{source.name} ({source.split})"
+    streaming = streaming and re.fullmatch(r"[\w.-]+", source.split) is not None
     try:
         with errors_about(name):
             rows = load_dataset(source.name, source.config, split=source.split, streaming=streaming)
@@ -500,7 +502,8 @@ def map_rows(rows: Dataset | IterableDataset, function: Callable, **options):
 def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> IterableDataset:
     """The same as `load_rows`, but read again in each pass, and never all in memory. Each file is a shard, or with
     `max_rows` all files together. Errors of `load_rows` are raised during the passes; every file that is used is opened
-    once now, so that a corrupt one is found before the training. Skipped rows are reported at the end of each shard, or
+    once now, so that a corrupt one is found before the training, and with "skip" read up to the first valid row.
+    Skipped rows are reported at the end of each shard, or
     when reading it is stopped.
 
     Raises:
@@ -512,6 +515,8 @@ def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logg
         kept |= {"parts": source.parts()}
         for part in source.parts():
             next(read_files([part]))
+        if on_bad_row == "skip":  # a pass reads each file by itself, and skips one whose rows are all invalid
+            next(keep_rows(read_files(source.parts()), check, on_bad_row, lambda _: None))
     else:
         kept |= {"source": source}
         for _ in islice(read_files(source.parts()), source.max_rows):
@@ -524,7 +529,7 @@ def stream_examples(check, on_bad_row, warn, parts=None, source=None) -> Iterato
     """The rows of a pass, each with a key, as `datasets` expects them. `datasets` makes a shard of each entry of
     `parts`, because it is a list."""
     rows, max_rows = (read_files(parts), None) if source is None else (read_rows(source, True), source.max_rows)
-    yield from enumerate(keep_rows(rows, check, on_bad_row, warn, max_rows))
+    yield from enumerate(keep_rows(rows, check, on_bad_row, warn, max_rows, may_be_empty=source is None))
 
 
 def check_policy(on_bad_row: str) -> None:
@@ -534,10 +539,15 @@ def check_policy(on_bad_row: str) -> None:
 
 
 def keep_rows(
-    rows: Iterable[tuple[str, dict | BadRow]], check: Check, on_bad_row: str, warn: Warn, max_rows: int | None = None
+    rows: Iterable[tuple[str, dict | BadRow]],
+    check: Check,
+    on_bad_row: str,
+    warn: Warn,
+    max_rows: int | None = None,
+    may_be_empty: bool = False,
 ) -> Iterator[dict]:
-    """The columns of each row that `check` keeps, and its place, of the first `max_rows` valid rows. Arguments and
-    errors are those of `load_rows`."""
+    """The columns of each row that `check` keeps, and its place, of the first `max_rows` valid rows. Other arguments
+    and errors are those of `load_rows`; with `may_be_empty`, all rows may be invalid."""
     total, bad, first_bad = 0, 0, []
     try:
         for place, row in rows:
@@ -557,10 +567,10 @@ def keep_rows(
                 if total - bad == max_rows:
                     break
     finally:  # also if reading is stopped
-        if 0 < bad < total:
+        if 0 < bad < total or (bad and may_be_empty and on_bad_row == "skip"):
             more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []
             warn("\n  ".join([f"{bad} of {total} rows are invalid and were skipped:", *map(str, first_bad), *more]))
-    if not total:
+    if not total and not may_be_empty:
         raise ValueError("there are no rows")
-    if bad == total:
+    if bad == total and not may_be_empty:
         raise ValueError(f"all {total} rows are invalid; the first is {first_bad[0]}")

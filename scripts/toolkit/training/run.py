@@ -96,7 +96,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     """The accelerator, as `accelerate launch` configures it.
 
     Raises:
-        ValueError: there is no such tracker, or the launched processes are not connected.
+        ValueError: there is no such tracker, the launched processes are not connected, or the precision requires an
+            accelerator device and there is none.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     accelerator = Accelerator(
@@ -108,6 +109,9 @@ def make_accelerator(settings: Settings) -> Accelerator:
     )
     if accelerator.num_processes != processes:
         raise ValueError(f"{processes} processes were launched and are not connected; expected `accelerate launch`")
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        # Accelerate would compute in float32.
+        raise ValueError("--mixed_precision is fp16 and the run is on a CPU; expected bf16 or no")
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate disables FSDP on the CPU, where torch supports it.
         accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP

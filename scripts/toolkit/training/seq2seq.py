@@ -3,12 +3,13 @@
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq, GenerationConfig
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
 from toolkit.training.metrics import compute, load, mean_loss, perplexity
+from toolkit.training.output import has_checkpoint
 from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
 from toolkit.training.task import (
@@ -17,6 +18,7 @@ from toolkit.training.task import (
     check_lengths,
     check_room,
     check_vocabulary,
+    config_file_fields,
     sources,
     tokenizer_of,
 )
@@ -24,6 +26,7 @@ from toolkit.training.task import (
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")
 LESS_IS_BETTER = {*SEQ2SEQ_METRICS["error_rate"], *SEQ2SEQ_METRICS["loss"]}
+SPECIAL_IDS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
 SAMPLES = 3  # outputs that each evaluation prints
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
@@ -50,6 +53,8 @@ class Seq2Seq(FineTuning):
         for split, source in found.items():
             self.splits[split] = self.encode(self.read(source))
         self.train_set = self.splits.pop("train")
+        if self.text_metrics and "validation" in self.splits and not has_checkpoint(settings):
+            self.report_changed_targets(self.splits["validation"])
         self.pad = DataCollatorForSeq2Seq(self.tokenizer, self.model, label_pad_token_id=IGNORED)
 
     # -- data
@@ -71,12 +76,16 @@ class Seq2Seq(FineTuning):
             raise ValueError(
                 f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; expected one like BERT's"
             )
+        # With which it is saved: generate.py cuts sources as the evaluations do.
+        tokenizer.model_max_length = self.settings.max_length
         return tokenizer
 
     def read(self, source):
         """The rows of a split: source and target."""
         settings, columns = self.settings, columns_of(source)
-        first = find_column(columns, settings.source_column, SOURCES, "the source (--source_column)")
+        # The column that is named for the target is no default for the source.
+        others = [name for name in columns if settings.source_column or name != settings.target_column]
+        first = find_column(others, settings.source_column, SOURCES, "the source (--source_column)")
         others = [name for name in columns if name != first]
         second = find_column(others, settings.target_column, TARGETS, "the target (--target_column)")
 
@@ -98,6 +107,19 @@ class Seq2Seq(FineTuning):
             return {"input_ids": inputs, "labels": labels, "length": lengths}
 
         return map_rows(rows, encode, batched=True)
+
+    def report_changed_targets(self, examples) -> None:
+        """Prints how many targets no output can equal, because their decoded tokens are another text."""
+        pairs = zip(examples["target"], self.decode(examples["labels"][:]), strict=True)
+        if changed := [pair for pair in pairs if pair[0] != pair[1]]:
+            target, decoded = map(shortened, changed[0])
+            self.accelerator.print(
+                f"{len(changed)} of {len(examples)} validation targets differ from their decoded tokens, e.g. "
+                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written"
+            )
+
+    def decode(self, ids) -> list[str]:
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def collate(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask`, `(B, S)`; `decoder_input_ids` and `labels`, -100 for padding, `(B, T)`."""
@@ -125,20 +147,23 @@ class Seq2Seq(FineTuning):
             raise ValueError(
                 f"--{next(iter(decoder))} is given and {settings.model} has a decoder; expected an encoder"
             )
-        if not is_generator and (settings.lora_rank or settings.freeze not in (None, "embeddings")):
-            name = "lora_rank" if settings.lora_rank else "freeze"
+        if not is_generator and settings.lora_rank:
             raise ValueError(
-                f"--{name} is given and --model is not a generator, so the cross-attention would stay random"
+                "--lora_rank is given and --model is not a generator, so the cross-attention would stay random"
             )
-        if is_generator:
-            return self.open_model(cls.from_pretrained, **fields)
+        if settings.config_file is not None and settings.freeze is not None:
+            raise ValueError("--freeze is given with --config_file, whose weights are random; expected --model")
+        # --tokenizer may have other ids than the generator was trained with.
         special = {
             "decoder_start_token_id": self.tokenizer.cls_token_id,
             "eos_token_id": self.tokenizer.sep_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
+        if is_generator:
+            return self.open_model(cls.from_pretrained, **{**special, **fields})
         if settings.config_file is None:
-            return self.open_model(cls.from_bert, **special, **decoder, **fields)
+            return self.open_model(cls.from_bert, **{**special, **decoder, **fields})
+        config_file_fields(settings.config_file, ScratchBertConfig)  # raises for unknown fields
         special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
         return cls(ScratchBertConfig.from_pretrained(settings.config_file, **{**special, **decoder, **fields}))
 
@@ -146,22 +171,49 @@ class Seq2Seq(FineTuning):
         """The fields of --config_overrides.
 
         Raises:
-            ValueError: one is not NAME=VALUE, or there is no such field.
+            ValueError: one is not NAME=VALUE, there is no such field, or it is one that cannot be chosen.
         """
         fields = named_values("config_overrides", self.settings.config_overrides)
+        if fixed := sorted(fields.keys() & {"is_decoder", "is_encoder_decoder", "model_type"}):
+            raise ValueError(
+                f"--config_overrides has {fixed[0]!r}; expected other fields, because the model is always an "
+                "encoder-decoder"
+            )
         if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
             raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
 
     def set_generation(self) -> None:
-        """Sets the model's generation settings, with which it is also saved."""
-        settings, generation = self.settings, self.model.generation_config
-        generation.update(max_new_tokens=settings.max_new_tokens, max_length=None, do_sample=False)
-        generation.num_beams = settings.num_beams
-        generation.length_penalty = settings.length_penalty if settings.num_beams > 1 else None
-        for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(generation, name) is None:  # as in a saved EncoderDecoderModel
-                setattr(generation, name, getattr(self.model.config, name))
+        """Sets the model's generation settings, with which it is also saved: the special ids and the flags. Other
+        settings of the base model are dropped, and named if the run starts anew.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        settings, earlier = self.settings, self.model.generation_config.to_diff_dict()
+        generation = GenerationConfig(
+            **{name: getattr(self.model.config, name) for name in SPECIAL_IDS},
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            num_beams=settings.num_beams,
+            length_penalty=settings.length_penalty if settings.num_beams > 1 else None,
+        )
+        generation.validate(strict=True)  # saving the model raises otherwise, after the training
+        self.model.generation_config = generation
+        # Of these, each model has its own or they change no output.
+        not_named = {*SPECIAL_IDS, "max_length", "max_new_tokens", "transformers_version", "use_cache"}
+        dropped = [
+            name
+            for name, value in earlier.items()
+            if name not in not_named
+            and not name.startswith("_")
+            and value not in (False, getattr(generation, name, None))
+        ]
+        if dropped and not has_checkpoint(settings):
+            self.accelerator.print(
+                f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model "
+                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
+            )
 
     # -- loss and metrics
 
@@ -209,7 +261,7 @@ class Seq2Seq(FineTuning):
             attention_mask=batch["attention_mask"],
             synced_gpus=sharded and self.accelerator.num_processes > 1,
         )
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.decode(ids)
 
 
 def is_encoder_decoder(model: str) -> bool:

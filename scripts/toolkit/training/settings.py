@@ -113,15 +113,17 @@ class Settings:
     freeze: str | None = flag(
         None,
         "training",
-        "what is not trained: embeddings, encoder, or the number of lowest blocks; weights that the "
-        "checkpoint lacks are always trained",
+        "what is not trained: embeddings, encoder, or the number of lowest blocks; in an encoder-decoder, those of its "
+        "encoder and what the decoder shares with it; weights that the checkpoint lacks are always trained",
     )
     lora_rank: int = flag(0, "training", "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights")
     lora_alpha: float = flag(16, "training", "LoRA scales by this divided by the rank")
     lora_dropout: float = flag(0.0, "training", "dropout before the adapters")
     early_stopping: int | None = flag(None, "training", "stop after this many evaluations without a better one")
     mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
-        None, "training", "the precision of the computation; default: as accelerate is configured"
+        None,
+        "training",
+        "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured",
     )
     seed: int = flag(0, "training", "the random seed")
 

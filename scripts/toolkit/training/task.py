@@ -1,5 +1,6 @@
 """The base classes of the training tasks, and what their constructors check."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -8,15 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
+from transformers import BertConfig
 
 from toolkit.cli import CommandError
-from toolkit.files import to_json, write_text
+from toolkit.files import read_json_object, to_json, write_text
 from toolkit.hub import open_tokenizer
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.fingerprint import fingerprint
@@ -28,6 +31,12 @@ from toolkit.training.settings import Settings
 AFTER_DIVERGENCE = (
     "The last checkpoint has the weights from before; a lower --learning_rate or --mixed_precision no may help."
 )
+
+# Fields of the config.json of a BERT that neither implementation uses, or only with the value that is checked.
+UNUSED_FIELDS = {
+    "auto_map", "directionality", "gradient_checkpointing", "pooler_fc_size", "pooler_num_attention_heads",
+    "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type", "position_embedding_type", "torch_dtype",
+}  # fmt: skip
 
 
 class TrainingError(CommandError):
@@ -132,7 +141,8 @@ class Task(ABC):
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprint of each split: the same for the same data, whatever their path."""
+        """The fingerprint of each split: the same for the same data, whatever their path. A task whose splits are not
+        tokenised beforehand adds that of its "tokenizer"."""
 
     @abstractmethod
     def batches_per_epoch(self) -> int | None:
@@ -321,6 +331,29 @@ def tokenizer_of(settings: Settings, **options):
         return open_tokenizer(source, **options)
     except OSError as error:
         raise OSError(f"--{name} {source}: {error}") from error
+
+
+def config_file_fields(path: str, config_class: type) -> dict:
+    """The fields of the configuration in a file, without its model type.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has a field that models of `config_class` do not use.
+    """
+    given = read_json_object(Path(path))
+    known = {*config_class().to_dict(), *UNUSED_FIELDS, *(each.name for each in dataclasses.fields(config_class))}
+    if unknown := sorted(given.keys() - known):
+        close = [f", perhaps {each!r}" for each in get_close_matches(unknown[0], known, n=1)]
+        raise ValueError(
+            f"--config_file {path} has the field {unknown[0]!r}; expected fields of {config_class.__name__}"
+            f"{''.join(close)}"
+        )
+    for name, expected in {"position_embedding_type": "absolute", "is_encoder_decoder": False}.items():
+        if config_class is BertConfig and given.get(name, expected) != expected:
+            raise ValueError(
+                f"--config_file {path} has {name} {given[name]!r}, which --implementation bert does not support; "
+                f"expected {expected!r}"
+            )
+    return {name: value for name, value in given.items() if name != "model_type"}
 
 
 def check_lengths(settings: Settings, names: Iterable[str], config) -> None:
