@@ -15,7 +15,8 @@ without the whole answer is [CLS], no answer (Devlin et al. 2018, section 4.3).
 
 The folder --output then has the model, its code and tokenizer, a model card, metrics.json, the answers to each split
 (predictions_SPLIT.jsonl; predictions_SPLIT.json, from id to text, as SQuAD's evaluation script expects), curves.png,
-recipe.yaml and the checkpoints. question_answering.py answers questions with it.
+recipe.yaml and the checkpoints. question_answering.py answers questions with it, by default with the lengths and the
+threshold of the training, which are in config.json.
 
 Exit code: 0 trained; 1 the training failed; 2 bad usage or data; 130 or 143 stopped by Ctrl-C or SIGTERM, after a
 checkpoint was saved: --resume continues.

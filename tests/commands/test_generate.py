@@ -831,7 +831,8 @@ def test_a_process_without_the_package_whose_reader_goes_away(folders, opened, t
     }  # fmt: skip
     texts = tmp_path / "texts"
     texts.write_text("the dog\n" * 500)
-    command = [sys.executable, "-c", program, folders["seq2seq"], "--max-new-tokens", "4", "--file", texts]
+    command = [sys.executable, "-c", program, folders["seq2seq"], "--max-new-tokens", "4", "--file", texts,
+               "--trust-remote-code"]  # fmt: skip
     process = subprocess.Popen(
         [*map(str, command), "--batch-size", "1"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

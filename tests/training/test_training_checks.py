@@ -510,4 +510,4 @@ def test_weights_of_other_shapes_than_the_configuration(model, flags, tmp_path, 
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     argv = flags(model=wrong)
-    assert_one_line(lambda: finetune_classification.main(argv), "; expected (40", capsys)
+    assert_one_line(lambda: finetune_classification.main(argv), "as its configuration says", capsys)

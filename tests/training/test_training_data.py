@@ -258,7 +258,8 @@ def test_the_recipe_keeps_the_pattern(tmp_path, monkeypatch):
 
 def test_patterns_are_not_emphasis_in_the_table_of_the_model_card():
     settings = {"train_file": ["data/*.csv", "more/*.csv"]}
-    assert r"| train_file | data/\*.csv, more/\*.csv |" in training_section(settings, [])
+    section = training_section(settings, [], rows={}, checkpoint="", defaults={})
+    assert r"| train_file | \*.csv, \*.csv |" in section
 
 
 def test_a_field_may_be_longer_than_the_csv_module_likes(write):
