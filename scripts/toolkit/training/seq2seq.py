@@ -159,6 +159,8 @@ class Seq2Seq(FineTuning):
             "eos_token_id": self.tokenizer.sep_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
+        if settings.config_file is None:  # before its ids become those of the tokenizer
+            check_vocabulary(len(self.tokenizer), ScratchBertConfig.from_pretrained(settings.model))
         if is_generator:
             return self.open_model(cls.from_pretrained, **{**special, **fields})
         if settings.config_file is None:
