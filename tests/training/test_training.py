@@ -608,7 +608,11 @@ def test_ctrl_c_while_data_are_prepared(arguments, monkeypatch, capsys):
         return call(self, *arguments, **options)
 
     monkeypatch.setattr(BertTokenizer, "__call__", interrupt)
-    assert finetune_classification.main(arguments()) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    try:
+        assert finetune_classification.main(arguments()) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "finetune_classification.py: interrupted\n"
 
 
