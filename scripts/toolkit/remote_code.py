@@ -54,9 +54,9 @@ def check_auto_map(auto_map: dict, expected: dict[str, str]) -> None:
     entries = auto_map.items() if isinstance(auto_map, dict) else [("auto_map", auto_map)]
     for name, value in entries:
         if expected.get(name) != value:
-            wanted = f"{expected[name]!r}" if name in expected else "no such entry"
+            entry = f"{expected[name]!r}" if name in expected else "no such entry"
             raise ValueError(
-                f"Its auto_map names its own code, {value!r} for {name}; expected {wanted}. If you trust the code, "
+                f"Its auto_map names its own code, {value!r} for {name}; expected {entry}. If you trust the code, "
                 f"{FLAG} runs it."
             )
 

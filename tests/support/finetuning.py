@@ -2,6 +2,8 @@
 a run, and a run that breaks off."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,22 @@ def make_task(task_class, settings_class, **flags):
     return task_class(settings_class(**{"output": "", **flags}), Accelerator())
 
 
+@contextmanager
+def breaking_off(monkeypatch, after: int) -> Iterator[list[Training]]:
+    """Interrupts a run before update `after + 1`. Yields a list, to which each update adds its run before it begins."""
+    update, runs = Training.update, []
+
+    def break_off(self, group):
+        runs.append(self)
+        if len(runs) > after:
+            raise KeyboardInterrupt
+        return update(self, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "update", break_off)
+        yield runs
+
+
 def assert_resumes(main, argv: list[str], folder, monkeypatch, after: int) -> None:
     """A run that breaks off after some updates and goes on with --resume ends as one that does not break off."""
 
@@ -50,16 +68,7 @@ def assert_resumes(main, argv: list[str], folder, monkeypatch, after: int) -> No
         return main([*argv, "--output", str(folder / name), "--save_steps", "4", "--trackers", "none", *more])
 
     assert run("whole") == 0
-    update, made = Training.update, []
-
-    def break_off(self, group):
-        made.append(group)
-        if len(made) > after:
-            raise KeyboardInterrupt
-        return update(self, group)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "update", break_off)
+    with breaking_off(monkeypatch, after):
         assert run("broken") == 130
     assert not (folder / "broken" / "model.safetensors").exists()
     assert run("broken", "--resume") == 0

@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 import finetune_classification
 import finetune_seq2seq
-from support.finetuning import TASKS, assert_one_line, main_of, write_labels, write_rows
+from support.finetuning import TASKS, assert_one_line, breaking_off, main_of, write_labels, write_rows
 from toolkit.training import loop
 from toolkit.training.loop import LogLines, Training
 from toolkit.training.optimizer import make_optimizer
@@ -229,17 +229,8 @@ def test_a_finished_run_can_be_extended(flags, held_out, tmp_path, monkeypatch, 
     assert after["history"][: len(before["history"])] == before["history"]
     assert points(after, "learning_rate") == pytest.approx(rates(4) + rates(12)[4:])
     # It breaks off and continues like any other run.
-    update, made = Training.update, []
-
-    def break_off(self, group):
-        made.append(group)
-        if len(made) == 6:
-            raise KeyboardInterrupt
-        return update(self, group)
-
     argv = [*flags(**given, epochs=3, output="broken"), "--resume"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "update", break_off)
+    with breaking_off(monkeypatch, after=5):
         assert RUN(argv) == 130
     assert RUN(argv) == 0
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken")]
@@ -252,16 +243,7 @@ def test_a_finished_run_can_be_extended(flags, held_out, tmp_path, monkeypatch, 
 
 
 def test_a_run_that_is_not_finished_is_not_extended(flags, monkeypatch, capsys):
-    update, made = Training.update, []
-
-    def break_off(self, group):
-        made.append(group)
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        return update(self, group)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "update", break_off)
+    with breaking_off(monkeypatch, after=2):
         assert RUN(flags(save_steps=1)) == 130
     capsys.readouterr()
     argv = [*flags(save_steps=1, epochs=2), "--resume"]

@@ -171,10 +171,14 @@ class Checkpoints:
             path.rename(moved)
             print(f"{path} is not used: {problem}. It is now {moved.name}", file=sys.stderr)
 
-    def load(self, path: Path) -> Progress:
-        """Loads a checkpoint. Raises ValueError if it is damaged."""
+    def check(self, path: Path) -> None:
+        """Raises ValueError if a checkpoint is damaged."""
         if (problem := damage(path)) is not None:
             raise ValueError(f"{path} is damaged: {problem}; expected a complete checkpoint")
+
+    def load(self, path: Path) -> Progress:
+        """Loads a checkpoint that `last_intact` returned, or `check` accepted. Raises ValueError if it cannot be
+        loaded."""
         try:
             load(path / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")  # load_state ignores errors there
             self.accelerator.load_state(path)

@@ -12,16 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import torch
-from accelerate.utils import (
-    DistributedType,
-    gather_object,
-    set_seed,
-)
+from accelerate.utils import DistributedType, gather_object, set_seed
 from huggingface_hub.errors import HTTPError
 from tqdm.auto import tqdm
 
@@ -33,6 +29,7 @@ from toolkit.training.metrics import main_metrics
 from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS
 from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, write_metrics
+from toolkit.training.settings import defaults_of
 from toolkit.training.sharding import prepare
 from toolkit.training.task import AFTER_DIVERGENCE, Task, TrainingError, non_padding_tokens, sources, to_device
 
@@ -387,7 +384,9 @@ class Training:
         """Evaluates the best model, and writes the files of the finished run. Returns the content of metrics.json."""
         progress, task, accelerator = self.progress, self.task, self.accelerator
         if progress.best_checkpoint not in (None, self.checkpoints.path(progress).name):
-            self.checkpoints.load(self.checkpoints.folder / progress.best_checkpoint)
+            best = self.checkpoints.folder / progress.best_checkpoint
+            self.checkpoints.check(best)
+            self.checkpoints.load(best)
         evaluations = {split: task.evaluate(self.model, split) for split in task.splits}
         report = {
             **{split: evaluation.metrics for split, evaluation in evaluations.items()},
@@ -445,7 +444,7 @@ class Training:
             history=self.progress.history,
             rows={split: len(set(examples["place"])) for split, examples in counted.items()},
             checkpoint=checkpoint_in_words(self.progress, self.task.metric),
-            defaults={each.name: each.default for each in fields(self.settings)},
+            defaults=defaults_of(self.settings),
             name=self.output.resolve().name,
         )
 

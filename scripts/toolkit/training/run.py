@@ -11,12 +11,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    ProjectConfiguration,
-    set_seed,
-)
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 from huggingface_hub import get_token
 
 from toolkit.checkpoint import config_fields, kind_of, tensor_names
@@ -39,7 +34,7 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     """
     if rank := int(os.environ.get("RANK", 0)):
         parser.prog += f" (process {rank})"
-    main_process = int(os.environ.get("RANK", 0)) == 0
+    main_process = rank == 0
     check_sources(settings)
     # It warns at each checkpoint that tied weights are written once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)

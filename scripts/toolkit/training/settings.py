@@ -186,8 +186,9 @@ class Settings:
         if self.dataset is not None and (self.validation_file or self.test_file):
             raise ValueError("--validation_file and --test_file go with --train_file; with --dataset give splits of it")
         if self.dataset is None:
+            defaults = defaults_of(self)
             for name in ("dataset_config", "train_split", "validation_split", "test_split"):
-                if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                if (value := getattr(self, name)) != defaults[name]:
                     raise ValueError(
                         f"--{name} is {value} without --dataset; expected --dataset with it. With --train_file give "
                         "--validation_file and --test_file"
@@ -201,7 +202,7 @@ class Settings:
         has_split = self.dataset is not None and self.validation_split not in (None, "none")
         if self.validation_file or has_split:
             return
-        defaults = {each.name: each.default for each in fields(self)}
+        defaults = defaults_of(self)
         for name in ("early_stopping", "metric"):
             value = getattr(self, name, defaults.get(name))
             if value != defaults.get(name):
@@ -214,6 +215,11 @@ class Settings:
         if value is not None and not minimum <= value <= maximum:
             expected = f"{minimum} or more" if maximum == math.inf else f"{minimum} to {maximum}"
             raise ValueError(f"--{name} is {value}; expected {expected}")
+
+
+def defaults_of(settings: Settings) -> dict[str, Any]:
+    """The default of each flag."""
+    return {each.name: each.default for each in fields(settings)}
 
 
 @dataclass
