@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from toolkit.checkpoint import AUTO_MAP, class_name, reference_class, short_name
 from toolkit.files import looks_like_a_path, read_json, read_json_object, to_json, write_text
 from toolkit.machine import hardware, version
-from toolkit.training.metrics import main_metrics
+from toolkit.metrics import main_metrics
 from toolkit.training.settings import FILES, FOLDERS_OR_HUB_IDS, FREE_TO_CHANGE
 
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")

@@ -13,7 +13,8 @@ import train_demo
 from finetune_classification import main
 from support.finetuning import assert_one_line, make_task, save_tiny
 from support.folders import ROOT
-from toolkit.training.classification import Classification, label_name
+from toolkit.labels import label_name
+from toolkit.training.classification import Classification
 from toolkit.training.settings import ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")

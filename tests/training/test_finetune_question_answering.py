@@ -13,8 +13,8 @@ import question_answering
 from finetune_question_answering import main
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
+from toolkit.metrics import compute
 from toolkit.spans import Answer, answer
-from toolkit.training.metrics import compute
 from toolkit.training.question_answering import QuestionAnswering, answers_of, best_threshold, ids_of
 from toolkit.training.settings import QuestionAnsweringSettings
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, BertFor
 import finetune_token_classification as script
 from finetune_token_classification import main
 from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
+from toolkit.labels import class_weights
 from toolkit.training.batches import unpadded
-from toolkit.training.labels import class_weights
 from toolkit.training.settings import TokenClassificationSettings
 from toolkit.training.token_classification import TokenClassification, check_iob2, iob_tags, list_of, word_windows
 

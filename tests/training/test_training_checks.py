@@ -22,9 +22,9 @@ import finetune_token_classification
 import pretrain_mlm
 from support.finetuning import ROWS, TASKS, TEXTS, assert_one_line, main_of, read_settings, write_labels, write_rows
 from support.models import tiny_config
-from toolkit.training.classification import Classification, label_name
+from toolkit.labels import label_name, label_order
+from toolkit.training.classification import Classification
 from toolkit.training.fingerprint import fingerprint
-from toolkit.training.labels import label_order
 from toolkit.training.loop import Training
 from toolkit.training.masked_lm import Pretraining
 from toolkit.training.output import LOCK

@@ -26,18 +26,17 @@ from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBe
 from support.finetuning import make_task, read_settings, save_tiny
 from support.folders import DATA
 from support.models import NO_DROPOUT, randomise, tiny_config
+from toolkit import row_files
 from toolkit.model_card import training_section
+from toolkit.row_files import BadRow, find_column, text_of
 from toolkit.training import rows as training_rows
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
 from toolkit.training.rows import (
-    BadRow,
     Source,
     columns_of,
-    find_column,
     load_rows,
     read_rows,
     stream_rows,
-    text_of,
 )
 from toolkit.training.run import shared_data
 from toolkit.training.settings import (
@@ -152,7 +151,7 @@ def test_rows_of_json_lines_come_back(rows, name, newline, mark, ascii_only):
 def test_rows_of_a_json_array_are_read_in_parts_of_any_size(rows, indent, mark, ascii_only, size):
     content = mark + json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode() + b"\n"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_rows, "CHARACTERS_TOGETHER", size)
+        patch.setattr(row_files, "CHARACTERS_TOGETHER", size)
         assert read_back("x.json", content) == [(f"x.json, row {number}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -304,7 +303,7 @@ def test_bad_rows_of_csv_do_not_stop_the_reading(write):
 
 
 def test_a_quotation_that_nobody_closes_does_not_fill_the_memory(write, monkeypatch):
-    monkeypatch.setattr(training_rows, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(row_files, "LONGEST_FIELD", 1000)
     before = csv.field_size_limit(1000)
     try:
         rows = read(write("x.csv", 'text\n"open\n' + "word\n" * 300 + "end\n"))
@@ -341,7 +340,7 @@ def test_bad_rows_of_json_lines_do_not_stop_the_reading(write):
 
 @pytest.mark.parametrize("size", [1, 2**16])
 def test_bad_rows_of_a_json_array_do_not_stop_the_reading(size, write, monkeypatch):
-    monkeypatch.setattr(training_rows, "CHARACTERS_TOGETHER", size)
+    monkeypatch.setattr(row_files, "CHARACTERS_TOGETHER", size)
     source = write(
         "x.json",
         b'[\n{"text": "good"},\n{"text": },\n7, "a, [text", ["a list", {}],\n{"text": "caf\xe9"}, {"a": 1]}, {}},'
@@ -377,8 +376,8 @@ def test_bad_rows_of_a_json_array_do_not_stop_the_reading(size, write, monkeypat
     ids=["no end", "no end after a comma", "no quotation mark", "text after it", "comma", "long", "deep"],
 )
 def test_what_ends_a_json_array_is_reported_as_its_last_row(content, good, problem, write, monkeypatch):
-    monkeypatch.setattr(training_rows, "LONGEST_FIELD", 1000)
-    monkeypatch.setattr(training_rows, "CHARACTERS_TOGETHER", 100)
+    monkeypatch.setattr(row_files, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(row_files, "CHARACTERS_TOGETHER", 100)
     rows = [row for _, row in read(write("x.json", content))]
     assert rows[:good] == [{"n": 1}] * good
     assert rows[good].startswith(f"x.json, row {good + 1}: {problem}")
@@ -688,14 +687,14 @@ def test_max_rows_counts_valid_rows(make, write):
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
 def test_nothing_is_read_after_max_rows(make, write, monkeypatch):
-    read_text, lines = training_rows.READERS[".txt"], []
+    read_text, lines = row_files.READERS[".txt"], []
 
     def recorded(path):
         for line, row in read_text(path):
             lines.append(row["text"])
             yield line, row
 
-    monkeypatch.setitem(training_rows.READERS, ".txt", recorded)
+    monkeypatch.setitem(row_files.READERS, ".txt", recorded)
     files = [*write("a.txt", "a\nb\n").files, *write("b.txt", "c\nd\ne").files, *write("c.txt", "").files]
     source = Source(files=files, max_rows=3)
     assert columns_of(source) == ["text"]

@@ -1,4 +1,4 @@
-"""toolkit.training.metrics and the modules in scripts/metrics: values worked out by hand, and what is refused."""
+"""toolkit.metrics and the modules in scripts/metrics: values worked out by hand, and what is refused."""
 
 import math
 import os
@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.folders import SCRIPTS
+from toolkit import metrics as training_metrics
 from toolkit.cli import CommandError
-from toolkit.training import metrics as training_metrics
-from toolkit.training.metrics import compute
+from toolkit.metrics import compute
 
 # One input, right in half of its items or so, for each metric.
 EXAMPLES = {
@@ -394,7 +394,7 @@ def test_processes_at_once_from_any_folder_leave_only_the_copied_modules(tmp_pat
     """Two that start together, with empty caches, as two runs of a fresh machine do."""
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n"
-        "from toolkit.training.metrics import compute\n"
+        "from toolkit.metrics import compute\n"
         "assert 'evaluate' not in sys.modules\n"
         # Only evaluate's pipelines want transformers, which is slow to import.
         "sys.modules['transformers'] = None; import evaluate; del sys.modules['transformers']\n"

@@ -17,16 +17,16 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 import modeling_scratchbert
 from support.models import tiny_config
 from toolkit import model_card
+from toolkit.confusion_matrix import plot_confusion
+from toolkit.metrics import RANGES, main_metrics, metric_range
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
 from toolkit.training import report as training_report
 from toolkit.training.checkpoints import Progress
-from toolkit.training.metrics import RANGES, main_metrics, metric_range
 from toolkit.training.report import (
     MOST_PANELS,
     checkpoint_in_words,
     headline,
-    plot_confusion,
     plot_curves,
     smoothed,
     write_metrics,

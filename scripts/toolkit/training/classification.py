@@ -3,31 +3,23 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from decimal import Decimal
 
 import torch
 from torch import nn
 from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
+from toolkit.confusion_matrix import plot_confusion
+from toolkit.labels import class_weights, in_saved_order, label_fields, label_name, label_order, saved_labels
+from toolkit.metrics import CLASSIFICATION_METRICS, classification_metrics, load, mean_loss
+from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
 from toolkit.training.batches import PadOrFlatten
-from toolkit.training.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
-from toolkit.training.metrics import compute, load, mean_loss
-from toolkit.training.report import plot_confusion
-from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
+from toolkit.training.rows import columns_of, load_rows, map_rows
 from toolkit.training.settings import ClassificationSettings
 from toolkit.training.task import Evaluation, FineTuning, check_room, sources, tokenizer_of
 
-TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
-SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
 LABELS = ("label", "labels", "score")
 CLASSES = {"scratchbert": ScratchBertForSequenceClassification, "bert": BertForSequenceClassification}
-# The modules that compute the metrics of each problem.
-METRICS = {
-    "single_label": ["accuracy", "f1", "matthews_correlation"],
-    "multi_label": ["f1", "accuracy"],
-    "regression": ["correlation", "mean_squared_error"],
-}
 
 
 class Classification(FineTuning):
@@ -37,7 +29,7 @@ class Classification(FineTuning):
 
     def __init__(self, settings: ClassificationSettings, accelerator):
         super().__init__(settings, accelerator)
-        for name in METRICS[settings.problem]:
+        for name in CLASSIFICATION_METRICS[settings.problem]:
             load(name)  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
         self.labels, self.saved_labels = settings.labels, None
@@ -209,20 +201,14 @@ class Classification(FineTuning):
         scores, sums = self.predict(model, split, forward)
         logits, labels = torch.tensor(scores), self.splits[split]["labels"]
         if self.settings.problem == "regression":
-            metrics = self.regression_metrics(logits, torch.tensor(list(labels)))
+            metrics = classification_metrics("regression", logits.tolist(), torch.tensor(list(labels)).tolist())
             return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
         if self.settings.problem == "multi_label":
             predictions, labels = (logits > 0).int().tolist(), torch.tensor(list(labels)).int().tolist()
         else:
             predictions = logits.argmax(-1).tolist()
-        metrics = compute(METRICS[self.settings.problem], predictions, list(labels), average="macro")
+        metrics = classification_metrics(self.settings.problem, predictions, list(labels))
         return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
-
-    def regression_metrics(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-        """The mean of each metric over the numbers of a row, `(N, L)`."""
-        columns = zip(predictions.T.tolist(), labels.T.tolist(), strict=True)
-        found = [compute(METRICS["regression"], *column) for column in columns]
-        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
     def predictions(self, split: str, logits: torch.Tensor) -> list[dict]:
         """The rows with the predicted label and its probability; several labels, or the numbers."""
@@ -255,19 +241,3 @@ class Classification(FineTuning):
         if self.settings.problem == "single_label" and split in predictions:
             references, predicted = ([row[name] for row in predictions[split]] for name in ("label", "prediction"))
             plot_confusion(folder / "confusion_matrix.png", self.labels, references, predicted, f"{split} set")
-
-
-def label_name(value) -> str:
-    """The label as text. 1 and 1.0 are the same label; None is "".
-
-    Raises:
-        ValueError: it is neither a text nor a finite number.
-    """
-    if value is None:
-        return ""
-    is_number = isinstance(value, float | Decimal)
-    if not isinstance(value, str | int | float | Decimal) or (is_number and not math.isfinite(value)):
-        raise ValueError(f"the label is {value!r}; expected a text or a finite number")
-    if is_number and value == int(value):
-        value = int(value)
-    return str(value).strip()

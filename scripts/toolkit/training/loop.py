@@ -23,9 +23,10 @@ from tqdm.auto import tqdm
 
 from toolkit import publish
 from toolkit.cli import CommandError
+from toolkit.metrics import main_metrics
 from toolkit.model_card import auto_class, is_own, write_training_card
+from toolkit.progress import LogLines
 from toolkit.training.checkpoints import Checkpoints, Progress, megabytes, read_progress, writing
-from toolkit.training.metrics import main_metrics
 from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS
 from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, write_metrics
@@ -479,27 +480,3 @@ class Training:
                 f"the model is saved in {self.output} and was not pushed: {why}. push_to_hub.py pushes it"
             ) from None
         print(f"pushed to {commit}")
-
-
-class LogLines(tqdm):
-    """A progress bar for log files, with a line for each state instead of one that is overwritten."""
-
-    displayed = -1
-
-    @staticmethod
-    def status_printer(file):
-        def print_status(text: str) -> None:
-            if text.strip():
-                file.write(f"{text}\n")
-                file.flush()
-
-        return print_status
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if self.n != self.displayed:
-            self.displayed = self.n
-            super().display(msg, pos)
-
-    @staticmethod
-    def write(text: str) -> None:
-        print(text, flush=True)

@@ -11,10 +11,11 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
+from toolkit.metrics import perplexity
+from toolkit.row_files import find_column, text_of
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.fingerprint import fingerprint, source_fingerprint, tokenizer_fingerprint
-from toolkit.training.metrics import perplexity
-from toolkit.training.rows import Source, columns_of, find_column, load_rows, map_rows, stream_rows, text_of
+from toolkit.training.rows import Source, columns_of, load_rows, map_rows, stream_rows
 from toolkit.training.settings import PretrainingSettings
 from toolkit.training.task import (
     Evaluation,

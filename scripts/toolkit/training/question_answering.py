@@ -13,22 +13,11 @@ from transformers import BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
+from toolkit.metrics import compute, load, mean_loss
+from toolkit.row_files import ending_of, find_column, first_character, open_text, text_of
 from toolkit.spans import LENGTHS, Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.metrics import compute, load, mean_loss
-from toolkit.training.rows import (
-    Source,
-    as_row,
-    columns_of,
-    ending_of,
-    find_column,
-    first_character,
-    keep_rows,
-    load_rows,
-    map_rows,
-    open_text,
-    text_of,
-)
+from toolkit.training.rows import Source, as_row, columns_of, keep_rows, load_rows, map_rows
 from toolkit.training.settings import QuestionAnsweringSettings
 from toolkit.training.task import Evaluation, FineTuning, sources, tokenizer_of
 

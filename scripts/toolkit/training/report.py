@@ -5,39 +5,27 @@ A history is a list of points in the order of the run. A point of the training h
 to value. `epoch` is None within the first epoch of a stream, whose length is not known.
 """
 
-import functools
 import math
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from toolkit.cli import how_to_install
 from toolkit.files import atomic_file, to_json, write_json
+from toolkit.metrics import metric_range
 from toolkit.model_card import History, cell
+from toolkit.pictures import DPI, open_pyplot
 from toolkit.training.checkpoints import Progress
-from toolkit.training.metrics import metric_range
 
 # Metrics of each label, such as DATE_precision, that are left out of progress lines, where they would be most of the
 # text. Each label's F1 is shown; metrics.json and the model card have all metrics.
 DETAILS = ("_precision", "_recall", "_number")
 
 MOST_PANELS = 6  # of curves.png
-DPI = 150
-POINTS_PER_INCH = 72
 VALIDATION = {"color": "tab:orange", "marker": "o", "markersize": 4, "linewidth": 1.2, "clip_on": False}
 
 # A perplexity that falls by more than this factor, as from random weights, is drawn on a logarithmic scale.
 LARGEST_LINEAR_RATIO = 100
 
 LARGEST_DRAWN = 1e300
-
-# Of a confusion matrix.
-MOST_LABELS = 60
-MOST_LABELS_WITH_COUNTS = 15
-LONGEST_LABEL = 20
 
 # A loss curve with more points than this is smoothed.
 MOST_UNSMOOTHED = 25
@@ -112,20 +100,6 @@ def plot_curves(path: Path, history: History, metric_names: Sequence[str], task:
         with atomic_file(Path(path)) as temporary:
             figure.savefig(temporary, dpi=DPI)
     pyplot.close(figure)
-
-
-@functools.cache
-def open_pyplot():
-    """matplotlib.pyplot; None if it is not installed."""
-    try:
-        import matplotlib  # an extra
-    except ImportError:
-        print(f"no pictures are drawn: {how_to_install(['matplotlib'])}", file=sys.stderr)
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def draw_loss(axis, log: History, evaluations: list) -> None:
@@ -207,86 +181,3 @@ def smoothed(values: list[float]) -> list[float]:
             mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         smooth.append(mean / weight if math.isfinite(value) else math.nan)
     return smooth
-
-
-# --------------------------------------------------------------------------------------------------- confusion matrix
-
-
-def plot_confusion(path: Path, labels: Sequence[str], references: Sequence, predictions: Sequence, title: str) -> None:
-    """Draws a confusion matrix, with a row for each true label and a column for each predicted one. Colours show the
-    share of the row; counts are written in the cells of up to 15 labels.
-
-    Nothing is drawn for more than 60 labels, without references, or without matplotlib.
-
-    Args:
-        path: of the PNG.
-        labels: the names, in order.
-        references, predictions: a label for each item, by its number or its name.
-
-    Raises:
-        ValueError: there is no such label, or the numbers of references and predictions differ.
-    """
-    counts = confusion_counts(labels, references, predictions)
-    pyplot = open_pyplot() if len(labels) <= MOST_LABELS and counts.any() else None
-    if pyplot is None:
-        return
-    names = [short_label(label) for label in labels]
-    with_counts = len(labels) <= MOST_LABELS_WITH_COUNTS
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    cell_size = 0.6 if with_counts else max(9 / len(labels), 0.2)  # inches
-    side = max(cell_size * len(labels), 2)
-    with pyplot.style.context("default"):  # dark text on white, whatever the user's style
-        figure, axis = pyplot.subplots(figsize=(side + 3, side + 2))
-        picture = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        size = min(10, 0.75 * POINTS_PER_INCH * cell_size)
-        horizontal = max(map(len, names)) * 0.65 * size < POINTS_PER_INCH * side / len(labels)
-        rotation = 0 if horizontal else 45 if with_counts else 90
-        axis.set_xticks(
-            range(len(names)), names, rotation=rotation, ha="right" if rotation == 45 else "center",
-            rotation_mode="anchor" if rotation == 45 else "default", fontsize=size, parse_math=False,
-        )  # fmt: skip
-        axis.set_yticks(range(len(names)), names, fontsize=size, parse_math=False)
-        axis.set_xlabel("predicted label")
-        axis.set_ylabel("true label")
-        axis.set_title(title, loc="left", parse_math=False)
-        axis.tick_params(length=0)
-        axis.spines[:].set_color("lightgrey")
-        if with_counts:
-            write_counts(axis, counts, shares, POINTS_PER_INCH * side / len(labels))
-        figure.colorbar(picture, ax=axis, label="share of the true label", fraction=0.046, pad=0.04)
-        with atomic_file(Path(path)) as temporary, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # of a label in another script
-            figure.savefig(temporary, dpi=DPI, bbox_inches="tight", pad_inches=0.15)
-    pyplot.close(figure)
-
-
-def confusion_counts(labels: Sequence[str], references: Sequence, predictions: Sequence) -> np.ndarray:
-    """How often each label, the row, was predicted as each label, the column. Raises as `plot_confusion` does."""
-    references, predictions = to_json(references), to_json(predictions)  # no arrays or tensors
-    if len(references) != len(predictions):
-        raise ValueError(f"there are {len(predictions)} predictions and {len(references)} references; expected as many")
-    numbers_of = {name: i for i, name in enumerate(labels)}
-    numbers_of |= {i: i for i in range(len(labels))}
-    counts = np.zeros((len(labels), len(labels)), dtype=int)
-    try:
-        pairs = [[numbers_of[each] for each in column] for column in (references, predictions)]
-    except KeyError as error:
-        raise ValueError(f"a label is {error}; expected one of {', '.join(labels)}, or its number") from None
-    np.add.at(counts, tuple(np.array(pairs, dtype=int)), 1)
-    return counts
-
-
-def write_counts(axis, counts: np.ndarray, shares: np.ndarray, cell_size: float) -> None:
-    """Writes the count into each cell, of `cell_size` points."""
-    size = min(10, cell_size / (0.7 * len(f"{counts.max():,}")))
-    for row, column in np.ndindex(*counts.shape):
-        colour = "white" if shares[row, column] > 0.5 else "black" if counts[row, column] else "darkgrey"
-        text = f"{counts[row, column]:,}"
-        axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
-
-
-def short_label(label: str) -> str:
-    """The label in one line, without the middle if it is long."""
-    text = " ".join(str(label).split())
-    half = LONGEST_LABEL // 2
-    return text if len(text) <= LONGEST_LABEL else f"{text[:half]}…{text[1 - half :]}"

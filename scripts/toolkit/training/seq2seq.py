@@ -8,9 +8,10 @@ from transformers import DataCollatorForSeq2Seq, GenerationConfig
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
-from toolkit.training.metrics import compute, load, mean_loss, perplexity
+from toolkit.metrics import compute, load, mean_loss, perplexity
+from toolkit.row_files import find_column, text_of
 from toolkit.training.output import has_checkpoint
-from toolkit.training.rows import columns_of, find_column, load_rows, map_rows, text_of
+from toolkit.training.rows import columns_of, load_rows, map_rows
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
 from toolkit.training.task import (
     Evaluation,

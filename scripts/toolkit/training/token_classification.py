@@ -9,10 +9,11 @@ from torch import nn
 from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
+from toolkit.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
+from toolkit.metrics import compute, load, mean_loss
+from toolkit.row_files import find_column
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
-from toolkit.training.metrics import compute, load, mean_loss
-from toolkit.training.rows import columns_of, find_column, load_rows, map_rows
+from toolkit.training.rows import columns_of, load_rows, map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
 from toolkit.training.task import Evaluation, FineTuning, sources, tokenizer_of
 from toolkit.windows import split_into_windows

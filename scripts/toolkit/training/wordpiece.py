@@ -12,7 +12,8 @@ from tokenizers.models import WordPiece
 from tokenizers.trainers import WordPieceTrainer
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from toolkit.training.rows import Source, columns_of, find_column, keep_rows, read_rows, text_of
+from toolkit.row_files import find_column, text_of
+from toolkit.training.rows import Source, columns_of, keep_rows, read_rows
 
 # In the order of their ids, 0 to 4. Google's files have them at 0 and 100 to 103, after unused tokens.
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -31,6 +31,12 @@ METRICS = {
     "seqeval": ("evaluate", "seqeval"),
     "squad": ("evaluate",),
 }
+# The modules for the problems of classification.
+CLASSIFICATION_METRICS = {
+    "single_label": ["accuracy", "f1", "matthews_correlation"],
+    "multi_label": ["f1", "accuracy"],
+    "regression": ["correlation", "mean_squared_error"],
+}
 METRICS_OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
 
 # The lowest and the highest value of each metric of a whole set.
@@ -109,6 +115,24 @@ def compute(names: str | Sequence[str], predictions: Sequence, references: Seque
         chosen = {option: options[option] for option in known[name]}
         values |= metric.compute(predictions=predictions, references=references, **chosen)
     return {key: float(value) for key, value in values.items()}
+
+
+def classification_metrics(problem: str, predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """The metrics of a classification.
+
+    Args:
+        problem: "single_label", with a number for each item; "multi_label", with 0 or 1 for each label of an item; or
+            "regression", with as many numbers for each item, over which the metrics are averaged.
+
+    Raises:
+        As `compute`.
+    """
+    names = CLASSIFICATION_METRICS[problem]
+    if problem != "regression":
+        return compute(names, predictions, references, average="macro")
+    columns = zip(zip(*predictions, strict=True), zip(*references, strict=True), strict=True)
+    found = [compute(names, *column) for column in columns]
+    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
 
 def check_labels(name: str, **columns: Sequence) -> None:

@@ -1,5 +1,6 @@
 """Labels of sequences and tokens: their weights, and their names in a model's configuration."""
 
+import math
 import re
 from collections import Counter
 from decimal import Decimal
@@ -71,3 +72,19 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         expected = f"{len(labels)} numbers of 0 or more, not all 0"
         raise ValueError(f"--class_weights is {' '.join(given)}; expected {expected}, for {labels}")
     return weights
+
+
+def label_name(value) -> str:
+    """The label as text. 1 and 1.0 are the same label; None is "".
+
+    Raises:
+        ValueError: it is neither a text nor a finite number.
+    """
+    if value is None:
+        return ""
+    is_number = isinstance(value, float | Decimal)
+    if not isinstance(value, str | int | float | Decimal) or (is_number and not math.isfinite(value)):
+        raise ValueError(f"the label is {value!r}; expected a text or a finite number")
+    if is_number and value == int(value):
+        value = int(value)
+    return str(value).strip()

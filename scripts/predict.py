@@ -1,0 +1,136 @@
+#!/usr/bin/env python
+"""Applies a model to a whole corpus: embeddings, labels, entities, scores of pairs, or masked words.
+
+    predict.py sentence-transformers/all-MiniLM-L6-v2 reviews.csv --id_column id --output embeddings
+    predict.py my-classifier 'data/*.jsonl.gz' --label_column label --output labels
+    cat texts.txt | predict.py my-tagger - --format jsonl --output entities
+
+MODEL is a BERT or a ScratchBert: a folder, one of sentence-transformers included, or a hub id. INPUT is a file or a
+quoted pattern of .txt (a text on each line), .csv, .tsv, .jsonl, .json or .parquet, each also .gz; any of them as a URL
+that fsspec opens; - for standard input (JSON lines if it begins with a brace, else a text on each line); or
+hub:DATASET[:SPLIT]. The input is read once from beginning to end and is never in memory as a whole.
+
+The folder --output gets numbered parts of --part_rows rows of the input each, in the input's order, with the id or the
+file and row of each text; manifest.json; errors.jsonl, if rows were skipped; and with --label_column metrics.json. A
+part is written whole or not at all. After a crash, --resume computes the parts that are missing and nothing else, and
+the files are the same, byte for byte.
+
+Exit code: 0 done; 2 bad usage, a model or an input that cannot be used, or an output that cannot be written: what was
+finished is kept; 130 stopped by Ctrl-C or SIGTERM, after the parts in work were finished: --resume continues.
+"""
+
+import argparse
+import math
+import sys
+
+from toolkit.cli import Parser, integer_from, use_utf8
+from toolkit.corpus.job import AGGREGATIONS, EMBEDDING_DTYPES, FORMATS, POOLINGS, TASKS
+
+COUNT = {"type": integer_from(1), "metavar": "N"}
+
+
+def share(text: str) -> float:
+    """An argument type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number from 0 to 1")
+    return value
+
+
+def processes(text: str) -> int | None:
+    """An argument type: an integer of at least 1, or None for `auto`."""
+    return None if text == "auto" else integer_from(1)(text)
+
+
+def make_parser() -> Parser:
+    parser = Parser(__file__, __doc__, usage="%(prog)s MODEL INPUT [INPUT …] --output FOLDER [--FLAG VALUE …]")
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="a file, a pattern, - or hub:DATASET[:SPLIT]")
+    used = parser.group("most used")
+    used.add_argument("--task", choices=TASKS, help="; ".join(f"{name}: {what}" for name, what in TASKS.items()) +
+                      ". Default: what the model's class is for")  # fmt: skip
+    used.add_argument("--text_column", metavar="NAME", help="the texts; default: a usual name, such as text")
+    used.add_argument("--id_column", metavar="NAME", help="the ids, which the output has instead of file and row")
+    used.add_argument("--output", metavar="FOLDER", required=True, help="a new folder, or a URL that fsspec writes to")
+    used.add_argument("--format", choices=FORMATS, default="parquet", help="of the parts; npy parts are joined at the "
+                      "end into embeddings.npy and rows.csv")  # fmt: skip
+    used.add_argument("--resume", action="store_true", help="continue the run in --output: compute what is missing")
+    used.add_argument("--limit", **COUNT, help="use the first N rows only")
+    used.add_argument("--on_bad_row", choices=["stop", "skip"], default="stop", help="what to do at a row that cannot "
+                      "be used; skip: list it in errors.jsonl")  # fmt: skip
+    used.add_argument("--processes", type=processes, metavar="N", help="processes, each with a model; auto, the "
+                      "default: one for each processor, or for each accelerator")  # fmt: skip
+    used.add_argument("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
+    add_data_flags(parser.group("data"))
+    add_model_flags(parser.group("model"))
+    add_output_flags(parser.group("output"))
+    return parser
+
+
+def add_data_flags(data) -> None:
+    data.add_argument("--text_pair_column", metavar="NAME", help="the second texts of pairs")
+    data.add_argument("--label_column", metavar="NAME", help="the true labels, for metrics.json and a confusion matrix")
+    data.add_argument("--label_separator", metavar="TEXT", default="|", help="between the labels of a row, for a model "
+                      "with several")  # fmt: skip
+    data.add_argument("--part_rows", **COUNT, default=5000, help="rows of the input in each part")
+
+
+def add_model_flags(model) -> None:
+    model.add_argument("--pooling", choices=POOLINGS, help="embed: of the tokens' vectors; default: that of a "
+                       "sentence-transformers folder, or mean")  # fmt: skip
+    model.add_argument("--normalize", action="store_true", help="embed: scale each vector to length 1, as many "
+                       "sentence-transformers folders do")  # fmt: skip
+    model.add_argument("--prompt", metavar="TEXT", help="embed: put before each text; default: that of a "
+                       "sentence-transformers folder")  # fmt: skip
+    model.add_argument("--all_scores", action="store_true", help="classify: the scores of all labels, in the model's "
+                       "order")  # fmt: skip
+    model.add_argument("--threshold", type=share, metavar="X", help="classify, several labels: the score above which a "
+                       "label is given; default: 0.5")  # fmt: skip
+    model.add_argument("--aggregation", choices=AGGREGATIONS, help="tag: as aggregation_strategy of transformers' "
+                       "pipeline; default: simple")  # fmt: skip
+    model.add_argument("--top_k", **COUNT, help="fill-mask: words for each mask; default: 5")
+    model.add_argument("--max_length", **COUNT, help="tokens to which a text is cut (tag: of a window); default: the "
+                       "model's")  # fmt: skip
+    model.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of the computation; default: that of "
+                       "the stored weights")  # fmt: skip
+    model.add_argument("--device", help="such as cpu or cuda:1; default: all accelerators if there are any")
+    model.add_argument("--tokens_per_batch", **COUNT, default=16384, help="texts are sorted by length and computed in "
+                       "batches of so many tokens, without padding")  # fmt: skip
+    model.add_argument("--threads_per_process", **COUNT, help="default: processors / processes. Parts are the same, "
+                       "byte for byte, for the same number")  # fmt: skip
+    model.add_argument("--engine", choices=["local", "ray"], default="local", help="processes of this machine, or "
+                       "actors of a Ray cluster")  # fmt: skip
+    model.add_argument("--ray_address", metavar="ADDRESS", help="of a running cluster, or auto; default: a new one on "
+                       "this machine")  # fmt: skip
+    model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of the model; "
+                       "needed only if it is not what modeling_scratchbert saves")  # fmt: skip
+
+
+def add_output_flags(output) -> None:
+    output.add_argument("--truncate_dim", **COUNT, help="embed: only the first N numbers of each vector")
+    output.add_argument("--embedding_dtype", choices=EMBEDDING_DTYPES, help="embed: of the numbers; int8 vectors have "
+                        "a scale; default: float32")  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser()
+    args = parser.parse_intermixed_args(argv)
+    use_utf8()
+
+    def work() -> int:
+        from toolkit.hub import silence_libraries
+
+        silence_libraries()
+        from toolkit.corpus.run import Run
+
+        return Run(args, parser.report).start()
+
+    return parser.run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What a run computes: the settings that a worker needs. A job travels to other processes and machines."""
+
+from dataclasses import dataclass, field
+
+# A task, and the words that say what it does.
+TASKS = {
+    "embed": "a vector for each text",
+    "classify": "the label of each text or pair",
+    "tag": "the entities in each text",
+    "rerank": "a score for each pair",
+    "fill-mask": "the likeliest words for each [MASK]",
+}
+FORMATS = ("parquet", "jsonl", "csv", "npy")
+EMBEDDING_DTYPES = ("float32", "float16", "int8")
+POOLINGS = ("mean", "cls", "max", "pooler")
+AGGREGATIONS = ("none", "simple", "first", "average", "max")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of a run that decide the content of its parts.
+
+    Args:
+        model: a folder or a hub id.
+        threads: of torch, in each process; results may differ in the last bits between numbers of threads.
+        device: "cpu", or an accelerator such as "cuda:1".
+        dtype: float32, bfloat16 or int8; None: that of the stored weights.
+        max_length: in tokens; None: the model's.
+        id_column: the column of `id`, which may be absent.
+        label_column: the column of the true labels, which may be absent.
+        options: of the task, such as the pooling of embed.
+    """
+
+    model: str
+    task: str
+    output: str
+    format: str = "parquet"
+    device: str = "cpu"
+    threads: int = 1
+    dtype: str | None = None
+    max_length: int | None = None
+    tokens_per_batch: int = 16384
+    part_rows: int = 5000
+    id_column: str | None = None
+    ids_are_integers: bool = False
+    label_column: str | None = None
+    on_bad_row: str = "stop"
+    trust_remote_code: bool = False
+    options: dict = field(default_factory=dict)
+
+    def part_name(self, number: int) -> str:
+        """The name of the file of a part."""
+        return f"part-{number:06d}.{self.format}"

@@ -1,0 +1,113 @@
+"""Opening the tokenizer and the model of a run."""
+
+import inspect
+from pathlib import Path
+
+import torch
+import transformers
+
+from toolkit.corpus.sentence_folder import is_sentence_folder
+from toolkit.hub import check_source, open_model, open_tokenizer, read_config
+from toolkit.remote_code import check_code, find, import_package
+
+# For each task, the class of the model, without "ScratchBert", and its Auto class.
+CLASSES = {
+    "embed": ("Model", "AutoModel"),
+    "classify": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    "tag": ("ForTokenClassification", "AutoModelForTokenClassification"),
+    "rerank": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    "fill-mask": ("ForMaskedLM", "AutoModelForMaskedLM"),
+}
+TASK_OF_CLASS = {
+    "Model": "embed",
+    "ForTokenClassification": "tag",
+    "ForMaskedLM": "fill-mask",
+    "ForPreTraining": "fill-mask",
+}
+
+# The file with factors that `optimize_for_inference("int8")` may take, in a model's folder.
+INT8_FACTORS = "int8_calibration.json"
+
+
+def read_model(source: str, trust_remote_code: bool) -> dict:
+    """The fields of the config.json of a checkpoint, which is checked as far as possible without its weights.
+
+    Raises:
+        OSError: there is no such checkpoint, or it has no tokenizer.
+        ValueError: it is no BERT encoder, or has code that is not trusted.
+    """
+    check_source(source)
+    fields = read_config(source)
+    if not trust_remote_code:
+        check_code(source, fields)
+    if fields.get("model_type") not in ("bert", "scratchbert"):
+        raise ValueError(f"Its model_type is {fields.get('model_type')!r}; expected 'bert' or 'scratchbert'.")
+    if fields.get("is_decoder") or fields.get("is_encoder_decoder"):
+        raise ValueError(
+            "It generates text; expected an encoder. scripts/generate.py applies it to the lines of a file."
+        )
+    open_tokenizer(source, trust_remote_code=trust_remote_code)
+    return fields
+
+
+def task_of(source: str, fields: dict) -> str:
+    """The task that a checkpoint is for, by its class.
+
+    Raises:
+        ValueError: it names no class, or one of another task.
+    """
+    if is_sentence_folder(source):
+        return "embed"
+    [name] = (fields.get("architectures") or [None])[:1]
+    short = str(name).removeprefix("Scratch").removeprefix("Bert")
+    if short == "ForSequenceClassification":
+        is_number = number_of_labels(fields) == 1 and fields.get("problem_type") != "regression"
+        return "rerank" if is_number else "classify"
+    if short not in TASK_OF_CLASS:
+        raise ValueError(f"Its class is {name}; expected one with a task. --task names the task.")
+    return TASK_OF_CLASS[short]
+
+
+def number_of_labels(fields: dict) -> int:
+    labels = fields.get("id2label")
+    return len(labels) if labels else fields.get("num_labels", 2)
+
+
+def open_for(task: str, source: str, dtype: str | None, device: str, trust_remote_code: bool, **options):
+    """The model of a checkpoint, for inference with a task. Options are those of its class.
+
+    Raises:
+        ValueError: the checkpoint lacks weights, or the dtype is not supported.
+    """
+    name, auto = CLASSES[task]
+    package = import_package()
+    model_class = getattr(package, f"ScratchBert{name}")
+    if trust_remote_code and read_config(source).get("auto_map"):
+        model_class, options = getattr(transformers, auto), options | {"trust_remote_code": True}
+    stored = "auto" if dtype in (None, "int8") else getattr(torch, dtype)
+    model = open_model(
+        model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
+    )
+    return optimised(model, source, dtype) if device == "cpu" else model.to(device)
+
+
+def optimised(model, source: str, dtype: str | None):
+    """The model with prepacked weights; with `dtype` int8, quantised by the factors in the folder if it has any."""
+    if dtype != "int8":
+        return model.optimize_for_inference()
+    if "calibration" not in inspect.signature(model.optimize_for_inference).parameters:
+        raise ValueError("--dtype int8 is not supported by the installed modeling_scratchbert; expected a later one.")
+    factors: Path | None = find(source, INT8_FACTORS)
+    return model.optimize_for_inference("int8", calibration=factors)
+
+
+def longest(tokenizer, model, given: int | None, of_folder: int | None = None) -> int:
+    """The number of tokens to which a text is cut: `given`, or the folder's or the tokenizer's, or else the model's.
+
+    Raises:
+        ValueError: `given` is more than the model has positions for.
+    """
+    positions = model.config.max_position_embeddings
+    if given is not None and given > positions:
+        raise ValueError(f"--max_length is {given}; the model has {positions} positions.")
+    return given or min(of_folder or positions, tokenizer.model_max_length, positions)

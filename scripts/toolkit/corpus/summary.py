@@ -1,0 +1,136 @@
+"""The end of a run: files that are joined from all parts, metrics, and what the run reports."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.confusion_matrix import plot_confusion
+from toolkit.corpus.formats import read_columns
+from toolkit.corpus.job import Job
+from toolkit.corpus.store import STATE, LocalFolder, Store, flush
+from toolkit.files import to_json
+from toolkit.metrics import classification_metrics
+
+EMBEDDINGS, ROWS, ERRORS = "embeddings.npy", "rows.csv", "errors.jsonl"
+
+# How many skipped rows the summary names.
+NAMED_ROWS = 3
+
+
+@dataclass
+class Totals:
+    """What is known of all parts of a run."""
+
+    rows: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    skipped: int = 0
+    first_skipped: list[dict] = field(default_factory=list)
+
+
+def join_states(store: Store, parts: int) -> Totals:
+    """The totals of all parts. Writes errors.jsonl if rows were skipped."""
+    totals, errors = Totals(), []
+    for number in range(parts):
+        state = json.loads(store.read(f"{STATE}/{number:06d}.json"))
+        totals.rows += state["rows"]
+        totals.tokens += state["tokens"]
+        totals.truncated += state["truncated"]
+        totals.skipped += len(state["skipped"])
+        totals.first_skipped += state["skipped"][: NAMED_ROWS - len(totals.first_skipped)]
+        errors += [json.dumps(each, ensure_ascii=False) + "\n" for each in state["skipped"]]
+    if errors:
+        store.write(ERRORS, "".join(errors).encode())
+    return totals
+
+
+def is_joined(store: Store) -> bool:
+    """Whether the `.npy` parts of a run have been joined."""
+    return EMBEDDINGS in store.names()
+
+
+def join_arrays(store: LocalFolder, job: Job, parts: int) -> None:
+    """Joins the parts of the format npy into embeddings.npy and rows.csv, with a line for each row, and removes them.
+
+    Raises:
+        OSError: the disk is full; the parts are still there.
+    """
+    if not is_joined(store):
+        names = [job.part_name(number) for number in range(parts)]
+        join_rows(store, [name.replace(".npy", ".csv") for name in names])
+        arrays = [np.load(store.path / name, mmap_mode="r") for name in names]
+        shape = sum(len(array) for array in arrays), arrays[0].shape[1]
+        temporary = store.path / f".{EMBEDDINGS}-unfinished"
+        joined = np.lib.format.open_memmap(temporary, "w+", arrays[0].dtype, shape)
+        start = 0
+        for array in arrays:
+            joined[start : start + len(array)] = array
+            start += len(array)
+        joined.flush()
+        os.replace(temporary, store.path / EMBEDDINGS)
+    for name in store.names():
+        if name.startswith("part-"):
+            store.remove(name)
+
+
+def join_rows(store: LocalFolder, names: list[str]) -> None:
+    """Joins CSV files, of which each has the header."""
+    temporary = store.path / f".{ROWS}-unfinished"
+    with open(temporary, "wb") as target:
+        for number, name in enumerate(names):
+            with open(store.path / name, "rb") as source:
+                header = source.readline()
+                target.write(b"" if number else header)
+                while block := source.read(2**20):
+                    target.write(block)
+        flush(target)
+    os.replace(temporary, store.path / ROWS)
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+# The column of the predictions for each problem, and its kind.
+PREDICTIONS = {
+    "single_label": ("label", "text"),
+    "multi_label": ("labels", "texts"),
+    "regression": ("prediction", "numbers"),
+}
+
+
+def write_metrics(store: Store, job: Job, reference: str, parts: int) -> dict[str, float]:
+    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix.
+
+    Args:
+        reference: the kind of the column of the true labels.
+    """
+    problem, labels = job.options["problem"], job.options["labels"]
+    column, kind = ("score", "number") if job.task == "rerank" else PREDICTIONS[problem]
+    pairs: list[tuple] = []
+    for number in range(parts):
+        found = read_columns(job.format, store.read(job.part_name(number)), {column: kind, "reference": reference})
+        pairs += zip(found[column], found["reference"], strict=True)
+    convert = {
+        "single_label": labels.index,
+        "multi_label": lambda names: [int(label in names) for label in labels],
+        "regression": lambda numbers: numbers if isinstance(numbers, list) else [numbers],
+    }[problem]
+    predictions, references = ([convert(each) for each in values] for values in zip(*pairs, strict=True))
+    metrics = classification_metrics(problem, predictions, references)
+    store.write("metrics.json", (json.dumps(to_json(metrics), indent=2) + "\n").encode())
+    if problem == "single_label":
+        draw_confusion(store, labels, references, predictions)
+    return metrics
+
+
+def draw_confusion(store: Store, labels: list[str], references: list[int], predictions: list[int]) -> None:
+    """Writes confusion_matrix.png, if matplotlib is installed and the labels are not too many."""
+    name = "confusion_matrix.png"
+    with tempfile.TemporaryDirectory() as folder:
+        plot_confusion(Path(folder, name), labels, references, predictions, f"{len(references):,} rows")
+        if Path(folder, name).exists():
+            store.write(name, Path(folder, name).read_bytes())

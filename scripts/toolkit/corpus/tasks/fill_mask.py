@@ -1,0 +1,41 @@
+"""The likeliest words for masked ones."""
+
+from toolkit.corpus.job import Job
+from toolkit.corpus.tasks.base import Encoded, Task
+
+
+class FillMask(Task):
+    """The `top_k` (an option of the job) likeliest words for each mask token of a text, the likeliest first."""
+
+    columns = {"words": "lists of texts", "scores": "lists of numbers"}
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        self.top_k = job.options.get("top_k") or 5
+        if self.top_k > self.model.config.vocab_size:
+            raise ValueError(f"--top_k is {self.top_k}; the vocabulary has {self.model.config.vocab_size} words.")
+
+    def encode(self, texts: list[str], pairs: list[str] | None) -> Encoded:
+        encoded, mask = super().encode(texts, None), self.tokenizer.mask_token
+        encoded.faults = {
+            number: f"the text has no {mask}" + (" in its first tokens" if mask in texts[number] else "")
+            for number, ids in enumerate(encoded.ids)
+            if self.tokenizer.mask_token_id not in ids
+        }
+        return encoded
+
+    def read(self, inputs: dict, lengths: list[int]) -> list:
+        """For each sequence, the ids and the scores of the words for each of its masks."""
+        is_mask = inputs["input_ids"][0] == self.tokenizer.mask_token_id
+        counts = [int(part.sum()) for part in is_mask.cpu().split(lengths)]
+        states = self.model.base_model(**inputs).last_hidden_state[0, is_mask]
+        best = self.model.lm_head(states).float().softmax(-1).topk(self.top_k)
+        ids, scores = best.indices.cpu().split(counts), best.values.cpu().split(counts)
+        return [(one.tolist(), other.tolist()) for one, other in zip(ids, scores, strict=True)]
+
+    def compute(self, encoded: Encoded) -> dict:
+        found = self.values(encoded)
+        return {
+            "words": [[[self.tokenizer.decode([each]) for each in mask] for mask in ids] for ids, _ in found],
+            "scores": [scores for _, scores in found],
+        }
