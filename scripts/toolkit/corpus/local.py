@@ -34,7 +34,7 @@ def run_here(job: Job, parts: Iterator[Part]) -> Iterator:
             yield from (each.result() for each in done)
 
 
-# ----------------------------------------------------------------------------------------------------- several processes
+# --------------------------------------------------------------------------------------------------- several processes
 
 
 def run_in_processes(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator:

@@ -43,9 +43,7 @@ def read_model(source: str, trust_remote_code: bool) -> dict:
     if fields.get("model_type") not in ("bert", "scratchbert"):
         raise ValueError(f"Its model_type is {fields.get('model_type')!r}; expected 'bert' or 'scratchbert'.")
     if fields.get("is_decoder") or fields.get("is_encoder_decoder"):
-        raise ValueError(
-            "It generates text; expected an encoder. scripts/generate.py applies it to the lines of a file."
-        )
+        raise ValueError("It generates text; expected an encoder. scripts/generate.py applies it to lines.")
     open_tokenizer(source, trust_remote_code=trust_remote_code)
     return fields
 

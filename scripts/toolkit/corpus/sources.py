@@ -73,12 +73,14 @@ class InputFile:
         return self.url
 
     def open(self, mode: str) -> BinaryIO:
-        self.file = self.system.open(self.remote_path, mode) if is_remote(self.url) else open(self.path, mode)
+        self.file = self.system.open(self.remote_path, mode) if is_remote(self.url) else self.path.open(mode)
         return self.file
 
     def read(self, columns: set[str]) -> Iterator[Row]:
         """The rows, with these columns at least; without any, with all."""
-        for self.rows_read, (line, content) in enumerate(self.contents(columns), 1):
+        self.rows_read, self.share_read = 0, 0.0
+        for line, content in self.contents(columns):
+            self.rows_read += 1
             yield Row(self.url, self.rows_read, line, content)
         self.share_read = 1.0
 
@@ -230,16 +232,15 @@ class Corpus:
         self.inputs, self.limit = inputs, limit
         self.rows_read, self.empty = 0, []
         self.columns: set[str] = set()
-        self.current: Input | None = None
 
     def rows(self) -> Iterator[Row]:
         """The rows, one input after the other. Each input is opened when the one before it has been read."""
-        for self.current in self.inputs:
+        for each in self.inputs:
             row = None
-            for row in self.current.read(self.columns):
+            for row in each.read(self.columns):
                 yield row
             if row is None:
-                self.empty.append(self.current.url)
+                self.empty.append(each.url)
 
     def first_rows(self) -> list[Row]:
         """The rows by which columns are found; standard input is left as it was.

@@ -1,4 +1,4 @@
-"""The folder of a run's output: on this machine, or anywhere that fsspec reaches. A file appears whole or not at all."""
+"""The folder of a run's output: on this machine, or where fsspec reaches. A file appears whole or not at all."""
 
 import os
 from contextlib import contextmanager

@@ -39,7 +39,7 @@ class Tag(Task):
         self.columns = {"entities": "entities of " + ("tokens" if self.strategy.value == "none" else "words")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.pipeline = TokenClassificationPipeline(self.model, self.tokenizer, device=self.device)
+            self.pipeline = TokenClassificationPipeline(model=self.model, tokenizer=self.tokenizer, device=self.device)
 
     def encode(self, texts: list[str], pairs: list[str] | None) -> Encoded:
         encodings = self.tokenizer(texts, verbose=False).encodings
