@@ -28,13 +28,16 @@ help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## convert real BERT weights, compare with BertModel, then use the result without this package
-	@echo; echo "== 1 of 3: convert $(or $(MODEL),all-MiniLM-L6-v2)"
+demo: $(READY) ## convert real BERT weights, compare with BertModel, use the result without this package, and apply it to a file
+	@echo; echo "== 1 of 4: convert $(or $(MODEL),all-MiniLM-L6-v2)"
 	@$(BIN)/python scripts/convert_checkpoint.py "$(or $(MODEL),$(MINILM))" demo/scratchbert --overwrite
-	@echo; echo "== 2 of 3: the converted model beside the original, as transformers runs it"
+	@echo; echo "== 2 of 4: the converted model beside the original, as transformers runs it"
 	@$(BIN)/python scripts/check_parity.py demo/scratchbert "$(or $(MODEL),$(MINILM))" --plot demo/parity.png
-	@echo; echo "== 3 of 3: a new process that cannot import this package: AutoModel opens the folder alone"
+	@echo; echo "== 3 of 4: a new process that cannot import this package: AutoModel opens the folder alone"
 	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package --trust-remote-code
+	@echo; echo "== 4 of 4: the embeddings of 1,500 film reviews, as a Parquet file"
+	@rm -rf demo/embeddings
+	@$(BIN)/python scripts/predict.py demo/scratchbert scripts/data/movie_reviews/test.csv --task embed --output demo/embeddings
 
 PYTEST = MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 

@@ -141,7 +141,7 @@ def serve(job: Job, connection: Connection) -> None:
         try:
             report("done", work())
         except Exception as error:
-            report(*described(error, job))
+            report(*described(error))
             return False
         return True
 
@@ -159,7 +159,7 @@ def serve(job: Job, connection: Connection) -> None:
             pool.submit(attempt, lambda part=part: opened[0].run(part))
 
 
-def described(error: Exception, job: Job) -> tuple[str, str]:
+def described(error: Exception) -> tuple[str, str]:
     """An error as another process can report it: expected errors in one line, others with their traceback."""
     if isinstance(error, CommandError):
         return "expected", str(error)

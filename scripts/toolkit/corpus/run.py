@@ -96,7 +96,7 @@ class Run:
             return self.args.threads_per_process
         if self.before is not None:
             return self.before["threads_per_process"]
-        return max(1, (processors() if self.args.engine == "local" else len(self.devices)) // len(self.devices))
+        return 1 if self.args.engine == "ray" else max(1, processors() // len(self.devices))
 
     # -- the output
 
@@ -180,7 +180,7 @@ class Run:
         if self.args.engine == "ray":
             from toolkit.corpus.ray_engine import run_on_ray
 
-            return run_on_ray(self.job, stream, self.devices, self.args.ray_address)
+            return run_on_ray(self.job, stream, self.args.processes, self.args.ray_address)
         if len(self.devices) == 1:
             return run_here(self.job, stream)
         return run_in_processes(self.job, stream, self.devices)
@@ -215,11 +215,8 @@ class Run:
         print(f"first row: {json.dumps({name: shown(columns[name]) for name in worker.kinds}, ensure_ascii=False)}")
         print(f"{state['rows']} rows tried, {state['truncated']} too long, {len(state['skipped'])} skipped")
         share = self.corpus.share()
-        total = f" of about {self.corpus.rows_read / share:,.0f}" if share else ""
-        seconds = f", {self.corpus.rows_read / share / rate / len(self.devices):,.0f} s in all" if share else ""
-        print(
-            f"{rate:,.0f} rows{total} a second in each of {len(self.devices)} processes{seconds}. Nothing was written."
-        )
+        rows = f"; {self.corpus.rows_read / share:,.0f} rows in all" if share else ""
+        print(f"{rate:,.0f} rows a second in one of {len(self.devices)} processes{rows}. Nothing was written.")
         return 0
 
 
