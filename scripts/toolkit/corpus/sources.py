@@ -232,6 +232,7 @@ class Corpus:
         self.inputs, self.limit = inputs, limit
         self.rows_read, self.empty = 0, []
         self.columns: set[str] = set()
+        self.stream: Iterator[Row] | None = None
 
     def rows(self) -> Iterator[Row]:
         """The rows, one input after the other. Each input is opened when the one before it has been read."""

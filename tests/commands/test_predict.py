@@ -1,0 +1,472 @@
+"""`scripts/predict.py`: its results beside those of transformers' own classes and pipelines, its inputs and formats."""
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from transformers import AutoTokenizer, pipeline
+
+import predict
+from support.corpora import reference_of, save_model, texts, write_rows
+from toolkit.corpus.batching import batches_by_length, packed
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+TEXTS = texts(40)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Makes a tiny model of the kind bert, once for each task and fields."""
+    made = {}
+
+    def make(task: str = "embed", **fields) -> str:
+        key = (task, repr(fields))
+        if key not in made:
+            made[key] = save_model(tmp_path_factory.mktemp("model"), task, "bert", **fields)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs the command on rows, and returns the rows of its output."""
+    runs = []
+
+    def start(folder: str, rows: list[dict] | str, *flags: str, format: str = "jsonl", code: int = 0) -> list[dict]:
+        path = rows if isinstance(rows, str) else write_rows(tmp_path / f"rows-{len(runs)}.jsonl", rows)
+        output = tmp_path / f"out-{len(runs)}"
+        runs.append(output)
+        given = [folder, path, "--output", str(output), "--processes", "1", "--threads_per_process", "1"]
+        assert predict.main([*given, "--part_rows", "16", "--format", format, *flags]) == code
+        return read(output, format)
+
+    return start
+
+
+def read(output, format: str) -> list[dict]:
+    """The rows of all parts, in order."""
+    found = []
+    for path in sorted(output.glob(f"part-*.{format}")):
+        if format == "parquet":
+            found += parquet.read_table(path).to_pylist()
+        elif format == "csv":
+            found += csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+        else:
+            found += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return found
+
+
+def rows_of(values: list[str], **more) -> list[dict]:
+    return [{"text": text, **{name: column[i] for name, column in more.items()}} for i, text in enumerate(values)]
+
+
+# -------------------------------------------------------------------------------------------------------------- embed
+
+
+@torch.no_grad()
+def embeddings(folder: str, values: list[str], pooling: str) -> torch.Tensor:
+    """By BertModel, one text at a time."""
+    bert, tokenizer = reference_of(folder, "embed"), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for text in values:
+        outputs = bert(**tokenizer(text, truncation=True, max_length=40, return_tensors="pt"))
+        states = outputs.last_hidden_state[0]
+        pooled = {"mean": states.mean(0), "cls": states[0], "max": states.max(0).values}
+        found.append(outputs.pooler_output[0] if pooling == "pooler" else pooled[pooling])
+    return torch.stack(found)
+
+
+def assert_close(found, expected, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.tensor(np.array(found), dtype=torch.float32), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "pooler"])
+def test_embeddings_are_those_of_bert(pooling, model, run):
+    found = run(model(), rows_of(TEXTS), "--pooling", pooling)
+    assert [row["row"] for row in found] == list(range(1, 41))
+    assert_close([row["embedding"] for row in found], embeddings(model(), TEXTS, pooling))
+
+
+def test_embeddings_are_cut_and_scaled(model, run):
+    found = run(model(), rows_of(TEXTS), "--truncate_dim", "5", "--normalize", "--prompt", "good film ")
+    expected = embeddings(model(), ["good film " + text for text in TEXTS], "mean")[:, :5]
+    assert_close([row["embedding"] for row in found], torch.nn.functional.normalize(expected))
+
+
+@pytest.mark.parametrize("batch", ["1", "50", "16384"])
+def test_batches_change_nothing_but_rounding(batch, model, run):
+    found = run(model(), rows_of(TEXTS), "--tokens_per_batch", batch)
+    assert_close([row["embedding"] for row in found], embeddings(model(), TEXTS, "mean"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("int8", 2e-2)])
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "csv", "npy"])
+def test_types_of_embeddings(dtype, tolerance, format, model, run, tmp_path):
+    found = run(model(), rows_of(TEXTS), "--embedding_dtype", dtype, format=format)
+    if format == "npy":
+        vectors = np.load(tmp_path / "out-0" / "embeddings.npy")
+        found = list(csv.DictReader((tmp_path / "out-0" / "rows.csv").open(encoding="utf-8")))
+    elif format == "csv":
+        vectors = np.array([json.loads(row["embedding"]) for row in found])
+    else:
+        vectors = np.array([row["embedding"] for row in found])
+    if format in ("parquet", "npy"):
+        types = {"parquet": {"float16": "halffloat", "int8": "int8"}}
+        if format == "npy":
+            assert vectors.dtype == dtype
+        else:
+            schema = parquet.read_schema(tmp_path / "out-0" / "part-000000.parquet")
+            assert str(schema.field("embedding").type.value_type) == types["parquet"][dtype]
+            assert schema.field("embedding").type.list_size == 32
+    scales = np.array([float(row["scale"]) for row in found])[:, None] if dtype == "int8" else 1
+    assert_close(vectors.astype(np.float32) * scales, embeddings(model(), TEXTS, "mean"), tolerance)
+    assert [int(row["row"]) for row in found] == list(range(1, 41))
+
+
+def write_sentence_folder(folder, modules: list[str], pooling: dict, settings: dict, prompts: dict) -> str:
+    """Makes a folder of sentence-transformers of one with a model."""
+    kinds = [{"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"a.b.{kind}"} for i, kind in enumerate(modules)]
+    for name, content in (
+        ("modules.json", kinds), ("sentence_bert_config.json", settings),
+        ("config_sentence_transformers.json", prompts), ("1_Pooling/config.json", pooling),
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return str(folder)
+
+
+NORMALISED = ["Transformer", "Pooling", "Normalize"]
+
+
+@pytest.mark.parametrize("pooling", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True}])
+@pytest.mark.parametrize("modules", [NORMALISED, NORMALISED[:2]])
+def test_a_sentence_transformers_folder_is_followed(pooling, modules, run, tmp_path):
+    folder = save_model(tmp_path / "model", "embed", "bert")
+    prompts = {"prompts": {"q": "good film "}, "default_prompt_name": "q"}
+    write_sentence_folder(tmp_path / "model", modules, pooling, {"max_seq_length": 9}, prompts)
+    tokenizer, bert = AutoTokenizer.from_pretrained(folder), reference_of(folder, "embed")
+    with torch.no_grad():
+        ids = [tokenizer("good film " + text, truncation=True, max_length=9, return_tensors="pt") for text in TEXTS]
+        expected = torch.cat([bert(**each).last_hidden_state[:, 0] for each in ids])
+    normalised = torch.nn.functional.normalize(expected) if len(modules) == 3 else expected
+    assert_close([row["embedding"] for row in run(folder, rows_of(TEXTS))], normalised)
+    # Flags are stronger.
+    found = run(folder, rows_of(TEXTS), "--pooling", "mean", "--prompt", "", "--max_length", "40", "--normalize")
+    expected = torch.nn.functional.normalize(embeddings(folder, TEXTS, "mean"))
+    assert_close([row["embedding"] for row in found], expected)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "settings", "word"),
+    [
+        ([*NORMALISED[:2], "Dense"], {"pooling_mode": "cls"}, {}, "Dense"),
+        (NORMALISED, {"pooling_mode": "lasttoken"}, {}, "lasttoken"),
+        (NORMALISED, {"pooling_mode": ["cls", "mean"]}, {}, "cls, mean"),
+        (NORMALISED, {"pooling_mode": "cls", "include_prompt": False}, {}, "include_prompt"),
+        (NORMALISED, {"pooling_mode": "cls"}, {"do_lower_case": True}, "do_lower_case"),
+        (NORMALISED[::2], {"pooling_mode": "cls"}, {}, "Transformer, Normalize"),
+    ],
+)
+def test_what_is_not_supported_of_sentence_transformers_is_named(
+    modules, pooling, settings, word, run, tmp_path, capsys
+):
+    folder = save_model(tmp_path / "model", "embed", "bert")
+    write_sentence_folder(tmp_path / "model", modules, pooling, settings, {})
+    run(folder, rows_of(TEXTS), code=2)
+    err = capsys.readouterr().err.splitlines()
+    assert word in err[-1]
+
+
+# ----------------------------------------------------------------------------------------- classify, rerank, tag, masks
+
+
+@pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification", "regression"])
+def test_labels_and_scores_are_those_of_the_pipeline(problem, model, run):
+    folder = model("classify", problem_type=problem)
+    reference = pipeline("text-classification", model=folder, device="cpu")
+    expected = [{each["label"]: each["score"] for each in one} for one in reference(TEXTS, top_k=None)]
+    flags = [] if problem == "regression" else ["--all_scores"]
+    found = run(folder, rows_of(TEXTS), "--task", "classify", *flags)
+    for row, scores in zip(found, expected, strict=True):
+        in_order = [scores[label] for label in ("bad", "fair", "good")]
+        if problem == "regression":
+            assert row["prediction"] == pytest.approx(in_order, abs=1e-5)
+            continue
+        assert row["all_scores"] == pytest.approx(in_order, abs=1e-5)
+        if problem == "multi_label_classification":
+            assert dict(zip(row["labels"], row["scores"], strict=True)) == pytest.approx(
+                {label: score for label, score in scores.items() if score > 0.5}, abs=1e-5
+            )
+        else:
+            assert row["label"] == max(scores, key=scores.get)
+            assert row["score"] == pytest.approx(max(scores.values()), abs=1e-5)
+
+
+def test_pairs_are_those_of_the_pipeline(model, run):
+    pairs = rows_of(TEXTS, second=TEXTS[::-1])
+    reference = pipeline("text-classification", model=model("classify"), device="cpu")
+    inputs = [{"text": row["text"], "text_pair": row["second"]} for row in pairs]
+    expected = [reference(each, truncation=True, max_length=40) for each in inputs]
+    found = run(model("classify"), pairs, "--text_pair_column", "second")
+    assert [row["label"] for row in found] == [row["label"] for row in expected]
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
+
+
+def test_a_threshold(model, run):
+    folder = model("classify", problem_type="multi_label_classification")
+    every = run(folder, rows_of(TEXTS), "--all_scores", "--threshold", "0.9")
+    for row in every:
+        assert len(row["labels"]) == sum(score > 0.9 for score in row["all_scores"])
+    assert 0 < sum(len(row["labels"]) for row in every) < 120
+
+
+@pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
+def test_scores_of_pairs(activation, run, tmp_path):
+    folder = save_model(tmp_path / "model", "rerank", "bert")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    if activation:
+        config["sentence_transformers"] = {"activation_fn": activation}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tokenizer, bert = AutoTokenizer.from_pretrained(folder), reference_of(folder, "rerank")
+    with torch.no_grad():
+        expected = [
+            bert(**tokenizer(one, other, truncation=True, max_length=40, return_tensors="pt")).logits[0, 0]
+            for one, other in zip(TEXTS, TEXTS[::-1], strict=True)
+        ]
+    expected = torch.stack(expected) if activation else torch.stack(expected).sigmoid()
+    found = run(folder, [{"query": row["text"], "document": row["b"]} for row in rows_of(TEXTS, b=TEXTS[::-1])])
+    assert_close([row["score"] for row in found], expected)
+
+
+@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_entities_are_those_of_the_pipeline(aggregation, format, model, run):
+    reference = pipeline("token-classification", model=model("tag"), aggregation_strategy=aggregation, device="cpu")
+    found = run(model("tag"), rows_of(TEXTS), "--aggregation", aggregation, format=format)
+    for text, row in zip(TEXTS, found, strict=True):
+        expected = [{**each, "score": pytest.approx(float(each["score"]), abs=1e-5)} for each in reference(text)]
+        assert row["entities"] == expected
+
+
+def test_entities_of_a_text_longer_than_the_model(model, run):
+    """Every window is computed as it is by itself, and each token is taken from one window."""
+    long = " ".join(f"word{number % 40}" for number in range(100))
+    [row] = run(model("tag"), rows_of([long]), "--aggregation", "none")
+    starts = [entity["start"] for entity in row["entities"]]
+    assert starts == sorted(set(starts))
+    assert starts[-1] > len(long) - 100
+    assert all(long[entity["start"] : entity["end"]] == entity["word"] for entity in row["entities"])
+    reference = pipeline("token-classification", model=model("tag"), device="cpu")
+    first = reference(" ".join(long.split(" ")[:38]))  # 38 words fill the first window
+    kept = [entity for entity in first if entity["index"] <= 38 - 5]
+    found = [entity for entity in row["entities"] if entity["index"] <= 38 - 5]
+    assert [entity["word"] for entity in found] == [entity["word"] for entity in kept]
+    assert [entity["score"] for entity in found] == pytest.approx([float(each["score"]) for each in kept], abs=1e-5)
+
+
+def test_masked_words_are_those_of_the_pipeline(model, run):
+    masked = [f"{text} [MASK] {other}" for text, other in zip(TEXTS[:8], texts(8, 1, 3), strict=True)]
+    masked.append("a [MASK] film with [MASK]")
+    reference = pipeline("fill-mask", model=model("fill-mask"), top_k=3, device="cpu")
+    expected = [each if isinstance(each[0], list) else [each] for each in map(reference, masked)]
+    found = run(model("fill-mask"), rows_of(masked), "--top_k", "3")
+    for row, guesses in zip(found, expected, strict=True):
+        assert row["words"] == [[guess["token_str"] for guess in mask] for mask in guesses]
+        for scores, mask in zip(row["scores"], guesses, strict=True):
+            assert scores == pytest.approx([guess["score"] for guess in mask], abs=1e-5)
+
+
+def test_a_text_without_a_mask_cannot_be_used(model, run, tmp_path, capsys):
+    rows = rows_of(["a [MASK]", "a film", "word1 " * 60 + "[MASK]"])
+    assert len(run(model("fill-mask"), rows, "--on_bad_row", "skip")) == 1
+    errors = [json.loads(line) for line in (tmp_path / "out-0" / "errors.jsonl").read_text().splitlines()]
+    assert [error["row"] for error in errors] == [2, 3]
+    run(model("fill-mask"), rows, code=2)
+    assert "row 2" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "tag", "rerank", "fill-mask"])
+@pytest.mark.parametrize("kind", ["bert", "scratchbert"])
+def test_the_task_is_what_the_class_is_for(task, kind, run, tmp_path):
+    folder = save_model(tmp_path / "model", task, kind)
+    rows = [{"text": "a film [MASK]", "text_pair": "good"}]
+    [row] = run(folder, rows, *(["--text_pair_column", "text_pair"] if task == "rerank" else []))
+    column = {"embed": "embedding", "classify": "label", "tag": "entities", "rerank": "score", "fill-mask": "words"}
+    assert column[task] in row
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_are_those_of_scikit_learn(model, run, tmp_path):
+    from sklearn.metrics import accuracy_score, f1_score
+
+    labels = ["bad", "fair", "good", "bad"] * 10
+    for format in ("parquet", "jsonl", "csv"):
+        found = run(model("classify"), rows_of(TEXTS, y=labels), "--label_column", "y", format=format)
+        assert [row["reference"] for row in found] == labels
+        predictions = [row["label"] for row in found]
+        output = sorted(tmp_path.glob("out-*"))[-1]
+        metrics = json.loads((output / "metrics.json").read_text())
+        assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predictions))
+        assert metrics["f1"] == pytest.approx(f1_score(labels, predictions, average="macro"))
+        assert (output / "confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
+def test_metrics_of_several_labels_and_of_numbers(format, model, run, tmp_path):
+    from sklearn.metrics import accuracy_score, mean_squared_error
+
+    several = model("classify", problem_type="multi_label_classification")
+    labels = ["bad|good", "fair", "", "good"] * 10
+    found = run(several, rows_of(TEXTS, y=labels), "--label_column", "y", format=format)
+    given = [json.loads(row["labels"]) if format == "csv" else row["labels"] for row in found]
+    sets = [[[name in row for name in ("bad", "fair", "good")] for row in rows]
+            for rows in ([label.split("|") for label in labels], given)]  # fmt: skip
+    metrics = json.loads((tmp_path / "out-0" / "metrics.json").read_text())
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(*sets))
+    numbers = [float(i % 7) for i in range(40)]
+    rows = [{"query": text, "document": text, "y": y} for text, y in zip(TEXTS, numbers, strict=True)]
+    found = run(model("rerank"), rows, "--label_column", "y", format=format)
+    metrics = json.loads((tmp_path / "out-1" / "metrics.json").read_text())
+    scores = [float(row["score"]) for row in found]
+    assert metrics["mean_squared_error"] == pytest.approx(mean_squared_error(numbers, scores), rel=1e-5)
+
+
+def test_a_label_that_the_model_does_not_have(model, run, capsys):
+    run(model("classify"), rows_of(TEXTS, y=["bad"] * 39 + ["wonderful"]), "--label_column", "y", code=2)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "row 40" in line
+    assert "'wonderful'" in line
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def written(path, ending: str) -> str:
+    """A file of `TEXTS` in a format."""
+    plain = ending.removesuffix(".gz")
+    if plain == ".parquet":
+        target = io.BytesIO()
+        Dataset.from_list(rows_of(TEXTS, other=list(range(40)))).to_parquet(target)
+        content = target.getvalue()
+    elif plain in (".csv", ".tsv"):
+        target = io.StringIO(newline="")
+        writer = csv.writer(target, delimiter="," if plain == ".csv" else "\t")
+        writer.writerows([["other", "text"], *([i, text] for i, text in enumerate(TEXTS))])
+        content = target.getvalue().encode()
+    elif plain == ".json":
+        content = json.dumps(rows_of(TEXTS)).encode()
+    elif plain == ".jsonl":
+        content = "".join(json.dumps(row) + "\n" for row in rows_of(TEXTS)).encode()
+    else:
+        content = "".join(f"{text}\n" for text in TEXTS).encode()
+    path = path / f"texts{ending}"
+    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", [".txt", ".csv", ".tsv", ".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_every_format_of_input_gives_the_same(ending, compressed, model, run, tmp_path):
+    expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
+    path = written(tmp_path, ending + ".gz" * compressed)
+    for name in (path, f"file://{path}", str(tmp_path / "te*ts.*")):
+        found = run(model(), name)
+        assert [row["embedding"] for row in found] == expected
+        assert [row["row"] for row in found] == list(range(1, 41))
+        assert {row["file"] for row in found} == {path}
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
+def test_standard_input(ending, model, run, tmp_path, monkeypatch):
+    expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
+    with open(written(tmp_path, ending), encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        found = run(model(), "-")
+    assert [row["embedding"] for row in found] == expected
+    assert {row["file"] for row in found} == {"-"}
+
+
+def test_a_dataset_in_a_folder(model, run, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "train.jsonl", rows_of(TEXTS))
+    expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
+    for name in (f"hub:{tmp_path / 'data'}", f"hub:{tmp_path / 'data'}:train"):
+        assert [row["embedding"] for row in run(model(), name)] == expected
+
+
+def test_several_files_are_one_corpus(model, tmp_path, capsys):
+    """Parts go over the ends of files; an empty file is reported."""
+    names = [write_rows(tmp_path / f"{i}.jsonl", rows_of(TEXTS[i * 10 : i * 10 + 10])) for i in range(3)]
+    (tmp_path / "empty.jsonl").write_text("")
+    argv = [model(), *names[:2], str(tmp_path / "empty.jsonl"), names[2], "--output", str(tmp_path / "out")]
+    assert (
+        predict.main(
+            [*argv, "--processes", "1", "--threads_per_process", "1", "--part_rows", "16", "--format", "jsonl"]
+        )
+        == 0
+    )
+    found = read(tmp_path / "out", "jsonl")
+    assert [(row["file"], row["row"]) for row in found] == [(name, i) for name in names for i in range(1, 11)]
+    assert len(list(tmp_path.glob("out/part-*"))) == 2
+    assert "empty.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ids", "kind"), [(list(range(100, 140)), int), ([f"r{i}" for i in range(40)], str)])
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_ids_stand_for_places(ids, kind, format, model, run):
+    found = run(model(), rows_of(TEXTS, key=ids), "--id_column", "key", format=format)
+    assert [row["id"] for row in found] == ids
+    assert all(type(row["id"]) is kind for row in found)
+    assert "file" not in found[0]
+
+
+def test_a_limit(model, run):
+    assert [row["row"] for row in run(model(), rows_of(TEXTS), "--limit", "18")] == list(range(1, 19))
+
+
+def test_a_dry_run_writes_nothing(model, run, tmp_path, capsys):
+    assert run(model(), rows_of(TEXTS), "--dry_run") == []
+    assert not (tmp_path / "out-0").exists()
+    assert "embedding" in capsys.readouterr().out
+
+
+def test_truncated_texts_are_counted(model, run, tmp_path, capsys):
+    run(model(), rows_of(["a", "word1 " * 38, "word1 " * 39, "word1 " * 500]))
+    assert json.loads((tmp_path / "out-0" / ".state" / "000000.json").read_text())["truncated"] == 2
+    assert capsys.readouterr().out.splitlines()[1].startswith("2 ")
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(1, 120))
+def test_batches_have_every_sequence_once_and_no_more_tokens_than_allowed(lengths, tokens):
+    found = list(batches_by_length(lengths, tokens))
+    assert sorted(index for batch in found for index in batch) == list(range(len(lengths)))
+    sizes = [[lengths[index] for index in batch] for batch in found]
+    assert all(sum(batch) <= tokens or len(batch) == 1 for batch in sizes)
+    assert [size for batch in sizes for size in batch] == sorted(lengths, reverse=True)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_packed_sequences(ids):
+    inputs = packed(ids, [[1] * len(each) for each in ids], "cpu")
+    ends = inputs["cu_seq_lens_q"].tolist()
+    row = inputs["input_ids"][0].tolist()
+    assert [row[start:end] for start, end in itertools.pairwise(ends)] == ids
+    assert inputs["token_type_ids"].shape == inputs["input_ids"].shape
+    assert inputs["max_length_q"] == max(map(len, ids))

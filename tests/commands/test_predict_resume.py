@@ -1,0 +1,437 @@
+"""`scripts/predict.py` after crashes and changes, and on hard input: nothing is lost, and nothing is silently wrong."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import BertConfig, BertForQuestionAnswering
+
+import predict
+from support.corpora import WORDS, save_model, texts, write_rows
+from support.folders import SCRIPTS
+from support.models import tiny_config
+from toolkit.corpus import local, store
+from toolkit.corpus.job import Job
+from toolkit.corpus.sources import Corpus, open_inputs
+from toolkit.corpus.worker import Worker
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+FLAGS = ["--processes", "1", "--threads_per_process", "1", "--part_rows", "8", "--on_bad_row", "skip"]
+ROWS = [{"text": text, "id": number} for number, text in enumerate(texts(60))]
+ROWS[9]["text"] = ROWS[30]["text"] = ""  # rows that cannot be used
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    return write_rows(tmp_path / "rows.jsonl", ROWS)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of an output, but what names the machine's state."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: bytes_ for name, bytes_ in files.items() if name != "manifest.json"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory) -> dict[str, dict[str, bytes]]:
+    """The files of a run that nothing disturbs, for each format."""
+    folder = tmp_path_factory.mktemp("whole")
+    data, found = write_rows(folder / "rows.jsonl", ROWS), {}
+    before = Path.cwd()
+    os.chdir(folder)  # the files are named as in the runs that are disturbed
+    for name in ("parquet", "jsonl", "npy"):
+        assert predict.main([model, Path(data).name, "--output", name, "--format", name, *FLAGS]) == 0
+        found[name] = content(folder / name)
+    os.chdir(before)
+    return found
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, data) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def one_line(argv: list[str], capsys, *words: str, code: int = 2) -> None:
+    """Runs the command, which ends with one line on standard error."""
+    capsys.readouterr()
+    try:
+        found = predict.main(argv)
+    except SystemExit as stopped:
+        found = stopped.code
+    assert found == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "rows/s" not in line]
+    assert len(lines) == 1, lines
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "npy"])
+@pytest.mark.parametrize("lost", [["part-000003"], ["part-000000", "part-000007", "part-000004"], []])
+def test_missing_parts_are_computed_and_nothing_else(format, lost, model, undisturbed, here, monkeypatch):
+    argv = [model, "rows.jsonl", "--output", "out", "--format", format, *FLAGS]
+    if format == "npy":  # the parts are removed at the end
+        monkeypatch.setattr("toolkit.corpus.run.join_arrays", lambda *_: None)
+    assert predict.main(argv) == 0
+    monkeypatch.undo()
+    os.chdir(here)
+    for name in lost:
+        (here / "out" / f"{name}.{format}").unlink()
+    (here / "out" / "errors.jsonl").unlink()
+    computed, run = [], Worker.run
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "run", lambda self, part: computed.append(part.number) or run(self, part))
+        assert predict.main([*argv, "--resume"]) == 0
+    assert sorted(computed) == sorted(int(name[-6:]) for name in lost)
+    assert content(here / "out") == undisturbed[format]
+    assert predict.main([*argv, "--resume"]) == 0
+    assert content(here / "out") == undisturbed[format]
+
+
+def test_after_kill_9_the_files_are_the_same(model, undisturbed, here):
+    """Kills at random moments, from the first writing on."""
+    command = [sys.executable, SCRIPTS / "predict.py", model, "rows.jsonl", "--output", "out", *FLAGS]
+    numbers, kills = random.Random(0), 0
+    while kills < 3:
+        process = subprocess.Popen([*command, "--resume"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and not (here / "out" / "manifest.json").exists():
+            time.sleep(0.01)
+        time.sleep(numbers.random() / 2)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+        if (here / "out" / "errors.jsonl").exists():  # it was finished
+            shutil.rmtree(here / "out")
+    assert subprocess.run([*command, "--resume"], capture_output=True, check=False).returncode == 0
+    assert content(here / "out") == undisturbed["parquet"]
+
+
+def test_a_part_is_whole_or_not_there(model, here, monkeypatch):
+    """A full disk: what was finished is kept."""
+    write, count = store.flush, []
+
+    def full(file):
+        count.append(file.name)
+        if len(count) == 9:
+            raise OSError(28, "No space left on device", file.name)
+        write(file)
+
+    monkeypatch.setattr(store, "flush", full)
+    argv = [model, "rows.jsonl", "--output", "out", *FLAGS]
+    assert predict.main(argv) == 2
+    names = {path.name for path in (here / "out").iterdir()}
+    assert not [name for name in names if name.startswith(".part")]
+    assert len([name for name in names if name.startswith("part-")]) >= 2
+    monkeypatch.setattr(store, "flush", write)
+    assert predict.main([*argv, "--resume"]) == 0
+    assert len(list((here / "out").glob("part-*"))) == 8
+
+
+def test_ctrl_c_finishes_the_parts_in_work(model, undisturbed, here, monkeypatch, capsys):
+    run, computed = Worker.run, []
+
+    def interrupted(self, part):
+        done = run(self, part)
+        computed.append(part.number)
+        if len(computed) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        return done
+
+    argv = [model, "rows.jsonl", "--output", "out", *FLAGS]
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "run", interrupted)
+        one_line(argv, capsys, "--resume", code=130)
+    assert 2 <= len(computed) < 8
+    assert {path.name for path in (here / "out").glob("part-*")} == {f"part-{i:06d}.parquet" for i in computed}
+    assert signal.getsignal(signal.SIGINT) is not interrupted
+    assert predict.main([*argv, "--resume"]) == 0
+    assert content(here / "out") == undisturbed["parquet"]
+
+
+def test_what_changed_is_named(model, here, capsys, tmp_path_factory):
+    argv = [model, "rows.jsonl", "--output", "out", *FLAGS]
+    assert predict.main([*argv, "--limit", "20"]) == 0
+    again = [*argv, "--limit", "20", "--resume"]
+    before = content(here / "out")
+    one_line([*argv, "--limit", "21", "--resume"], capsys, "--limit", "20", "21")
+    one_line([*again, "--pooling", "cls"], capsys, "--pooling", "cls")
+    one_line([*again, "--threads_per_process", "2"], capsys, "--threads_per_process", "1", "2")
+    one_line([*again, "--format", "csv"], capsys, "--format", "csv")
+    other = save_model(tmp_path_factory.mktemp("other"), seed=1)
+    one_line([other, *again[1:]], capsys, "model", model)
+    (here / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    one_line(again, capsys, "rows.jsonl", "size")
+    write_rows(here / "rows.jsonl", [{**row, "text": row["text"].replace("word1", "word2")} for row in ROWS])
+    one_line(again, capsys, "rows.jsonl", "sha256")
+    one_line([model, "-", *again[2:]], capsys, "standard input")
+    one_line(argv, capsys, "not empty", "--resume")
+    (here / "out" / "manifest.json").write_text("{")
+    one_line(again, capsys, "manifest.json")
+    assert content(here / "out") == before
+
+
+def test_the_number_of_threads_of_a_run_is_kept(model, here):
+    argv = [model, "rows.jsonl", "--output", "out", "--on_bad_row", "skip", "--processes", "1"]
+    assert predict.main([*argv, "--threads_per_process", "1"]) == 0
+    assert predict.main([*argv, "--resume"]) == 0
+    assert json.loads((here / "out" / "manifest.json").read_text())["threads_per_process"] == 1
+
+
+def test_a_folder_that_another_run_has(model, here, capsys):
+    (here / "out").mkdir()
+    from filelock import FileLock
+
+    with FileLock(here / "out" / ".lock"):
+        one_line([model, "rows.jsonl", "--output", "out", *FLAGS], capsys, "in use")
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def test_two_processes_write_the_same_files(model, undisturbed, here):
+    assert predict.main([model, "rows.jsonl", "--output", "out", *FLAGS, "--processes", "2"]) == 0
+    assert content(here / "out") == undisturbed["parquet"]
+
+
+def test_a_process_that_dies_ends_the_run(model, undisturbed, here, monkeypatch, capsys):
+    argv = [model, "rows.jsonl", "--output", "out", *FLAGS, "--processes", "2"]
+    started, begin = [], local.multiprocessing.get_context("spawn").Process.start
+
+    def start(self):
+        begin(self)
+        started.append(self.pid)
+
+    def kill(connection):
+        if len(started) == 2 and not killed:
+            killed.append(started[0])
+            os.kill(started[0], signal.SIGKILL)
+        return receive(connection)
+
+    receive, killed = local.receive, []
+    with monkeypatch.context() as patch:
+        patch.setattr(local.multiprocessing.get_context("spawn").Process, "start", start)
+        patch.setattr(local, "receive", kill)
+        one_line(argv, capsys, "--resume")
+    assert not list((here / "out").glob(".part-*"))
+    assert predict.main([*argv, "--resume"]) == 0
+    assert content(here / "out") == undisturbed["parquet"]
+
+
+def test_results_do_not_depend_on_what_a_process_computed_before(model, here):
+    """oneDNN may compute a row differently in another number of rows, and the package rounds later row counts."""
+    job = Job(model, "embed", "out", options={"text_column": "text"}, on_bad_row="skip")
+    parts = list(Corpus(open_inputs(["rows.jsonl"])).parts(3, lambda number: True))
+    forward, backward = Worker(job), Worker(job)
+    first = {part.number: forward.compute(part)[0]["embedding"].tobytes() for part in parts}
+    assert first == {part.number: backward.compute(part)[0]["embedding"].tobytes() for part in parts[::-1]}
+    counts = [
+        module.prepacked._exact_row_counts for module in forward.task.model.modules() if hasattr(module, "prepacked")
+    ]
+    assert counts
+    assert all(count == counts[0] and max(count) < 64 for count in counts)
+
+
+# ------------------------------------------------------------------------------------------------------------- bad rows
+
+
+def test_rows_that_cannot_be_used(model, here, capsys):
+    """A part has the same rows of the input, whatever is skipped."""
+    argv = [model, "rows.jsonl", "--output", "out", "--format", "jsonl", *FLAGS]
+    assert predict.main(argv) == 0
+    parts = [path.read_text().splitlines() for path in sorted((here / "out").glob("part-*"))]
+    assert [len(lines) for lines in parts] == [8, 7, 8, 7, 8, 8, 8, 4]
+    errors = [json.loads(line) for line in (here / "out" / "errors.jsonl").read_text().splitlines()]
+    assert [(error["file"], error["row"], error["line"]) for error in errors] == [
+        ("rows.jsonl", 10, 10),
+        ("rows.jsonl", 31, 31),
+    ]
+    argv = [model, "rows.jsonl", "--output", "stopped", *FLAGS[:-1], "stop"]
+    one_line(argv, capsys, "rows.jsonl, row 10 (line 10)", "'text' is empty")
+    assert {path.name for path in (here / "stopped").glob("part-*")} >= {"part-000000.parquet"}
+    one_line([*argv, "--resume"], capsys, "row 10")
+
+
+BAD = {
+    "not JSON": b'{"text": \n',
+    "another type": b'["a"]\n',
+    "no text": b'{"other": "a"}\n',
+    "a number": b'{"text": 3}\n',
+    "null": b'{"text": null}\n',
+    "blank": b'{"text": " "}\n',
+    "not UTF-8": b'{"text": "\xff"}\n',
+    "half a surrogate": b'{"text": "\\ud800"}\n',
+}
+GOOD = {
+    "a zero byte": b'{"text": "a \\u0000 film"}\n',
+    "very long": json.dumps({"text": "word1 " * 20000}).encode() + b"\n",
+    "emoji": '{"text": "🎉 film"}\n'.encode(),
+    "unknown words only": b'{"text": "xyzzy"}\n',
+    "other line ends": b'{"text": "a"}\r\n',
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *GOOD])
+def test_hard_rows(name, model, here, capsys):
+    (here / "hard.jsonl").write_bytes(b'{"text": "a film"}\n' + (BAD | GOOD)[name] + b'{"text": "good"}\n')
+    argv = [model, "hard.jsonl", "--output", "out", "--format", "jsonl", *FLAGS[:6]]
+    if name in BAD:
+        one_line(argv, capsys, "hard.jsonl, row 2 (line 2)")
+        shutil.rmtree(here / "out")
+    assert predict.main([*argv, "--on_bad_row", "skip"]) == 0
+    rows = [json.loads(line)["row"] for line in (here / "out" / "part-000000.jsonl").read_text().splitlines()]
+    assert rows == ([1, 3] if name in BAD else [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("ids", "row"), [([1, 2, "x"], 3), ([1, None, 2], 2), (["a", {"b": 1}, "c"], 2), ([1, True, 2], 2)]
+)
+def test_ids_that_cannot_be_used(ids, row, model, here, capsys):
+    write_rows(here / "ids.jsonl", [{"text": "a", "key": key} for key in ids])
+    argv = [model, "ids.jsonl", "--output", "out", "--id_column", "key", *FLAGS[:6]]
+    one_line(argv, capsys, f"row {row}", "'key'")
+
+
+# ----------------------------------------------------------------------------------------------------------- hard input
+
+
+def damaged(here: Path, name: str) -> str:
+    """A file that cannot be read to its end, after rows that can."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS[:9] * 400).encode()
+    if name == "cut.jsonl.gz":
+        whole = gzip.compress(os.urandom(20000).hex().encode() + b"\n")
+        (here / name).write_bytes(gzip.compress(lines) + whole[: len(whole) // 2])
+    elif name == "cut.parquet":
+        Dataset.from_list(ROWS).to_parquet(here / name)
+        (here / name).write_bytes((here / name).read_bytes()[:-100])
+    elif name == "header.csv":
+        (here / name).write_text("text,text\na,b\n")
+    else:
+        (here / name).write_bytes(b"not a gzip file")
+    return name
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.parquet", "header.csv", "not.txt.gz"])
+def test_files_that_cannot_be_read(name, model, here, capsys):
+    argv = [model, damaged(here, name), "--output", "out", *FLAGS]
+    one_line(argv, capsys, name)
+    if name == "cut.jsonl.gz":  # what came before it is kept
+        assert len(list((here / "out").glob("part-*"))) > 400
+
+
+def save_question_answering(folder: Path) -> str:
+    BertForQuestionAnswering(tiny_config(BertConfig, vocab_size=len(WORDS))).save_pretrained(folder)
+    save_model(folder / "other")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "other" / name, folder)
+    return str(folder)
+
+
+def without_tokenizer(folder: Path) -> str:
+    save_model(folder)
+    for path in folder.glob("*token*"):
+        path.unlink()
+    return str(folder)
+
+
+def of_type(folder: Path, **fields) -> str:
+    save_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {}, **fields}))
+    return str(folder)
+
+
+MODELS = {
+    "unknown": (lambda folder: str(folder / "nothing"), "no such folder"),
+    "without a tokenizer": (without_tokenizer, "tokenizer"),
+    "of another type": (lambda folder: of_type(folder, model_type="roberta"), "roberta"),
+    "a generator": (lambda folder: of_type(folder, is_decoder=True), "generate"),
+    "of another task": (save_question_answering, "BertForQuestionAnswering"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_used(name, here, tmp_path_factory, capsys):
+    make, word = MODELS[name]
+    folder = make(tmp_path_factory.mktemp("bad"))
+    capsys.readouterr()
+    one_line([folder, "rows.jsonl", "--output", "out", *FLAGS], capsys, folder, word)
+    assert not (here / "out").exists()
+
+
+def test_a_model_without_the_head_of_the_task(model, here, capsys):
+    one_line([model, "rows.jsonl", "--output", "out", "--task", "classify", *FLAGS], capsys, model, "classifier")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--text_column", "body"], ["'body'", "'text'"]),
+        (["--id_column", "key"], ["'key'", "--id_column"]),
+        (["--text_pair_column", "id"], ["--text_pair_column", "classify"]),
+        (["--label_column", "id"], ["--label_column", "classify"]),
+        (["--task", "rerank"], ["--text_pair_column"]),
+        (["--threshold", "2"], ["2"]),
+        (["--threshold", "0.5"], ["--threshold", "classify"]),
+        (["--top_k", "3"], ["--top_k", "fill-mask"]),
+        (["--max_length", "41"], ["--max_length", "40"]),
+        (["--truncate_dim", "33"], ["--truncate_dim", "32"]),
+        (["--task", "classify", "--format", "npy"], ["npy"]),
+        (["--device", "nothing"], ["nothing"]),
+        (["--device", "cuda", "--processes", "7"], ["cuda"]),
+        (["--ray_address", "auto"], ["--engine"]),
+        (["--limit", "0"], ["'0'"]),
+        (["--processes", "many"], ["'many'"]),
+    ],
+)
+def test_flags_that_cannot_be_used(flags, words, model, here, capsys):
+    one_line([model, "rows.jsonl", "--output", "out", *FLAGS, *flags], capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "word"),
+    [
+        (["nothing.csv"], "nothing.csv"),
+        (["*.csv"], "*.csv"),
+        (["rows.jsonl", "rows.jsonl"], "twice"),
+        (["rows.xlsx"], ".xlsx"),
+        (["empty.txt"], "empty.txt"),
+    ],
+)
+def test_inputs_that_cannot_be_used(inputs, word, model, here, capsys):
+    (here / "rows.xlsx").write_text("x")
+    (here / "empty.txt").write_text("")
+    one_line([model, *inputs, "--output", "out", *FLAGS], capsys, word)
+
+
+def test_an_output_that_cannot_be_used(model, here, capsys):
+    (here / "file").write_text("x")
+    one_line([model, "rows.jsonl", "--output", "file", *FLAGS], capsys, "file")
+    one_line([model, "rows.jsonl", "--output", "file/out", *FLAGS], capsys, "file")
+    (here / "full").mkdir()
+    (here / "full" / "thesis.txt").write_text("x")
+    one_line([model, "rows.jsonl", "--output", "full", *FLAGS], capsys, "not empty")
+    one_line([model, "rows.jsonl", "--output", "full", *FLAGS, "--resume"], capsys, "manifest.json")
+    assert sorted(path.name for path in (here / "full").iterdir()) == ["thesis.txt"]
+
+
+def test_without_pyarrow_the_extra_is_named(model, here, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    one_line([model, "rows.jsonl", "--output", "out", *FLAGS], capsys, "pyarrow", "scratchbert[corpus]")
