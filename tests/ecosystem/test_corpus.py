@@ -1,0 +1,178 @@
+"""`scripts/predict.py` beside sentence-transformers, on Ray, over HTTP, and the Python of docs/corpus.md."""
+
+import contextlib
+import csv
+import functools
+import http.server
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+import predict
+from support.corpora import reference_of, save_model, texts, write_rows
+from support.folders import ROOT, SCRIPTS
+
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
+FLAGS = ["--threads_per_process", "1", "--part_rows", "8"]
+ROWS = [{"id": number, "text": text} for number, text in enumerate(texts(60))]
+
+
+def table(folder: Path) -> dict[str, list]:
+    """The columns of all parts."""
+    parts = [parquet.read_table(path).to_pydict() for path in sorted(folder.glob("part-*.parquet"))]
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name[0] in "p0"}
+
+
+# ------------------------------------------------------------------------------------------------ sentence-transformers
+
+
+@pytest.mark.parametrize("prompts", [{}, {"prompts": {"query": "query: "}, "default_prompt_name": "query"}])
+def test_embeddings_are_those_of_sentence_transformers(prompts, minilm, reviews, tmp_path):
+    """On a folder of version 2 as it is on the Hub, and on one that the installed version has saved."""
+    theirs = SentenceTransformer(minilm, device="cpu", **prompts)
+    theirs.save(str(tmp_path / "saved"))
+    sentences = [row["text"] for row in reviews] + ["a long story " * 200]
+    expected = theirs.encode(sentences, batch_size=8)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in sentences])
+    for number, folder in enumerate([tmp_path / "saved"] if prompts else [minilm, tmp_path / "saved"]):
+        output = tmp_path / f"out-{number}"
+        assert predict.main([str(folder), rows, "--output", str(output), "--processes", "1", *FLAGS]) == 0
+        found = np.array(table(output)["embedding"])
+        assert (found * expected).sum(1).min() > 0.99999
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_scores_are_those_of_a_cross_encoder(tmp_path):
+    folder = save_model(tmp_path / "model", "rerank", "bert")
+    pairs = list(zip(texts(50, 1), texts(50, 2), strict=True))
+    expected = CrossEncoder(folder, device="cpu", max_length=40).predict(pairs)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"query": one, "document": other} for one, other in pairs])
+    assert predict.main([folder, rows, "--output", str(tmp_path / "out"), "--processes", "1", *FLAGS]) == 0
+    np.testing.assert_allclose(table(tmp_path / "out")["score"], expected, rtol=0, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- HTTP, fsspec
+
+
+def test_input_over_http_and_output_in_a_store(tmp_path):
+    folder = save_model(tmp_path / "model")
+    (tmp_path / "served").mkdir()
+    path = write_rows(tmp_path / "served" / "rows.jsonl", ROWS)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/rows.jsonl"
+        argv = ["--id_column", "id", "--processes", "1", *FLAGS]
+        assert predict.main([folder, url, "--output", "memory://corpus/out", *argv]) == 0
+        import fsspec
+
+        store = fsspec.filesystem("memory")
+        found = {Path(name).name: store.cat_file(name) for name in store.find("/corpus/out")}
+        assert predict.main([folder, path, "--output", f"file://{tmp_path / 'out'}", *argv]) == 0
+        expected = content(tmp_path / "out")
+        assert {name: found[name] for name in expected} == expected
+        store.rm_file("/corpus/out/part-000002.parquet")
+        assert predict.main([folder, url, "--output", "memory://corpus/out", *argv, "--resume"]) == 0
+        assert store.cat_file("/corpus/out/part-000002.parquet") == expected["part-000002.parquet"]
+        server.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------------------ Ray
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    """Workers find the package and the library by what the command sends, not by the path of this process."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_DEDUP_LOGS": "0"}
+
+
+def children_named(pid: int, name: str) -> list[int]:
+    """The processes below `pid` whose command line has this name."""
+    import psutil
+
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += [child.pid] if any(name in part for part in child.cmdline()) else []
+    return found
+
+
+def test_ray_writes_the_same_files_also_if_an_actor_is_killed(environment, tmp_path):
+    """From another working directory."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    folder = save_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS * 30)
+    (tmp_path / "elsewhere").mkdir()
+    assert predict.main([folder, rows, "--output", str(tmp_path / "local"), "--processes", "1", *FLAGS]) == 0
+    command = [sys.executable, SCRIPTS / "predict.py", folder, rows, "--output", tmp_path / "ray", *FLAGS]
+    process = subprocess.Popen(
+        [*command, "--engine", "ray", "--processes", "2"], cwd=tmp_path / "elsewhere", env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while process.poll() is None and len(list((tmp_path / "ray").glob("part-*"))) < 3:
+        time.sleep(0.05)
+    actors = children_named(process.pid, "RemoteWorker")
+    for pid in actors[:1]:
+        os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert actors, "the run was over before an actor could be killed"
+    assert content(tmp_path / "ray") == content(tmp_path / "local")
+
+
+def test_ray_reports_an_error_in_one_line(environment, tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed")
+    folder = save_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", [*ROWS[:20], {"id": 20, "text": ""}])
+    command = [sys.executable, SCRIPTS / "predict.py", folder, rows, "--output", tmp_path / "ray", *FLAGS]
+    done = subprocess.run([*command, "--engine", "ray", "--processes", "1"], env=environment, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 2
+    assert "row 21" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "ray" / "part-000001.parquet").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- docs/corpus.md
+
+
+@pytest.mark.parametrize(("number", "output"), [(0, "embeddings/*.parquet"), (1, "embeddings.parquet")])
+def test_the_python_of_the_documentation(number, output, tmp_path):
+    if number == 0:
+        pytest.importorskip("ray", reason="ray is not installed")
+    folder = save_model(tmp_path / "my-model", "embed", "bert")
+    sentences = texts(30)
+    with open(tmp_path / "reviews.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in sentences)])
+    code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "corpus.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "code.py").write_text(code[number])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "code.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [row for path in sorted(tmp_path.glob(output)) for row in parquet.read_table(path).to_pylist()]
+    found = {row["text"]: row["embedding"] for row in rows}
+    bert, tokenizer = reference_of(folder, "embed"), AutoTokenizer.from_pretrained(folder)
+    for text in sentences:
+        with torch.no_grad():
+            states = bert(**tokenizer(text, return_tensors="pt")).last_hidden_state
+        np.testing.assert_allclose(found[text], states[0].mean(0), rtol=0, atol=1e-5)
