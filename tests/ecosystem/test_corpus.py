@@ -100,10 +100,11 @@ def test_input_over_http_and_output_in_a_store(tmp_path):
 # ------------------------------------------------------------------------------------------------------------------ Ray
 
 
-@pytest.fixture
-def environment(tmp_path) -> dict[str, str]:
-    """Workers find the package and the library by what the command sends, not by the path of this process."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_DEDUP_LOGS": "0"}
+# The path of this process, not that of its environment, which Ray's workers would inherit.
+COMMAND = (
+    f"import sys; sys.path[:0] = {[str(SCRIPTS), str(ROOT)]}; import predict; sys.exit(predict.main(sys.argv[1:]))"
+)
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def children_named(pid: int, name: str) -> list[int]:
@@ -117,21 +118,21 @@ def children_named(pid: int, name: str) -> list[int]:
     return found
 
 
-def test_ray_writes_the_same_files_also_if_an_actor_is_killed(environment, tmp_path):
+def test_ray_writes_the_same_files_also_if_an_actor_is_killed(tmp_path):
     """From another working directory."""
     pytest.importorskip("ray", reason="ray is not installed")
     folder = save_model(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", ROWS * 30)
     (tmp_path / "elsewhere").mkdir()
     assert predict.main([folder, rows, "--output", str(tmp_path / "local"), "--processes", "1", *FLAGS]) == 0
-    command = [sys.executable, SCRIPTS / "predict.py", folder, rows, "--output", tmp_path / "ray", *FLAGS]
+    command = [sys.executable, "-c", COMMAND, folder, rows, "--output", tmp_path / "ray", *FLAGS]
     process = subprocess.Popen(
-        [*command, "--engine", "ray", "--processes", "2"], cwd=tmp_path / "elsewhere", env=environment,
+        [*command, "--engine", "ray", "--processes", "2"], cwd=tmp_path / "elsewhere", env=ENVIRONMENT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while process.poll() is None and len(list((tmp_path / "ray").glob("part-*"))) < 3:
         time.sleep(0.05)
-    actors = children_named(process.pid, "RemoteWorker")
+    actors = children_named(process.pid, "RemoteWorker") if process.poll() is None else []
     for pid in actors[:1]:
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=300)
@@ -140,12 +141,12 @@ def test_ray_writes_the_same_files_also_if_an_actor_is_killed(environment, tmp_p
     assert content(tmp_path / "ray") == content(tmp_path / "local")
 
 
-def test_ray_reports_an_error_in_one_line(environment, tmp_path):
+def test_ray_reports_an_error_in_one_line(tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
     folder = save_model(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", [*ROWS[:20], {"id": 20, "text": ""}])
-    command = [sys.executable, SCRIPTS / "predict.py", folder, rows, "--output", tmp_path / "ray", *FLAGS]
-    done = subprocess.run([*command, "--engine", "ray", "--processes", "1"], env=environment, capture_output=True,
+    command = [sys.executable, "-c", COMMAND, folder, rows, "--output", tmp_path / "ray", *FLAGS]
+    done = subprocess.run([*command, "--engine", "ray", "--processes", "1"], env=ENVIRONMENT, capture_output=True,
                           text=True, check=False)  # fmt: skip
     assert done.returncode == 2
     assert "row 21" in done.stderr.splitlines()[-1]
@@ -164,9 +165,9 @@ def test_the_python_of_the_documentation(number, output, tmp_path):
     with open(tmp_path / "reviews.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in sentences)])
     code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "corpus.md").read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "code.py").write_text(code[number])
+    (tmp_path / "example.py").write_text(code[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "code.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [row for path in sorted(tmp_path.glob(output)) for row in parquet.read_table(path).to_pylist()]
