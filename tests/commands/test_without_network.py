@@ -17,6 +17,7 @@ import finetune_classification
 import finetune_seq2seq
 import generate
 import plot_attention
+import predict
 import pretrain_mlm
 import push_to_hub
 import question_answering
@@ -79,6 +80,7 @@ TRAIN = ["--train_file", "TEXTS", "--output", "OUT"]
         (export, ["ada/never-seen", "OUT", "--format", "torch"]),
         (generate, ["ada/never-seen", "hello"]),
         (plot_attention, ["ada/never-seen", "hello", "--output", "OUT.png"]),
+        (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
         (question_answering, ["ada/never-seen", "--question", "Who?", "--context", "Ada."]),
         (sentence_similarity, ["ada/never-seen", "a", "b"]),
         (finetune_classification, ["--model", "ada/never-seen", *TRAIN]),
