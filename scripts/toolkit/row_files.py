@@ -32,6 +32,9 @@ JSON_STRING = re.compile(r'(?:[^"\\]++|\\.)*+(")?', re.DOTALL)
 # Brackets and commas of JSON outside of strings, and strings.
 JSON_MARKS = re.compile(rf'"{JSON_STRING.pattern}|[][{{}},]', re.DOTALL)
 
+# Rows of JSON may lack columns: those of this many rows at the beginning are the columns of the file.
+ROWS_WITH_ALL_COLUMNS = 100
+
 # Usual names of columns.
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")

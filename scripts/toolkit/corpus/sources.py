@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolkit.corpus.store import is_remote
-from toolkit.row_files import READERS, ending_of, errors_of_gzip, expand, name_labels, read_parquet
+from toolkit.row_files import (
+    READERS,
+    ROWS_WITH_ALL_COLUMNS,
+    ending_of,
+    errors_of_gzip,
+    expand,
+    name_labels,
+    read_parquet,
+)
 
 STANDARD_INPUT = "-"
 HUB = "hub:"
 ENDINGS = (*READERS, ".parquet.gz")
-
-# Rows of JSON may lack columns: those of so many rows at the beginning are the columns of the input.
-ROWS_WITH_ALL_COLUMNS = 100
 
 # Of each end of a file, for its fingerprint: the header or the schema, and the first and the last rows.
 FINGERPRINT_BYTES = 2**16

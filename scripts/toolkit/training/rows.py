@@ -12,15 +12,21 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.iterable_dataset import ExamplesIterable
 
-from toolkit.row_files import READERS, BadRow, ending_of, errors_about, expand, find_fault, name_labels
+from toolkit.row_files import (
+    READERS,
+    ROWS_WITH_ALL_COLUMNS,
+    BadRow,
+    ending_of,
+    errors_about,
+    expand,
+    find_fault,
+    name_labels,
+)
 
 logger = logging.getLogger(__name__)
 
 # The number of rows that the report on skipped rows lists.
 LISTED_ROWS = 5
-
-# Rows of JSON lines may lack columns: those of this many rows at the beginning are the columns of the file.
-ROWS_WITH_ALL_COLUMNS = 100
 
 # -------------------------------------------------------------------------------------------------------- reading rows
 
