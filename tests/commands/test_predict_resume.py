@@ -236,7 +236,7 @@ def test_a_process_that_dies_ends_the_run(model, undisturbed, here, monkeypatch,
 
 
 def test_results_do_not_depend_on_what_a_process_computed_before(model, here):
-    """oneDNN may compute a row differently in another number of rows, and the package rounds later row counts."""
+    """oneDNN may compute a row differently among other rows, and prepacked weights round later row counts up."""
     job = Job(model, "embed", "out", options={"text_column": "text"}, on_bad_row="skip")
     parts = list(Corpus(open_inputs(["rows.jsonl"])).parts(3, lambda number: True))
     forward, backward = Worker(job), Worker(job)

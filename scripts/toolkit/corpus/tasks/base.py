@@ -11,8 +11,8 @@ from toolkit.corpus.job import Job
 from toolkit.corpus.model import longest, open_for
 from toolkit.hub import open_tokenizer
 
-# oneDNN computes the first row counts of a prepacked weight as they are, and rounds up later ones. After a pass with
-# each of these row counts, every further one is rounded: results do not depend on what a process computed before.
+# A prepacked weight computes the first row counts that it meets as they are, and rounds up later ones. After a pass
+# with each of these row counts every further one is rounded, so results do not depend on earlier parts.
 WARM_UP_ROWS = range(1, 65)
 
 
