@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
-from modeling_scratchbert.inference import PrepackedLinear, PrepackedWeight
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference, prepacking
+from modeling_scratchbert.inference import PrepackedLinear
+from modeling_scratchbert.prepacking import PrepackedWeight
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
 from support.prepacked import ODD, TIED, all_prepacked, compute, every_model, layers, make
@@ -221,18 +222,18 @@ def test_one_copy_in_memory_all_along(monkeypatch, head, fields):
     tied = len(tables & set(weights))
     packed, plain_init = [], PrepackedWeight.__init__
 
-    def counting(self, weight):
-        plain_init(self, weight)
-        packed.append(self)
+    def counting(self, parameters):
+        plain_init(self, parameters)
+        packed.extend([self] * len(parameters))
         dense = sum(weight() is not None for weight in weights.values())
-        assert dense + len(packed) <= len(weights) + 1 + tied
+        assert dense + len(packed) <= len(weights) + 3 + tied
 
     monkeypatch.setattr(PrepackedWeight, "__init__", counting)
     model.optimize_for_inference()
     assert len(packed) == len(weights)
     assert sum(weight() is not None for weight in weights.values()) == tied
     model.state_dict()
-    assert not any(matrix._dense.get(torch.Tensor) is not None for matrix in packed)
+    assert not any(kind is torch.Tensor for matrix in packed for kind, _ in matrix._dense)
 
 
 def test_a_weight_that_another_model_shares_and_trains():
@@ -330,7 +331,7 @@ def test_to_a_device_that_torch_moves_parameters_to_in_place(monkeypatch, head, 
     matrices = len({id(layer.prepacked) for layer in layers(model.optimize_for_inference())})
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(PrepackedLinear, "device_after", lambda layer, fn: torch.device("cuda"))
-        elsewhere.setattr(inference, "_can_prepack", lambda weight: False)
+        elsewhere.setattr(inference, "can_prepack", lambda weight: False)
         model._apply(torch.clone)
         assert {layer.prepacked for layer in layers(model)} == {None}
         assert_same_state(model.state_dict(), before)
@@ -580,14 +581,14 @@ def test_the_first_row_counts_are_exact(monkeypatch):
 
 def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
     storage = torch.randn(10, 4)
-    extended = inference._extend_rows(storage[2:5], 6)
+    extended = prepacking.extend_rows(storage[2:5], 6)
     assert extended.data_ptr() == storage[2:5].data_ptr()
     assert torch.equal(extended, storage[2:8])
     for x in (storage[6:], storage[:3].clone(), storage.t()[:, :4].t()[:3], storage[::2][:2]):
-        extended = inference._extend_rows(x, len(x) + 1)
+        extended = prepacking.extend_rows(x, len(x) + 1)
         assert extended.shape == (len(x) + 1, 4)
         assert torch.equal(extended[: len(x)], x)
-    assert inference._extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
+    assert prepacking.extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")
