@@ -32,7 +32,7 @@ def find_factors(model, groups: dict[str, list[nn.Linear]], batches: Iterable[Ma
         layers[0].register_forward_pre_hook(_recorder(name, largest), prepend=True) for name, layers in groups.items()
     ]
     try:
-        _run(model, batches)
+        _run(model.eval(), batches)
     finally:
         for hook in hooks:
             hook.remove()

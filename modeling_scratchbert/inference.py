@@ -45,8 +45,7 @@ class PrepackedLinear(nn.Module):
         layer: the layer to replace. Its bias and, until it is prepacked, its weight are taken over.
         gelu_form: "none" for the exact GELU, "tanh" for the approximation, None for no activation.
         keeps_weight: keep the dense weight beside the prepacked one, because another module uses it too.
-        matrix: holds the prepacked weight; None to prepack it here.
-        part: which of the weights in `matrix`.
+        is_part: leave it to a `JointAttention` to prepack the weight, as a part of one matrix.
     """
 
     bias: nn.Parameter | None
@@ -56,19 +55,14 @@ class PrepackedLinear(nn.Module):
         layer: nn.Linear,
         gelu_form: str | None = None,
         keeps_weight: bool = False,
-        matrix: PackedMatrix | None = None,
-        part: int = 0,
+        is_part: bool = False,
     ):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.gelu_form, self.keeps_weight = gelu_form, keeps_weight
+        self.gelu_form, self.keeps_weight, self.is_part = gelu_form, keeps_weight, is_part
         self._parameters.update(layer._parameters)  # the weight is None while only the prepacked one is held
         self.prepacked: Any = None  # a PackedMatrix, unless the layer is dense
-        self.part = part
-        if matrix is None:
-            self.prepack()
-        else:
-            self.hold(matrix, part)
+        self.part = 0  # which of the weights in `prepacked`
 
     @property
     def weight(self) -> nn.Parameter | torch.Tensor:
@@ -96,11 +90,12 @@ class PrepackedLinear(nn.Module):
         y = nn.functional.linear(x, self.weight, self.bias)
         return y if self.gelu_form is None else nn.functional.gelu(y, approximate=self.gelu_form)
 
-    def prepack(self) -> None:
-        """Prepacks the weight if its device, its dtype and this build of torch allow it."""
-        weight = self._parameters["weight"]
-        if weight is not None and self.prepacked is None and can_prepack(weight):
+    def prepack(self) -> Self:
+        """Prepacks the weight if its device, its dtype and this build of torch allow it, and it is not a part."""
+        weight: Any = self._parameters["weight"]
+        if self.prepacked is None and not self.is_part and can_prepack(weight):
             self.hold(PrepackedWeight.from_parameters([weight]), 0)
+        return self
 
     def hold(self, matrix: PackedMatrix, part: int) -> None:
         """Replaces the dense weight by one of those in `matrix`."""
@@ -177,14 +172,13 @@ class JointAttention(MultiHeadAttention):
     value: Any
 
     def join(self) -> None:
-        """Prepacks the three weights, which are `PrepackedLinear`s, as one matrix, if that is possible."""
+        """Prepacks the weights of the three `PrepackedLinear`s as one matrix, if that is possible."""
         layers = [self.query, self.key, self.value]
+        weights = [layer._parameters["weight"] for layer in layers if layer.prepacked is None]
+        if len(weights) == len(layers) and all(map(can_prepack, weights)):
+            _hold(PrepackedWeight.from_parameters(weights), layers)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.joint_bias = torch.cat(biases) if biases else None
-        if not self._is_joint() and all(layer.prepacked is not None for layer in layers):
-            matrix = PrepackedWeight.from_parameters([layer.restore() for layer in layers])
-            for part, layer in enumerate(layers):
-                layer.hold(matrix, part)
 
     def _is_joint(self) -> bool:
         return self.query.prepacked is not None and self.query.prepacked is self.key.prepacked
@@ -240,12 +234,12 @@ class InferenceMixin(PreTrainedModel):
         is_int8 = _check_dtype(self, dtype, calibration)
         with shared_namespace().prepacking_lock:
             _check_supported(self)
-            self.eval()
             if isinstance(dtype, torch.dtype):
                 cast(Any, self).to(dtype)
             if is_int8 and calibration is not None:
                 self._int8_factors = _calibrate(self, calibration)
             _replace_layers(self.requires_grad_(False), is_int8, self._int8_factors or {})
+            self.eval()
         layers = _prepacked_layers(self)
         if layers and all(layer.prepacked is None for layer in layers):
             fact = f"optimize_for_inference() kept weights dense that are {layers[0].weight.dtype} on {self.device}"
@@ -381,21 +375,32 @@ def _replace_layers(model, is_int8: bool, factors: dict[str, torch.Tensor]) -> N
     """Replaces the linear layers, a group at a time."""
     kept = {id(weight) for m in model.modules() if not _is_plain_linear(m) for weight in m._parameters.values()}
     for name, parent, names in _layer_groups(model):
-        layers = [getattr(parent, each) for each in names]
-        weights = [layer.weight for layer in layers]
-        matrix: PackedMatrix | None = None
-        if can_prepack(weights[0]):
-            if is_int8 and sum(map(len, weights)) >= MIN_INT8_OUTPUTS:
-                of_layer = factors.get(name.removeprefix(f"{model.base_model_prefix}."))
-                matrix = QuantizedWeight.from_parameters(weights, of_layer)
-            else:
-                matrix = PrepackedWeight.from_parameters(weights)
-        for part, (each, layer) in enumerate(zip(names, layers, strict=True)):
-            replaced = PrepackedLinear(layer, _fuse_gelu(parent, each), id(layer.weight) in kept, matrix, part)
-            setattr(parent, each, replaced)
-        if len(names) > 1:
-            parent.__class__ = JointAttention
-            parent.join()
+        of_group = factors.get(name.removeprefix(f"{model.base_model_prefix}."))
+        _replace_group(parent, names, kept, is_int8, of_group)
+
+
+def _replace_group(parent: Any, names: Sequence[str], kept: set[int], is_int8: bool, factors) -> None:
+    """Replaces layers of one input by `PrepackedLinear`s that share a matrix. Weights with an id in `kept` stay."""
+    is_part, layers = len(names) > 1, []
+    for name in names:
+        layer = getattr(parent, name)
+        layers.append(PrepackedLinear(layer, _fuse_gelu(parent, name), id(layer.weight) in kept, is_part))
+        setattr(parent, name, layers[-1])
+    weights: list[Any] = [layer._parameters["weight"] for layer in layers]
+    if can_prepack(weights[0]):
+        if is_int8 and sum(map(len, weights)) >= MIN_INT8_OUTPUTS:
+            _hold(QuantizedWeight.from_parameters(weights, factors), layers)
+        else:
+            _hold(PrepackedWeight.from_parameters(weights), layers)
+    if is_part:
+        parent.__class__ = JointAttention
+        parent.join()
+
+
+def _hold(matrix: PackedMatrix, layers: Sequence[PrepackedLinear]) -> None:
+    """Replaces the dense weights of these layers by those in `matrix`."""
+    for part, layer in enumerate(layers):
+        layer.hold(matrix, part)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ A `PrepackedWeight` computes the same products as the weights it is made of; a `
 import threading
 import uuid
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -39,7 +38,7 @@ def shared_namespace():
 shared_namespace()
 
 
-class PackedMatrix(ABC):
+class PackedMatrix:
     """One or several weights `(out, in)` of the same `in`, one below the other, in a layout of oneDNN's. Layers that
     shared the weights share this.
 
@@ -113,12 +112,12 @@ class PackedMatrix(ABC):
         step = max(power_of_two // 32, min(power_of_two // 16, 8))
         return -(-rows // step) * step
 
-    @abstractmethod
     def is_made_of(self, weights: Sequence[nn.Parameter], *args) -> bool:
         """Whether the matrix holds the present values of these weights."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _compute(self, x: torch.Tensor, bias: torch.Tensor | None, gelu_form: str | None) -> torch.Tensor: ...
+    def _compute(self, x: torch.Tensor, bias: torch.Tensor | None, gelu_form: str | None) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class PrepackedWeight(PackedMatrix):

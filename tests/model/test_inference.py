@@ -10,7 +10,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from modeling_scratchbert.inference import PrepackedLinear
 from modeling_scratchbert.prepacking import PrepackedWeight
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
-from support.prepacked import ODD, TIED, all_prepacked, compute, every_model, layers, make
+from support.prepacked import ODD, TIED, all_prepacked, compute, every_model, layers, make, record_row_counts
 
 
 @pytest.fixture
@@ -101,13 +100,14 @@ def test_gelu_of_large_and_of_no_numbers():
         activation = ACT2FN[name]
         form = inference.GELU_FORMS[type(activation).__name__]
         with torch.no_grad():
-            torch.testing.assert_close(PrepackedLinear(layer, form, True)(x), activation(x), rtol=1e-6, atol=1e-5)
+            actual = PrepackedLinear(layer, form, True).prepack()(x)
+            torch.testing.assert_close(actual, activation(x), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 36), (36,), (1, 1, 36), (2, 0, 36), (300, 36)])
 def test_any_shape(shape):
     layer, x = nn.Linear(36, 5), torch.randn(shape)
-    packed = PrepackedLinear(layer, keeps_weight=True)
+    packed = PrepackedLinear(layer, keeps_weight=True).prepack()
     with torch.no_grad():
         torch.testing.assert_close(packed(x), layer(x))
         torch.testing.assert_close(
@@ -240,10 +240,10 @@ def test_a_weight_that_another_model_shares_and_trains():
     weight, x = nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4)
     one, other = nn.Linear(4, 3), nn.Linear(4, 3)
     one.weight = other.weight = weight
-    packed = PrepackedLinear(one)
+    packed = PrepackedLinear(one).prepack()
     weight.data.mul_(2)
     with torch.no_grad():
-        torch.testing.assert_close(PrepackedLinear(other)(x), other(x))
+        torch.testing.assert_close(PrepackedLinear(other).prepack()(x), other(x))
         torch.testing.assert_close(packed(x), nn.functional.linear(x, weight / 2, one.bias))
 
 
@@ -540,9 +540,9 @@ def in_threads(function, arguments):
 def test_models_optimised_in_threads_keep_their_own_weights():
     models = [make("Model", num_hidden_layers=1, hidden_size=4, intermediate_size=5) for _ in range(120)]
     in_threads(lambda model: model.optimize_for_inference(), models)
-    prepacked = [layer.prepacked for model in models for layer in layers(model)]
+    prepacked = {layer.prepacked for model in models for layer in layers(model)}
     weights_by_key = torch.ops.scratchbert.weights_by_key
-    assert len({weight.key for weight in prepacked}) == len(prepacked)
+    assert len({weight.key for weight in prepacked}) == len(models) * len({m.prepacked for m in layers(models[0])})
     assert all(weights_by_key[weight.key] is weight for weight in prepacked)
 
 
@@ -559,15 +559,9 @@ def test_one_model_optimised_in_threads():
 # --- row counts, and the memory that oneDNN's cache takes for each
 
 
-def test_the_first_row_counts_are_exact(monkeypatch):
-    operator, prepacked = torch.ops.mkldnn._linear_pointwise, PrepackedLinear(nn.Linear(4, 3))
-    computed = []
-
-    def record(x, *args):
-        computed.append(x.shape[:-1].numel())
-        return operator.default(x, *args)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=record))
+def test_the_first_row_counts_are_exact():
+    prepacked = PrepackedLinear(nn.Linear(4, 3)).prepack()
+    computed = record_row_counts(prepacked.prepacked)
     first = list(range(2730, 2761))
     rounded = {2761: 2816, 2730 + 4096: 6912, 2048: 2048, 100: 104, 17: 18}
     exact = [*first, *range(1, 17), *first]
