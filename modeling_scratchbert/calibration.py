@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import safetensors
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .checkpoints import staged
@@ -85,9 +85,8 @@ def load_factors(path: str | os.PathLike, groups: dict[str, list[nn.Linear]]) ->
         ValueError: it is not a file of factors, or those of another model.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+        factors = load_file(path)
+    except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error}); expected calibration factors.") from None
     shapes = {name: (layers[0].in_features,) for name, layers in groups.items()}
     for name in sorted(factors.keys() | shapes.keys()):

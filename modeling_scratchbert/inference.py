@@ -236,6 +236,8 @@ class InferenceMixin(PreTrainedModel):
             _check_supported(self)
             if isinstance(dtype, torch.dtype):
                 cast(Any, self).to(dtype)
+            if is_int8:
+                _check_finite(self)
             if is_int8 and calibration is not None:
                 self._int8_factors = _calibrate(self, calibration)
             _replace_layers(self.requires_grad_(False), is_int8, self._int8_factors or {})
@@ -326,6 +328,13 @@ def _check_dtype(model, dtype, calibration) -> bool:
     if dtype is not None and any(layer.is_quantized for layer in layers):
         raise unsupported(f"conversion to {dtype}", f"Load it again and call optimize_for_inference({dtype})")
     return False
+
+
+def _check_finite(model) -> None:
+    """Raises ValueError if a weight is not finite: quantisation would turn NaN into a number."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
 
 
 def _calibrate(model, calibration) -> dict[str, torch.Tensor]:

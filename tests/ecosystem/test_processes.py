@@ -51,7 +51,6 @@ assert "modeling_scratchbert" not in sys.modules and "remote_code.inference" not
 with torch.no_grad():
     assert layer.prepacked is not None
     assert torch.equal(layer(x), expected)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
 print("same")
 """
 
