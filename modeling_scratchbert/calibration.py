@@ -36,14 +36,29 @@ def find_factors(model, groups: dict[str, list[nn.Linear]], batches: Iterable[Ma
     finally:
         for hook in hooks:
             hook.remove()
-    factors = {}
+    by_weights: dict[tuple, Factors] = {}  # tied layers need the same factors
     for name, of_inputs in largest.items():
-        of_weights = torch.stack([layer.weight.detach().float().abs().amax(dim=0) for layer in groups[name]]).amax(
-            dim=0
-        )
+        by_weights.setdefault(tuple(id(layer.weight) for layer in groups[name]), {})[name] = of_inputs
+    factors: Factors = {}
+    for tied in by_weights.values():
+        of_inputs = torch.stack(list(tied.values())).amax(dim=0)
+        layers = groups[next(iter(tied))]
+        of_weights = torch.stack([layer.weight.detach().float().abs().amax(dim=0) for layer in layers]).amax(dim=0)
         ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
-        factors[name] = ratios / ratios.mean()
+        factors |= dict.fromkeys(tied, ratios / ratios.mean())
     return factors
+
+
+def random_batches(config) -> list[dict[str, torch.Tensor]]:
+    """Returns token ids drawn from the whole vocabulary, as batches of the base model. They show which channels are
+    large nearly as well as texts do."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(64, config.max_position_embeddings)
+    batches = []
+    for _ in range(4):
+        ids = torch.randint(config.vocab_size, (8, length), generator=generator)
+        batches.append({"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})})
+    return batches
 
 
 def _recorder(name: str, largest: Factors):

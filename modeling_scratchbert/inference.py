@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .attention import MultiHeadAttention
-from .calibration import find_factors, load_factors, save_factors
+from .calibration import find_factors, load_factors, random_batches, save_factors
 from .prepacking import (
     PackedMatrix,
     PrepackedWeight,
@@ -220,9 +220,9 @@ class InferenceMixin(PreTrainedModel):
 
         Args:
             dtype: torch.float32, torch.bfloat16, "int8", or None for the model's own.
-            calibration: for int8, batches of typical inputs, each a mapping of the model's arguments, by which channels
-                with large values are scaled down (Xiao et al. 2023, SmoothQuant); or the file that `save_calibration`
-                wrote. None for no such scaling.
+            calibration: for int8, a few batches of typical inputs, each a mapping of the model's arguments; or the file
+                that `save_calibration` wrote. Channels with large values in them are scaled down before rounding (Xiao
+                et al. 2023, SmoothQuant). None for batches of random token ids.
 
         Returns:
             The model, in evaluation mode.
@@ -236,9 +236,8 @@ class InferenceMixin(PreTrainedModel):
             _check_supported(self)
             if isinstance(dtype, torch.dtype):
                 cast(Any, self).to(dtype)
-            if is_int8:
+            if is_int8 and self._int8_factors is None:
                 _check_finite(self)
-            if is_int8 and calibration is not None:
                 self._int8_factors = _calibrate(self, calibration)
             _replace_layers(self.requires_grad_(False), is_int8, self._int8_factors or {})
             self.eval()
@@ -253,12 +252,12 @@ class InferenceMixin(PreTrainedModel):
         the same model with any model head.
 
         Raises:
-            RuntimeError: the model was not optimised with `calibration`.
+            RuntimeError: the model is not optimised for int8.
         """
         if self._int8_factors is None:
             raise RuntimeError(
-                'The model has no calibration factors; expected optimize_for_inference("int8", calibration=…) before '
-                "save_calibration(). Pass it batches of typical inputs."
+                "The model has no calibration factors; save_calibration() expects a model that was optimised for int8. "
+                'Call optimize_for_inference("int8", calibration=…) before.'
             )
         save_factors(self._int8_factors, path)
 
@@ -347,6 +346,8 @@ def _calibrate(model, calibration) -> dict[str, torch.Tensor]:
     }
     if isinstance(calibration, str | os.PathLike):
         return load_factors(calibration, groups)
+    if calibration is None:
+        return find_factors(model.base_model, groups, random_batches(model.config))
     return find_factors(model, groups, calibration)
 
 
