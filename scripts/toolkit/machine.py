@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
+from modeling_scratchbert.prepacking import multiplies_natively
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = (
@@ -109,8 +111,10 @@ def best_rate(config, dtype: torch.dtype, rows: tuple[int, ...] = (512, 2048)) -
 
 
 def describe(config, threads: int) -> dict:
-    """The machine, for the JSON file of a benchmark: rates in GFLOP/s for the model's shapes, bandwidth in GB/s."""
-    rates = {dtype: best_rate(config, torch_dtype) for dtype, torch_dtype in DTYPES.items()}
+    """The machine, for the JSON file of a benchmark: rates in GFLOP/s for the model's shapes, of bfloat16 where the CPU
+    has instructions for it; bandwidth in GB/s."""
+    natively = {name: dtype for name, dtype in DTYPES.items() if multiplies_natively(dtype)}  # others take minutes
+    rates = {name: best_rate(config, dtype) for name, dtype in natively.items()}
     return {
         **processor(),
         "cores": os.cpu_count(),

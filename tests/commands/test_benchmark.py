@@ -160,12 +160,14 @@ def test_packed_is_the_linear_layer():
     torch.testing.assert_close(benchmark_machine.prepacked_linear(weight, bias)(x), expected)
 
 
-def test_the_machine_is_described(monkeypatch):
+@pytest.mark.parametrize("natively", [True, False])
+def test_the_machine_is_described(natively, monkeypatch):
+    monkeypatch.setattr(benchmark_machine, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
     monkeypatch.setattr(benchmark_machine, "bandwidth", lambda: 2e10)
     monkeypatch.setattr(benchmark_machine, "best_rate", lambda config, dtype: {torch.float32: 1e9}.get(dtype, 2e9))
     machine = benchmark_machine.describe(config(), 3)
     assert machine.keys() == MACHINE.keys()
-    assert machine["gflops"] == {"float32": 1.0, "bfloat16": 2.0}
+    assert machine["gflops"] == ({"float32": 1.0, "bfloat16": 2.0} if natively else {"float32": 1.0})
     assert (machine["threads"], machine["bandwidth_gb"]) == (3, 20.0)
     assert torch.__version__.startswith(machine["versions"]["torch"])  # which may lack a build's "+cu132"
 
@@ -261,6 +263,7 @@ def test_precisions_are_as_the_names_say():
 def test_peers_that_would_emulate_bfloat16_are_skipped(natively, monkeypatch):
     monkeypatch.setattr(benchmark_variants, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
     monkeypatch.setattr(benchmark_variants.importlib.util, "find_spec", lambda name: True)
+    assert VARIANTS["ours-bf16"].dtype == ("bfloat16" if natively else "float32")
     expected = None if natively else "this CPU has no bfloat16 instructions"
     assert benchmark_variants.missing("bert-bf16") == benchmark_variants.missing("openvino-bf16") == expected
     assert all(benchmark_variants.missing(name) is None for name in VARIANTS if name not in BFLOAT16_PEERS)

@@ -53,8 +53,10 @@ class Variant:
 
     @property
     def dtype(self) -> str:
-        """The dtype with whose rate of matrix products the lower bound is computed: of int8, float32."""
-        return "float32" if self.precision == "int8" else self.precision
+        """The dtype with whose rate of matrix products the lower bound is computed. It is float32 for int8, and for
+        bfloat16 on a CPU without instructions for it."""
+        natively = self.precision == "bfloat16" and multiplies_natively(torch.bfloat16)
+        return "bfloat16" if natively else "float32"
 
 
 def torch_run(model: torch.nn.Module) -> Run:
