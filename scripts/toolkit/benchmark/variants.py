@@ -26,7 +26,7 @@ from transformers import BertConfig, BertModel
 from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.prepacking import multiplies_int8, multiplies_natively
 from toolkit.benchmark.workloads import Batch, pad, random_rows
-from toolkit.cli import EXTRAS, how_to_install
+from toolkit.cli import how_to_install
 from toolkit.hub import silence_libraries
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -233,8 +233,7 @@ def missing(name: str) -> str | None:
     variant = VARIANTS[name]
     absent = [library for library in variant.needs if importlib.util.find_spec(library) is None]
     if absent:
-        known = EXTRAS.keys() >= set(absent)
-        return how_to_install(absent) if known else f"not installed: {', '.join(absent)}"
+        return how_to_install(absent)
     if variant.precision == "bfloat16" and not name.startswith("ours") and not multiplies_natively(torch.bfloat16):
         return "this CPU has no bfloat16 instructions"
     if name == "ours-int8" and not multiplies_int8():
