@@ -317,10 +317,10 @@ def _check_dtype(model, dtype, calibration) -> bool:
     if dtype == "int8":
         if any(not layer.is_quantized and layer.out_features >= MIN_INT8_OUTPUTS for layer in layers):
             raise unsupported("conversion to int8", 'Load it again and call optimize_for_inference("int8")')
-        if not multiplies_int8():
+        if model.device.type != "cpu" or not multiplies_int8():
             logger.warning_once(
-                f'optimize_for_inference("int8") requires a CPU with VNNI instructions, which this one does not have; '
-                f"it prepacks {model.dtype} instead."
+                f'The model is on {model.device}; optimize_for_inference("int8") requires a CPU with VNNI instructions. '
+                f"Its weights stay {model.dtype}."
             )
             return False
         return True

@@ -124,7 +124,7 @@ class PrepackedWeight(PackedMatrix):
     """Weights of float32 or bfloat16, whose values can be restored bit for bit.
 
     On a CPU without instructions for bfloat16, bfloat16 weights are held and multiplied in float32, which takes more
-    memory and a fifth of the time. The results are bfloat16.
+    memory and a quarter of the time. The results are bfloat16.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter]):
