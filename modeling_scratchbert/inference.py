@@ -319,8 +319,8 @@ def _check_dtype(model, dtype, calibration) -> bool:
             raise unsupported("conversion to int8", 'Load it again and call optimize_for_inference("int8")')
         if model.device.type != "cpu" or not multiplies_int8():
             logger.warning_once(
-                f'The model is on {model.device}; optimize_for_inference("int8") requires a CPU with VNNI instructions. '
-                f"Its weights stay {model.dtype}."
+                f'The model is on {model.device}; optimize_for_inference("int8") requires a CPU with VNNI '
+                f"instructions. Its weights stay {model.dtype}."
             )
             return False
         return True
