@@ -23,6 +23,7 @@ from .prepacking import (
     PrepackedWeight,
     QuantizedWeight,
     can_prepack,
+    check_needs_no_gradient,
     multiplies_int8,
     shared_namespace,
     unsupported,
@@ -85,8 +86,7 @@ class PrepackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _dense(self, x: torch.Tensor) -> torch.Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
-            raise unsupported("computing gradients", "Call the model under torch.no_grad()")
+        check_needs_no_gradient(x)
         y = nn.functional.linear(x, self.weight, self.bias)
         return y if self.gelu_form is None else nn.functional.gelu(y, approximate=self.gelu_form)
 
@@ -157,19 +157,20 @@ class PrepackedLinear(nn.Module):
 class JointAttention(MultiHeadAttention):
     """Self-attention whose queries, keys and values are one product, as long as one matrix holds the three weights."""
 
+    joint_bias: torch.Tensor | None
+    query: Any
+    key: Any
+    value: Any
+
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         layers = (self.query, self.key, self.value)
+        # Read in every call: `_is_modified`, which looks at all attributes, is too slow.
         if not self._is_joint() or any(
             layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__ for layer in layers
         ):
             return super().project(hidden_states)
         query, key, value = self.query.prepacked.linear(hidden_states, self.joint_bias, None).chunk(3, dim=-1)
         return query, key, value
-
-    joint_bias: torch.Tensor | None
-    query: Any
-    key: Any
-    value: Any
 
     def join(self) -> None:
         """Prepacks the weights of the three `PrepackedLinear`s as one matrix, if that is possible."""

@@ -3,6 +3,7 @@
 A `PrepackedWeight` computes the same products as the weights it is made of; a `QuantizedWeight` computes them in int8.
 """
 
+import operator
 import threading
 import uuid
 import weakref
@@ -75,8 +76,7 @@ class PackedMatrix:
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gelu_form: str | None) -> torch.Tensor:
         """Returns act(x Wᵀ + b), `(…, in)` → `(…, out)`, in `self.dtype`. Raises RuntimeError for gradients and
         export."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise unsupported("computing gradients", "Call the model under torch.no_grad()")
+        check_needs_no_gradient(x)
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             if getattr(torch.compiler, "is_exporting", bool)() or torch.jit.is_tracing():  # not in torch 2.6
                 raise unsupported("export", "Export the model before optimize_for_inference()")
@@ -179,14 +179,22 @@ class QuantizedWeight(PackedMatrix):
     def __init__(self, weights: Sequence[torch.Tensor], factors: torch.Tensor | None = None):
         super().__init__(weights)
         self.factors = factors
-        self.scales = torch.empty(self.shape[0])
-        # Zeros where a quantised row has its parameters: a product with the whole row needs no copy of it.
-        values = torch.zeros(self.shape[0], self.shape[1] + ROW_PARAMETERS, dtype=torch.int8)
-        for part, weight in enumerate(weights):
-            rows = self.rows_of(part)
-            quantize_rows(weight.detach(), factors, values[rows, : self.shape[1]], self.scales[rows])
+        values, self.scales = self._round(weights, factors)
         self._pack(values)
         self._sources = [weakref.ref(weight) for weight in weights]
+
+    def _round(self, weights: Sequence[torch.Tensor], factors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the int8 values, `(out, in + ROW_PARAMETERS)`, and the scales of the rows."""
+        # Zeros where a quantised row has its parameters: a product with the whole row needs no copy of it.
+        values = torch.zeros(self.shape[0], self.shape[1] + ROW_PARAMETERS, dtype=torch.int8)
+        scales = torch.empty(self.shape[0])
+        for part, weight in enumerate(weights):
+            rows = self.rows_of(part)
+            quantize_rows(weight.detach(), factors, values[rows, : self.shape[1]], scales[rows])
+        return values, scales
+
+    def _values(self) -> torch.Tensor:
+        return self._blocked.to_dense().t()
 
     def _pack(self, values: torch.Tensor) -> None:
         self._blocked = torch.ops.onednn.qlinear_prepack(values, None)
@@ -198,7 +206,7 @@ class QuantizedWeight(PackedMatrix):
 
     def __getstate__(self):
         kept = ("dtype", "shape", "_heights", "factors", "scales")
-        return {**{name: getattr(self, name) for name in kept}, "values": self._blocked.to_dense().t().contiguous()}
+        return {**{name: getattr(self, name) for name in kept}, "values": self._values().contiguous()}
 
     def __setstate__(self, state):
         values = state.pop("values")
@@ -208,18 +216,15 @@ class QuantizedWeight(PackedMatrix):
         self._register()
 
     def is_made_of(self, weights: Sequence[nn.Parameter], factors: torch.Tensor | None = None) -> bool:
-        is_same = len(self._sources) == len(weights) and all(
-            map(lambda ref, weight: ref() is weight, self._sources, weights)
-        )
-        return is_same and self._has_values_of(type(self)(weights, factors))
-
-    def _has_values_of(self, other: "QuantizedWeight") -> bool:
-        mine, theirs = (matrix.__getstate__()["values"] for matrix in (self, other))
-        return torch.equal(mine, theirs) and torch.equal(self.scales, other.scales)
+        sources = [source() for source in self._sources]
+        if len(sources) != len(weights) or any(map(operator.is_not, sources, weights)):
+            return False
+        values, scales = self._round(weights, factors)
+        return torch.equal(self._values(), values) and torch.equal(self.scales, scales)
 
     def copy_of(self, part: int) -> torch.Tensor:
         """Returns a dense copy of one of the weights, rounded as it is."""
-        values = self._blocked.to_dense().t()[self.rows_of(part), : self.shape[1]]
+        values = self._values()[self.rows_of(part), : self.shape[1]]
         dense = values.float() * self.scales[self.rows_of(part), None]
         return (dense if self._inverse_factors is None else dense * self._inverse_factors).to(self.dtype)
 
@@ -249,6 +254,12 @@ class QuantizedWeight(PackedMatrix):
 
 def unsupported(operation: str, instead: str) -> RuntimeError:
     return RuntimeError(f"The model is optimised for inference; {operation} expects one that is not. {instead}.")
+
+
+def check_needs_no_gradient(x: torch.Tensor) -> None:
+    """Raises RuntimeError if the gradient of `x` would be computed."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise unsupported("computing gradients", "Call the model under torch.no_grad()")
 
 
 def quantize_rows(weight: torch.Tensor, factors: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor):

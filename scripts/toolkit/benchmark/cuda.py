@@ -1,7 +1,6 @@
 """The models on a CUDA GPU, in bfloat16: ours and BertModel, on padded batches and on packed sequences."""
 
 import gc
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from transformers import BertModel
 
 from modeling_scratchbert import ScratchBertModel
-from toolkit.benchmark.timing import interleave, warm_up
+from toolkit.benchmark.timing import timed_rows
 from toolkit.benchmark.variants import Run, first_line
 from toolkit.benchmark.workloads import Batch, make_batches
 
@@ -85,30 +84,7 @@ def open_variants(folder: Path) -> tuple[dict[str, Run], dict[str, str]]:
 def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], repetitions: int) -> list[dict]:
     """A row for each variant."""
     batches = [Batch(batch.input_ids.to(DEVICE), batch.attention_mask.to(DEVICE)) for batch in batches]
-    deviations, reasons = warm_up(runs, batches)
-    seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
-    sequences, tokens = (sum(counts) for counts in ([len(b.lengths) for b in batches], [b.tokens for b in batches]))
-    common = {
-        "workload": workload,
-        "batches": len(batches),
-        "sequences": sequences,
-        "tokens": tokens,
-        "fill_rate": tokens / sum(batch.input_ids.numel() for batch in batches),
-    }
-    rows = []
-    for name in runs:
-        row = {**common, "variant": name, "error": reasons.get(name)}
-        if name not in reasons:
-            total = sum(seconds[name])
-            row |= {
-                "seconds_per_batch": total / len(batches),
-                "sequences_per_second": sequences / total,
-                "tokens_per_second": tokens / total,
-                "vs_bert": sum(seconds["bert"]) / total,
-                "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
-            }
-        rows.append(row)
-    return rows
+    return timed_rows(workload, runs, batches, repetitions)
 
 
 def run_on_gpu(folder: Path, config, model: str | None, count: int, repetitions: int, seed: int) -> dict | None:

@@ -1,6 +1,5 @@
 """Timing of the variants in turns, in one process, and the report of the results."""
 
-import math
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from toolkit.benchmark import ENCODER_WORKLOADS
 from toolkit.benchmark.cuda import run_on_gpu
 from toolkit.benchmark.lower_bound import encoder_seconds
 from toolkit.benchmark.steps import decode, train
-from toolkit.benchmark.timing import interleave, warm_up
+from toolkit.benchmark.timing import interleave, timed_rows
 from toolkit.benchmark.variants import VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
 from toolkit.machine import describe, measure_again
@@ -28,29 +27,19 @@ HEADER = "variant            seq/s  tokens/s  ms/batch  vs bert  × fill     bou
 
 def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, machine: dict, repetitions: int) -> list:
     """A row for each variant."""
-    deviations, reasons = warm_up(runs, batches)
-    seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
     lengths = [length for batch in batches for length in batch.lengths]
-    fill_rate = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
-    common = {"workload": workload, "batches": len(batches), "sequences": len(lengths), "tokens": sum(lengths)}
-    common["fill_rate"] = fill_rate
-    rows = []
-    for name in runs:
-        row = {**common, "variant": name, "precision": VARIANTS[name].precision, "error": reasons.get(name)}
-        if name not in reasons:
-            total, faster = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
+    rows = timed_rows(workload, runs, batches, repetitions)
+    for row in rows:
+        variant = VARIANTS[row["variant"]]
+        row["precision"] = variant.precision
+        if row["error"] is None:
+            total = row["seconds_per_batch"] * len(batches)
             row |= {
-                "seconds_per_batch": total / len(batches),
-                "sequences_per_second": len(lengths) / total,
-                "tokens_per_second": sum(lengths) / total,
-                "vs_bert": faster,
-                "vs_bert_times_fill_rate": faster * fill_rate,
-                "gemm_gflops": machine["gflops"][VARIANTS[name].dtype],
-                "lower_bound_share": encoder_seconds(config, lengths, machine, VARIANTS[name].dtype) / total,
-                "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
+                "vs_bert_times_fill_rate": row["vs_bert"] * row["fill_rate"],
+                "gemm_gflops": machine["gflops"][variant.dtype],
+                "lower_bound_share": encoder_seconds(config, lengths, machine, variant.dtype) / total,
                 "peak_mib": None,
             }
-        rows.append(row)
     return rows
 
 

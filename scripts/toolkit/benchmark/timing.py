@@ -1,5 +1,6 @@
 """The time and the numbers of variants that take turns, in one process."""
 
+import math
 import statistics
 import time
 
@@ -44,3 +45,31 @@ def interleave(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> 
                 runs[name](batch.inputs)
                 times[name][i].append(time.perf_counter() - started)
     return {name: [statistics.median(each) for each in of_batches] for name, of_batches in times.items()}
+
+
+def timed_rows(workload: str, runs: dict[str, Run], batches: list[Batch], repetitions: int) -> list[dict]:
+    """A row for each variant: its speed, and its difference to BertModel, or the error."""
+    deviations, reasons = warm_up(runs, batches)
+    seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
+    sequences, tokens = sum(len(batch.input_ids) for batch in batches), sum(batch.tokens for batch in batches)
+    common = {
+        "workload": workload,
+        "batches": len(batches),
+        "sequences": sequences,
+        "tokens": tokens,
+        "fill_rate": tokens / sum(batch.input_ids.numel() for batch in batches),
+    }
+    rows = []
+    for name in runs:
+        row = {**common, "variant": name, "error": reasons.get(name)}
+        if name not in reasons:
+            total = sum(seconds[name])
+            row |= {
+                "seconds_per_batch": total / len(batches),
+                "sequences_per_second": sequences / total,
+                "tokens_per_second": tokens / total,
+                "vs_bert": sum(seconds["bert"]) / total,
+                "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
+            }
+        rows.append(row)
+    return rows
