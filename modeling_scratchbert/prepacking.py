@@ -3,11 +3,14 @@
 A `PrepackedWeight` computes the same products as the weights it is made of; a `QuantizedWeight` computes them in int8.
 """
 
+import functools
 import operator
+import platform
 import threading
 import uuid
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -15,6 +18,8 @@ from torch import nn
 
 # oneDNN caches about 0.5 MiB for each row count of a layer, so a weight is multiplied by a bounded set of row counts.
 MAX_EXACT_ROW_COUNTS = 48
+# On Intel's processors, MKL multiplies up to this many rows by dense weights faster than oneDNN by prepacked ones.
+MAX_DENSE_ROWS = 2
 # The bytes after each quantised row: its scale and its minimum, each a float32.
 ROW_PARAMETERS = 8
 
@@ -47,10 +52,14 @@ class PackedMatrix:
         dtype: of the results.
         shape: `(out, in)` of all weights together.
         key: identifies the matrix in the process.
+        mapped: the weights themselves, if they stay in a mapped file.
+        max_dense_numel: the most elements of an input that these multiply faster; -1 if there are none.
     """
 
     dtype: torch.dtype
     shape: tuple[int, int]
+    mapped: Sequence[torch.Tensor] = ()
+    max_dense_numel = -1
 
     def __init__(self, weights: Sequence[torch.Tensor]):
         self.shape = (sum(map(len, weights)), weights[0].shape[1])
@@ -76,23 +85,23 @@ class PackedMatrix:
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, gelu_form: str | None) -> torch.Tensor:
         """Returns act(x Wᵀ + b), `(…, in)` → `(…, out)`, in `self.dtype`. Raises RuntimeError for gradients and
         export."""
-        check_needs_no_gradient(x)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise needs_gradients()
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             if getattr(torch.compiler, "is_exporting", bool)() or torch.jit.is_tracing():  # not in torch 2.6
-                raise unsupported("export", "Export the model before optimize_for_inference()")
+                raise refuses_export()
             return torch.ops.scratchbert.prepacked_linear(x, bias, self.key, gelu_form)
-        return self.compute(x, bias, gelu_form)
-
-    def compute(self, x: torch.Tensor, bias: torch.Tensor | None, gelu_form: str | None) -> torch.Tensor:
-        """`linear`, where nothing is compiled."""
-        shape, rows = x.shape, x.numel() // x.shape[-1]
+        rows = x.numel() // x.shape[-1]
         if rows in self._exact_row_counts:
             return self._compute(x, bias, gelu_form)
+        return self._compute_rounded(x, rows, bias, gelu_form)
+
+    def _compute_rounded(self, x, rows, bias, gelu_form):
         computed_rows = self._round_row_count(rows)
         if computed_rows == rows:
             return self._compute(x, bias, gelu_form)
-        x = extend_rows(x.reshape(rows, -1), computed_rows)
-        return self._compute(x, bias, gelu_form)[:rows].view(*shape[:-1], -1)
+        extended = extend_rows(x.reshape(rows, -1), computed_rows)
+        return self._compute(extended, bias, gelu_form)[:rows].view(*x.shape[:-1], -1)
 
     def empty_output(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], self.shape[0]), dtype=self.dtype)
@@ -125,6 +134,9 @@ class PrepackedWeight(PackedMatrix):
 
     On a CPU without instructions for bfloat16, bfloat16 weights are held and multiplied in float32, which takes more
     memory and a quarter of the time. The results are bfloat16.
+
+    On Intel's processors, float32 weights in a mapped file stay mapped, which takes no memory of the process, and are
+    multiplied as they are by one or two rows: a step of greedy decoding.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter]):
@@ -134,6 +146,9 @@ class PrepackedWeight(PackedMatrix):
         self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 32)  # rows; fast for any number
         self._is_converted = self.blocked.dtype != self.dtype
         self._operator = torch.ops.mkldnn._linear_pointwise.default
+        if self.dtype == torch.float32 and is_intel() and all(map(is_mapped, weights)):
+            self.mapped = [weight.detach() for weight in weights]
+            self.max_dense_numel = MAX_DENSE_ROWS * self.shape[1]
         self._dense: weakref.WeakValueDictionary[tuple[type, int], Any] = weakref.WeakValueDictionary()
         self._dense.update({(nn.Parameter, part): weight for part, weight in enumerate(weights)})
 
@@ -256,10 +271,12 @@ def unsupported(operation: str, instead: str) -> RuntimeError:
     return RuntimeError(f"The model is optimised for inference; {operation} expects one that is not. {instead}.")
 
 
-def check_needs_no_gradient(x: torch.Tensor) -> None:
-    """Raises RuntimeError if the gradient of `x` would be computed."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise unsupported("computing gradients", "Call the model under torch.no_grad()")
+def needs_gradients() -> RuntimeError:
+    return unsupported("computing gradients", "Call the model under torch.no_grad()")
+
+
+def refuses_export() -> RuntimeError:
+    return unsupported("export", "Export the model before optimize_for_inference()")
 
 
 def quantize_rows(weight: torch.Tensor, factors: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor):
@@ -277,6 +294,18 @@ def extend_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     if x.is_contiguous() and (x.storage_offset() + rows * x.shape[1]) * x.itemsize <= x.untyped_storage().nbytes():
         return x.as_strided((rows, x.shape[1]), (x.shape[1], 1))
     return torch.cat([x, x[: rows - len(x)]])
+
+
+def is_mapped(weight: torch.Tensor) -> bool:
+    """Whether the weight is in a file that is mapped into memory, as safetensors opens one."""
+    return not weight.untyped_storage().resizable()  # torch's own memory is
+
+
+@functools.cache
+def is_intel() -> bool:
+    """Whether this is one of Intel's processors, for which MKL, torch's library of dense products, is made."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
 
 
 def can_prepack(weight: torch.Tensor) -> bool:

@@ -609,6 +609,46 @@ def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
     assert torch.equal(query, expected)  # one that a user still holds
 
 
+@pytest.mark.parametrize("is_intel", [True, False])
+def test_one_or_two_rows_are_multiplied_by_the_mapped_weights_on_intel(monkeypatch, tmp_path, is_intel):
+    monkeypatch.setattr(prepacking, "is_intel", lambda: is_intel)
+    make("ForCausalLM").save_pretrained(tmp_path)
+    reference, model = (OURS["ForCausalLM"].from_pretrained(tmp_path).eval() for _ in range(2))
+    prepacked = layers(model.optimize_for_inference())
+    computed = [record_row_counts(layer.prepacked) for layer in prepacked]
+    dense_rows = 2 if is_intel else 0
+    for rows in (1, 2, 3, 40):
+        ids = torch.arange(rows)[None] + 5
+        assert_same_tensors(compute(model, {"input_ids": ids}), compute(reference, {"input_ids": ids}))
+        assert all(any(counts) == (rows > dense_rows) for counts in computed)
+        for counts in computed:
+            counts.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert all(layer(torch.randn(1, layer.in_features)).dtype == torch.float32 for layer in prepacked)
+        assert all(computed)  # not dense, which autocast would round
+    for layer in prepacked:
+        assert layer(torch.randn(2, layer.in_features, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_are_refused_whatever_multiplies(monkeypatch, tmp_path, rows):
+    monkeypatch.setattr(prepacking, "is_intel", lambda: True)
+    make().save_pretrained(tmp_path)
+    for layer in layers(OURS["ForMaskedLM"].from_pretrained(tmp_path).optimize_for_inference()):
+        with pytest.raises(RuntimeError, match="no_grad"):
+            layer(torch.randn(rows, layer.in_features, requires_grad=True))
+
+
+def test_dropout_in_training_mode_drops():
+    model, inputs = make(hidden_dropout_prob=0.5).optimize_for_inference(), inputs_for()
+    expected = compute(model, inputs)
+    assert_same_tensors(compute(model, inputs), expected)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    assert not torch.allclose(compute(model, inputs)["logits"], expected["logits"])
+
+
 # --- pickled by value, as dill does with code from a checkpoint's folder
 
 
