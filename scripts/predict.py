@@ -75,7 +75,7 @@ def add_data_flags(data) -> None:
     data.add_argument("--label_column", metavar="NAME", help="the true labels, for metrics.json and a confusion matrix")
     data.add_argument("--label_separator", metavar="TEXT", default="|", help="between the labels of a row, for a model "
                       "with several")  # fmt: skip
-    data.add_argument("--part_rows", **COUNT, default=5000, help="rows of the input in each part")
+    data.add_argument("--part_rows", **COUNT, default=1000, help="rows of the input in each part; default: 1000")
 
 
 def add_model_flags(model) -> None:

@@ -17,6 +17,8 @@ from pyarrow import parquet
 from transformers import AutoTokenizer, pipeline
 
 import predict
+from modeling_scratchbert import ScratchBertModel
+from modeling_scratchbert.prepacking import multiplies_int8
 from support.corpora import reference_of, save_model, texts, write_rows
 from toolkit.corpus.batching import batches_by_length, packed
 
@@ -133,6 +135,25 @@ def test_types_of_embeddings(dtype, tolerance, format, model, run, tmp_path):
     scales = np.array([float(row["scale"]) for row in found])[:, None] if dtype == "int8" else 1
     assert_close(vectors.astype(np.float32) * scales, embeddings(model(), TEXTS, "mean"), tolerance)
     assert [int(row["row"]) for row in found] == list(range(1, 41))
+
+
+@pytest.mark.skipif(not multiplies_int8(), reason="the processor has no VNNI instructions")
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_int8_is_that_of_the_model(is_calibrated, run, tmp_path):
+    folder = save_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
+    model, exact = (ScratchBertModel.from_pretrained(folder) for _ in range(2))
+    model.optimize_for_inference("int8", calibration=inputs[:5] if is_calibrated else None)
+    if is_calibrated:
+        model.save_calibration(tmp_path / "model" / "calibration.safetensors")
+    with torch.no_grad():
+        expected, unrounded = (
+            torch.stack([each(**one).last_hidden_state[0].mean(0) for one in inputs]) for each in (model, exact)
+        )
+    found = run(folder, rows_of(TEXTS), "--dtype", "int8")
+    assert_close([row["embedding"] for row in found], expected)
+    assert (expected - unrounded).abs().max() > 1e-3
 
 
 def write_sentence_folder(folder, modules: list[str], pooling: dict, settings: dict, prompts: dict) -> str:

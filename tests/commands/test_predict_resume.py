@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import BertConfig, BertForQuestionAnswering
 
 import predict
+from modeling_scratchbert.prepacking import multiplies_int8
 from support.corpora import WORDS, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from support.models import tiny_config
@@ -211,6 +212,14 @@ def test_two_processes_write_the_same_files(model, undisturbed, here):
     assert content(here / "out") == undisturbed["parquet"]
 
 
+@pytest.mark.skipif(not multiplies_int8(), reason="the processor has no VNNI instructions")
+def test_two_processes_write_the_same_files_in_int8(model, here):
+    for processes in ("1", "2"):
+        argv = [model, "rows.jsonl", "--output", processes, *FLAGS, "--processes", processes, "--dtype", "int8"]
+        assert predict.main(argv) == 0
+    assert content(here / "1") == content(here / "2")
+
+
 def test_a_process_that_dies_ends_the_run(model, undisturbed, here, monkeypatch, capsys):
     argv = [model, "rows.jsonl", "--output", "out", *FLAGS, "--processes", "2"]
     started, begin = [], local.multiprocessing.get_context("spawn").Process.start
@@ -378,6 +387,11 @@ def test_models_that_cannot_be_used(name, here, tmp_path_factory, capsys):
 
 def test_a_model_without_the_head_of_the_task(model, here, capsys):
     one_line([model, "rows.jsonl", "--output", "out", "--task", "classify", *FLAGS], capsys, model, "classifier")
+
+
+def test_int8_on_a_processor_without_its_instructions(model, here, capsys, monkeypatch):
+    monkeypatch.setattr("toolkit.corpus.model.multiplies_int8", lambda: False)
+    one_line([model, "rows.jsonl", "--output", "out", "--dtype", "int8", *FLAGS], capsys, "--dtype", "VNNI")
 
 
 @pytest.mark.parametrize(

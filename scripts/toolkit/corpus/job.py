@@ -40,7 +40,7 @@ class Job:
     dtype: str | None = None
     max_length: int | None = None
     tokens_per_batch: int = 16384
-    part_rows: int = 5000
+    part_rows: int = 1000
     id_column: str | None = None
     ids_are_integers: bool = False
     label_column: str | None = None

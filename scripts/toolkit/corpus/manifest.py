@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.checkpoint import weight_files
 from toolkit.corpus.formats import ROWS_IN_GROUP
 from toolkit.corpus.job import Job
+from toolkit.corpus.model import CALIBRATION
 from toolkit.corpus.sources import Input
 from toolkit.corpus.store import Store
 from toolkit.machine import processor, version
@@ -19,7 +20,7 @@ LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pya
 # Files of a model that decide its results, besides the weights.
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json", "modules.json",
-    "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json",
+    "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json", CALIBRATION,
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def make_manifest(job: Job, inputs: list[Input], limit: int | None) -> dict:
         "threads_per_process": places["threads"],
         "rows_in_group": ROWS_IN_GROUP,
         "versions": {library: version(library) for library in LIBRARIES},
-        "processor": processor()[0],
+        "processor": processor(),
     }
 
 

@@ -1,11 +1,9 @@
 """Opening the tokenizer and the model of a run."""
 
-import inspect
-from pathlib import Path
-
 import torch
 import transformers
 
+from modeling_scratchbert.prepacking import multiplies_int8
 from toolkit.corpus.sentence_folder import is_sentence_folder
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config
 from toolkit.remote_code import check_code, find, import_package
@@ -25,8 +23,8 @@ TASK_OF_CLASS = {
     "ForPreTraining": "fill-mask",
 }
 
-# The file with factors that `optimize_for_inference("int8")` may take, in a model's folder.
-INT8_FACTORS = "int8_calibration.json"
+# The file in a model's folder that `save_calibration` wrote, for `optimize_for_inference("int8")`.
+CALIBRATION = "calibration.safetensors"
 
 
 def read_model(source: str, trust_remote_code: bool) -> dict:
@@ -75,8 +73,10 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     """The model of a checkpoint, for inference with a task. Options are those of its class.
 
     Raises:
-        ValueError: the checkpoint lacks weights, or the dtype is not supported.
+        ValueError: the checkpoint lacks weights, or the device does not support the dtype.
     """
+    if dtype == "int8" and (device != "cpu" or not multiplies_int8()):
+        raise ValueError(f"--dtype is int8, on {device}; expected a CPU with VNNI instructions, or another --dtype.")
     name, auto = CLASSES[task]
     package = import_package()
     model_class = getattr(package, f"ScratchBert{name}")
@@ -90,13 +90,10 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
 
 
 def optimised(model, source: str, dtype: str | None):
-    """The model with prepacked weights; with `dtype` int8, quantised by the factors in the folder if it has any."""
+    """The model with prepacked weights; with `dtype` int8, rounded with the factors in the folder if it has any."""
     if dtype != "int8":
         return model.optimize_for_inference()
-    if "calibration" not in inspect.signature(model.optimize_for_inference).parameters:
-        raise ValueError("--dtype int8 is not supported by the installed modeling_scratchbert; expected a later one.")
-    factors: Path | None = find(source, INT8_FACTORS)
-    return model.optimize_for_inference("int8", calibration=factors)
+    return model.optimize_for_inference("int8", calibration=find(source, CALIBRATION))
 
 
 def longest(tokenizer, model, given: int | None, of_folder: int | None = None) -> int:
