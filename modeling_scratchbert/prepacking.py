@@ -254,7 +254,7 @@ class QuantizedWeight(PackedMatrix):
         quantized = self._quantize(x)
         parameters = quantized[:, -ROW_PARAMETERS:]
         if shape[-1] % 4:
-            parameters = parameters.contiguous()
+            parameters = parameters.clone(memory_format=torch.contiguous_format)  # one row is contiguous as it is
         scale, minimum = parameters.view(torch.float32).split(1, dim=1)
         product = self._operator(
             quantized, 1.0, 0, self._blocked, self.scales, self._zero_points,

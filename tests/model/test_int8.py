@@ -66,11 +66,12 @@ def test_the_formula(rows, width, heights, is_smoothed, seed):
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 36), (36,), (1, 1, 36), (2, 0, 36), (300, 36)])
-def test_any_shape(shape):
-    matrix, x = QuantizedWeight([torch.randn(5, 36)]), torch.randn(shape)
-    assert matrix.linear(x, torch.randn(5), None).shape == (*shape[:-1], 5)
-    transposed = torch.randn(*shape[:-1], 36, 3).transpose(-1, -2)
+@pytest.mark.parametrize("width", [36, 37, 38, 39])
+@pytest.mark.parametrize("shape", [(0,), (), (1, 1), (2, 0), (300,)])
+def test_any_shape(shape, width):
+    matrix, x = QuantizedWeight([torch.randn(5, width)]), torch.randn(*shape, width)
+    assert matrix.linear(x, torch.randn(5), None).shape == (*shape, 5)
+    transposed = torch.randn(*shape, width, 3).transpose(-1, -2)
     by_row = [matrix.linear(row.clone(), None, None) for row in transposed.reshape(-1, transposed.shape[-1])]
     assert torch.equal(matrix.linear(transposed, None, None).reshape(-1, 5), torch.stack([*by_row, torch.ones(5)])[:-1])
 
