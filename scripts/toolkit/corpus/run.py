@@ -151,7 +151,6 @@ class Run:
         with self.output():
             names = self.finished()
             joined = self.job.format == "npy" and is_joined(self.store)
-            started = time.perf_counter()
             stream = PartStream(
                 self.corpus.parts(
                     self.job.part_rows, lambda number: not joined and self.job.part_name(number) not in names
@@ -163,7 +162,7 @@ class Run:
             if stream.is_interrupted:
                 self.report(f"stopped; {computed.rows:,} rows were computed, and --resume computes the others")
                 return 130
-            return self.finish(computed, time.perf_counter() - started)
+            return self.finish(computed, stream.seconds())
 
     def compute(self, stream: "PartStream") -> Totals:
         """Computes the parts, and shows the progress. Returns what was computed."""
@@ -324,15 +323,18 @@ class PartStream:
     Attributes:
         error: why the input cannot be read.
         is_interrupted: whether the run is stopped.
+        started: when the first part was asked for, after all models were open.
     """
 
     def __init__(self, parts: Iterator[Part]):
         self.parts, self.error, self.is_interrupted = parts, None, False
+        self.started: float | None = None
 
     def __iter__(self) -> Iterator[Part]:
         return self
 
     def __next__(self) -> Part:
+        self.started = self.started or time.perf_counter()
         if self.is_interrupted or self.error is not None:
             raise StopIteration
         try:
@@ -340,6 +342,10 @@ class PartStream:
         except (OSError, ValueError) as error:  # the parts in work are finished first
             self.error = error
             raise StopIteration from None
+
+    def seconds(self) -> float:
+        """The seconds since the first part was asked for."""
+        return time.perf_counter() - self.started if self.started else 0.0
 
 
 @contextmanager
