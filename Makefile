@@ -35,7 +35,7 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, use the res
 	@$(BIN)/python scripts/check_parity.py demo/scratchbert "$(or $(MODEL),$(MINILM))" --plot demo/parity.png
 	@echo; echo "== 3 of 4: a new process that cannot import this package: AutoModel opens the folder alone"
 	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package --trust-remote-code
-	@echo; echo "== 4 of 4: the embeddings of 1,500 film reviews, as a Parquet file"
+	@echo; echo "== 4 of 4: the embeddings of 1,500 film reviews, as Parquet files"
 	@rm -rf demo/embeddings
 	@$(BIN)/python scripts/predict.py demo/scratchbert scripts/data/movie_reviews/test.csv --task embed --output demo/embeddings
 
