@@ -457,7 +457,7 @@ def test_other_files_stay(tmp_path):
         (tmp_path / name).write_text(text)
     random_scratchbert().save_pretrained(tmp_path)
     assert {name: (tmp_path / name).read_text() for name in others} == others
-    expected = set(others) | CODE | {"config.json", "model.safetensors"}
+    expected = set(others) | CODE | {"config.json", "model.safetensors", "probe.json"}
     assert {path.name for path in tmp_path.iterdir()} == expected
 
 
