@@ -271,13 +271,17 @@ def _same_bytes(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 def _check_outputs(model, probe: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless the model returns the recorded outputs."""
     computed = _outputs(model, probe["inputs"], saved, with_head=type(model).__name__ == probe["class"])
-    for name in computed.keys() & probe["outputs"].keys():
+    for name in [name for name in computed if name in probe["outputs"]]:
         now, then = torch.tensor(computed[name]), torch.tensor(probe["outputs"][name])
         if now.shape != then.shape or not torch.allclose(now, then, TOLERANCE, TOLERANCE, equal_nan=True):
             raise ValueError(
-                f"{name} of the loaded {type(model).__name__} begins with {computed[name][0][:3]}; expected "
-                f"{probe['outputs'][name][0][:3]}, as saved. {_advice(model)}"
+                f"{name} of the loaded {type(model).__name__} begins with {_shown(now)}; expected {_shown(then)}, as "
+                f"when it was saved. {_advice(model)}"
             )
+
+
+def _shown(numbers: torch.Tensor) -> str:
+    return ", ".join(f"{x:.4f}" for x in numbers.flatten()[:4].tolist())
 
 
 def _advice(model) -> str:
