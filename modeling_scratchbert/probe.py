@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import load_state_dict
@@ -34,19 +35,20 @@ def probe_name(variant: str | None = None) -> str:
     return f"probe.{variant}.json" if variant else "probe.json"
 
 
-def find_probe(source, variant: str | None = None, **hub_options) -> str | None:
-    """Return the local path of the probe of `source`, a folder, a hub id or a file of weights; None if it has none."""
-    folder = Path(source).parent if os.path.isfile(source) else source
-    return cached_file(folder, probe_name(variant), _raise_exceptions_for_missing_entries=False, **hub_options)
-
-
 def read_probe(source, variant: str | None = None, **hub_options) -> dict[str, Any]:
-    """Return the content of the probe of `source`. Raise OSError if it has none, or if it cannot be read."""
-    path = None if source is None else find_probe(source, variant, **hub_options)
+    """Return the content of the probe of `source`, a folder, a hub id or a file of weights. Raise OSError if it has
+    none, or if it cannot be read."""
+    name, folder = probe_name(variant), Path(source).parent if source and os.path.isfile(source) else source
+    path: Any = None
+    try:
+        path = None if source is None else cached_file(folder, name, **hub_options)
+    except OSError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):  # the Hub cannot be reached
+            raise
     if path is None:
         raise OSError(
-            f"{source or 'state_dict'} has no {probe_name(variant)}; verify=True expects the one that save_pretrained "
-            "writes beside the weights. Save the model again, or load it without verify=True."
+            f"{source or 'state_dict'} has no {name}; verify=True expects the one that save_pretrained writes beside "
+            "the weights. Save the model again, or load it without verify=True."
         )
     try:
         probe = json.loads(Path(path).read_text(encoding="utf-8"))
