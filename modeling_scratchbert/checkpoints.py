@@ -137,7 +137,7 @@ def staged(folder) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved into `folder` at the end of the `with` block.
 
     If the block raises, `folder` is left as it was. Files of weights that the new ones replace, such as a single file
-    by shards, are removed, because the next load could read them.
+    by shards, are removed, because the next load could read them; so is the probe of the old weights.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -162,8 +162,10 @@ def staged(folder) -> Iterator[Path]:
 
 
 def _family(name: str) -> str | None:
-    """Return what a file of weights has in common with those that it replaces: "model", or "model.fp16" if that is the
-    variant."""
+    """Return what a file of weights, or their probe, has in common with those that it replaces: "model", or
+    "model.fp16" if that is the variant."""
+    if probe := re.fullmatch(r"probe(\..+)?\.json", name):
+        return "model" + (probe[1] or "")
     weights = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
     return weights and weights[1] + (weights[4] or "")
 

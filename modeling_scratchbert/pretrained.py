@@ -28,10 +28,12 @@ from .checkpoints import (
     raw_config,
     staged,
     tensor_names,
+    weight_files,
 )
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
 from .embeddings import SinusoidalPositions, sinusoidal_table
 from .inference import InferenceMixin
+from .probe import check_probe, make_probe, probe_name, read_probe, why_unverifiable
 from .transformer import TransformerBlock
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         *model_args,
         config: PreTrainedConfig | str | os.PathLike | None = None,
         key_mapping: dict[str, str] | None = None,
+        verify: bool = False,
         **kwargs,
     ) -> Self:
         """Load a ScratchBert checkpoint, or any BERT checkpoint, from a folder or a hub id.
@@ -113,16 +116,28 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         Weights that the checkpoint does not have are initialised and named in a warning. The other arguments are those
         of `PreTrainedModel.from_pretrained`.
 
+        Args:
+            verify: compare the loaded model with the `probe.json` that `save_pretrained` wrote: every tensor bit by bit
+                (rounded, in another dtype), and the first numbers that it computes within 1e-3.
+
         Raises:
-            ValueError: the checkpoint, or `config`, is of another kind of model or has relative positions.
-            OSError: there is no such checkpoint, it has no config.json, or one of its files cannot be read.
+            ValueError: the checkpoint, or `config`, is of another kind of model or has relative positions; or with
+                `verify`, the model is not the one that was saved, or is quantised, sharded or offloaded.
+            OSError: there is no such checkpoint, it has no config.json, or one of its files cannot be read; or with
+                `verify`, it has no probe.json.
         """
         source, options = pretrained_model_name_or_path, hub_options(pretrained_model_name_or_path, kwargs)
         with explain_unreachable_hub(source, options.get("revision")):
             model_class, kind = cls._find_checkpoint(source, options)
+            variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
+            probe = read_probe(source, variant, **options) if verify else None
             names, key_mapping = model_class._map_names(source, kind, key_mapping, options, kwargs)
             kwargs |= {**options, "config": config, "key_mapping": key_mapping}
-            return model_class._load(source, kind, names, *model_args, **kwargs)
+            result = model_class._load(source, kind, names, *model_args, **kwargs)
+            if probe is not None:
+                model = result[0] if isinstance(result, tuple) else result
+                check_probe(model, probe, source, weight_files(source, variant, use_safetensors, **options) or [])
+            return result
 
     @classmethod
     def _find_checkpoint(cls, source, options: dict) -> tuple[Any, str | None]:
@@ -185,13 +200,17 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         is_main_process: bool = True,
         state_dict: dict | None = None,
         push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
         *args,
         **kwargs,
     ) -> None:
-        """Save a ScratchBert checkpoint: weights under our names, the code, and a config.json whose `auto_map` names
-        it. Files are written in a temporary folder and moved into place when all are complete.
+        """Save a ScratchBert checkpoint: weights under our names, the code, a config.json whose `auto_map` names it,
+        and a probe.json for `from_pretrained(verify=True)`. Files are written in a temporary folder and moved into
+        place when all are complete.
 
-        The arguments are those of `PreTrainedModel.save_pretrained`.
+        The arguments are those of `PreTrainedModel.save_pretrained`. There is no probe.json if `state_dict` is given,
+        because the model may have other weights, or if the model is quantised, sharded over processes or offloaded.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
@@ -200,11 +219,19 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as folder:
-            super().save_pretrained(folder, is_main_process, state_dict, push_to_hub, *args, **kwargs)
+            if state_dict is None and self.should_save_on_this_rank(is_main_process) and not why_unverifiable(self):
+                text = json.dumps(make_probe(self), indent=1) + "\n"
+                (folder / probe_name(variant)).write_text(text, encoding="utf-8")
+            options = is_main_process, state_dict, push_to_hub, max_shard_size, variant
+            super().save_pretrained(folder, *options, *args, **kwargs)
             if (folder / "config.json").exists():
                 copy_code(folder)  # the configuration may be of another copy of the package, and has saved its code
             if push_to_hub and Path(save_directory, "README.md").exists():
                 (folder / "README.md").unlink(missing_ok=True)  # keep the user's model card
+
+    def _get_files_timestamps(self, working_dir) -> dict[str, float]:
+        """Return the files not to upload if they do not change: none, because a staged folder has only new ones."""
+        return {}
 
     def _auto_map(self) -> dict[str, str]:
         """Return the `auto_map` of this model's checkpoint. It names no model for a derived class, because ours would

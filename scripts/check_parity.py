@@ -12,7 +12,9 @@ Both models run in float32, without dropout, on the same batch, and only non-pad
 differ by 1e-5, or by as much as the reference differs from a float64 copy of itself if that is more; a gradient by 1e-5
 of its tensor's norm, with the same allowance. The result is a table of differences with a verdict.
 
-Exit code: 0 the models are equal, 1 they differ, 2 bad usage or a checkpoint that cannot be read.
+A ScratchBert with a probe.json, which save_pretrained writes, is first verified against it.
+
+Exit code: 0 the models are equal, 1 they differ, 2 bad usage, or a checkpoint that cannot be read or verified.
 """
 
 import sys

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
@@ -23,6 +24,7 @@ from modeling_scratchbert.bert_weights import (
 )
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, raw_config, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from modeling_scratchbert.probe import probe_name, read_probe
 from toolkit.hub import check_source, has_tokenizer
 
 __all__ = [
@@ -189,16 +191,28 @@ def load(source, kind: str, name: str, with_pooler: bool):
     """The class `name` of the given kind, opened from a checkpoint of any kind, in float32 and evaluation mode.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor of it, which would be random.
+        ValueError: the checkpoint lacks a tensor of it, which would be random; or the model differs from probe.json.
     """
     model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
     options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
+    if kind == "scratchbert" and cached_file(source, probe_name(), _raise_exceptions_for_missing_entries=False):
+        options["verify"] = True
     model, loading = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
     if loading["missing_keys"]:
         raise ValueError(
             f"{source} lacks tensors of {model_class.__name__}: {', '.join(sorted(loading['missing_keys']))}."
         )
     return model.eval()
+
+
+def verification(source: str) -> dict[str, bool]:
+    """The argument with which `from_pretrained` compares the model with its probe.json.
+
+    Raises:
+        OSError: it has none. A class of transformers, which opens a BERT, does not have the argument.
+    """
+    read_probe(source)
+    return {"verify": True}
 
 
 def open_tokenizer_if_any(source: str):

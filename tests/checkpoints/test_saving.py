@@ -248,6 +248,7 @@ def save_with_a_trainer(model, folder, hub):
     (folder / "training_args.bin").unlink()
     # The checkpoints on the way are as good
     assert set(stored(folder / "runs" / "checkpoint-1")) == NAMES
+    ScratchBertForPreTraining.from_pretrained(folder / "runs" / "checkpoint-1", verify=True)
     assert config_json(folder / "runs" / "checkpoint-1")["auto_map"] == AUTO_MAP
 
 
@@ -313,6 +314,10 @@ def test_the_names_are_ours_whichever_way_a_model_is_saved(tmp_path, hub, way):
     way(model, tmp_path / "saved", hub)
     assert set(stored(tmp_path / "saved")) == NAMES
     assert_ours(tmp_path / "saved", model)
+    is_state_dict_given = way in (save_a_state_dict, save_with_accelerate)
+    assert (tmp_path / "saved" / "probe.json").exists() != is_state_dict_given
+    if not is_state_dict_given:
+        assert_same_outputs(ScratchBertForPreTraining.from_pretrained(tmp_path / "saved", verify=True), model)
 
 
 @pytest.mark.parametrize("head", BERTS)
@@ -457,7 +462,7 @@ def test_other_files_stay(tmp_path):
         (tmp_path / name).write_text(text)
     random_scratchbert().save_pretrained(tmp_path)
     assert {name: (tmp_path / name).read_text() for name in others} == others
-    expected = set(others) | CODE | {"config.json", "model.safetensors"}
+    expected = set(others) | CODE | {"config.json", "model.safetensors", "probe.json"}
     assert {path.name for path in tmp_path.iterdir()} == expected
 
 

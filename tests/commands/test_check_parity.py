@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from matplotlib import image
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, EncoderDecoderConfig, EncoderDecoderModel, RobertaConfig
 
 import check_parity
@@ -23,7 +24,7 @@ from modeling_scratchbert import (
 from support.folders import SCRIPTS
 from support.models import NEEDS, REFERENCES, tiny_config
 from toolkit import parity
-from toolkit.checkpoint import classes_in
+from toolkit.checkpoint import classes_in, verification
 
 SCRIPT = SCRIPTS / "check_parity.py"
 
@@ -255,6 +256,27 @@ def test_a_scratchbert_folder_against_its_export(tmp_path, pretraining):
     assert found["model"].startswith("ScratchBertForPreTraining")
     assert found["reference"].startswith("BertForPreTraining")
     assert found["reference"].endswith("exported to BERT")
+
+
+def test_a_scratchbert_that_differs_from_its_probe(tmp_path, pretraining, capsys):
+    """Its export, which it is compared with, would have the same damage."""
+    ours = converted(pretraining, tmp_path / "ours")
+    tensors = load_file(ours / "model.safetensors")
+    tensors["model.encoder.blocks.1.attention.key.weight"][0, 0] += 0.5
+    save_file(tensors, ours / "model.safetensors", {"format": "pt"})
+    assert run(ours) == 2
+    assert "model.encoder.blocks.1.attention.key.weight in the files" in capsys.readouterr().err
+    (ours / "probe.json").unlink()
+    assert run(ours) == 0
+
+
+def test_the_argument_that_verifies(tmp_path, pretraining):
+    """For commands with a flag."""
+    ours = converted(pretraining, tmp_path / "ours")
+    ScratchBertForPreTraining.from_pretrained(ours, **verification(str(ours)))
+    for source in (pretraining, None):
+        with pytest.raises(OSError, match=r"has no probe\.json"):
+            verification(source and str(source))
 
 
 def test_the_order_of_the_arguments_does_not_change_the_reference(tmp_path, pretraining):

@@ -456,6 +456,7 @@ def test_weights_that_were_replaced_are_gone(hub, folder, push):
     assert push()[0] == 0
     random_scratchbert("ForSequenceClassification", seed=1).save_pretrained(folder, max_shard_size="20KB")
     assert not (folder / "model.safetensors").exists()
+    (folder / "probe.json").unlink()
     assert push()[0] == 0
     assert set(hub.files("ada/m")) == {*os.listdir(folder), ".gitattributes", "README.md"}
 

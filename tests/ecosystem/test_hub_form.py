@@ -177,6 +177,24 @@ def in_shards():
     same(compute(model), reference["ForPreTraining"])
 
 @check()
+def verified():
+    for folder in ("saved/ForMultipleChoice", "saved/ForCausalLM", "sharded", "two halves"):
+        open_as("AutoModel", folder, verify=True)
+    model, info = open_as("AutoModelForMaskedLM", "someone/scratch.bert-1", verify=True)
+    same(compute(model), reference["ForMaskedLM"])
+    shutil.copytree("saved/ForMaskedLM", "damaged")
+    weights = bytearray(Path("damaged/model.safetensors").read_bytes())
+    weights[-4] ^= 1
+    Path("damaged/model.safetensors").write_bytes(weights)
+    open_as("AutoModelForMaskedLM", "damaged")
+    try:
+        open_as("AutoModelForMaskedLM", "damaged", verify=True)
+    except ValueError as error:
+        assert "differs from probe.json" in str(error), error
+        return
+    raise AssertionError("opened")
+
+@check()
 def by_hub_id():
     model, info = open_as("AutoModelForMaskedLM", "someone/scratch.bert-1")
     assert info == NOTHING, info

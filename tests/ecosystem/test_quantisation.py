@@ -86,6 +86,7 @@ def test_a_tied_head_stays_whole(make, tmp_path):
     inputs = inputs_for("ForMaskedLM")
     model = ScratchBertForMaskedLM.from_pretrained(tmp_path / "whole", quantization_config=TorchAoConfig(make()))
     model.save_pretrained(tmp_path / "quantised")
+    assert not (tmp_path / "quantised" / "probe.json").exists()
     again = ScratchBertForMaskedLM.from_pretrained(tmp_path / "quantised")
     for each in (model, again):
         assert each.lm_head.decoder.weight is each.get_input_embeddings().weight

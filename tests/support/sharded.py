@@ -77,6 +77,7 @@ def main(folder: Path) -> None:
         parts = {name: tuple(part(parameter).shape) for name, parameter in model.named_parameters()}
         notes[case] = {"results": compute(model, case, **given[case]), "parts": parts}
         model.save_pretrained(folder / f"{case}-saved")
+        assert not (folder / f"{case}-saved" / "probe.json").exists()
     torch.save(notes, folder / f"notes-{rank}.pt")
 
 

@@ -398,7 +398,9 @@ class Training:
             "processes": progress.processes,
             "history": progress.history,
         }
-        weights = None if self.settings.lora_rank else accelerator.get_state_dict(self.model)
+        # Of a sharded model only: save_pretrained writes no probe.json of weights that it is given.
+        is_sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        weights = accelerator.get_state_dict(self.model) if is_sharded and not self.settings.lora_rank else None
         model = merged(accelerator.unwrap_model(self.model))
         if accelerator.is_main_process:
             self.write(model, weights, report, {split: each.predictions for split, each in evaluations.items()})
