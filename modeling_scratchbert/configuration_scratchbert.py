@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from .bert_configuration import scratchbert_fields
 from .checkpoints import copy_code, raw_config
+from .peft_defaults import add_default_target_modules
 
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.
 AUTO_MAP = {
@@ -210,6 +211,11 @@ class ScratchBertConfig(PreTrainedConfig):
         config._set_special_tokens()
         config.check()
         return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `PreTrainedConfig.to_dict`, from which PEFT reads the `model_type` whose target modules it looks up."""
+        add_default_target_modules(self.model_type)
+        return super().to_dict()
 
     @classmethod
     def from_bert(cls, config: PreTrainedConfig) -> Self:

@@ -1,5 +1,5 @@
-"""Other people's tools for looking into a model take ours as they take BERT: bertviz its attentions, Captum its word
-embeddings."""
+"""Tools that look into a model read ours as they read BERT: bertviz its attentions, Captum its word embeddings, hooks
+and nnsight its activations."""
 
 import json
 
@@ -167,3 +167,53 @@ def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, b
     assert_as_the_references(attributions, integrated(attr, reference, batch))
     assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()
+
+
+# ------------------------------------------------------------------------------------------------------- activations
+
+# A module of ours, and the same module of BERT, in the order in which they run.
+ACTIVATIONS = {
+    "model.embeddings": "bert.embeddings",
+    "model.encoder.blocks.0": "bert.encoder.layer.0",
+    "model.encoder.blocks.1": "bert.encoder.layer.1",
+    "model.pooler": "bert.pooler",
+    "classifier": "classifier",
+}
+
+
+def test_hooks_read_the_activations_of_bert_in_its_order(classifiers, batch):
+    seen = []
+    for model, paths in zip(classifiers, (ACTIVATIONS, ACTIVATIONS.values()), strict=True):
+        seen.append([])
+        handles = [
+            model.get_submodule(path).register_forward_hook(
+                lambda module, args, output, seen=seen[-1], place=place: seen.append((place, output))
+            )
+            for place, path in enumerate(paths)
+        ]
+        with torch.no_grad():
+            score(model)(batch["ids"], batch["mask"])
+        for handle in handles:
+            handle.remove()
+    assert [place for place, _ in seen[0]] == list(range(len(ACTIVATIONS)))
+    torch.testing.assert_close(*seen, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Module .* has a submodule named 'output'")
+@pytest.mark.parametrize("block", [0, 1])
+def test_nnsight_reads_and_intervenes_as_in_bert(classifiers, batch, block):
+    nnsight = pytest.importorskip("nnsight", reason="the package nnsight is not installed")
+    inputs = {"input_ids": batch["ids"], "attention_mask": batch["mask"]}
+    results = []
+    for model, layers in zip(classifiers, ("model.encoder.blocks", "bert.encoder.layer"), strict=True):
+        traced = nnsight.NNsight(model)
+        with torch.no_grad(), traced.trace(**inputs):
+            output = traced.get(f"{layers}.{block}").output
+            read = output.clone().save()
+            output[:, 0] = output[:, 1]
+            changed = traced.output.logits.save()
+        assert read.shape == (*batch["ids"].shape, 32)
+        with torch.no_grad():
+            assert not torch.allclose(changed, model(**inputs).logits, atol=1e-2)
+        results.append((read, changed))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-4)

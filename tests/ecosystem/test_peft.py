@@ -1,4 +1,4 @@
-"""PEFT's LoRA on our models: what is trained, saved, opened again and merged; and prefix tuning."""
+"""PEFT's methods on our models beside BERT; and of LoRA what is trained, saved, opened again and merged."""
 
 import json
 
@@ -7,14 +7,26 @@ import torch
 
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+import peft
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from peft.utils import constants
 from safetensors.torch import load_file
 
-from support.models import OURS, SPECIAL, inputs_for, random_scratchbert
+from modeling_scratchbert.bert_weights import to_scratchbert
+from support.models import (
+    NO_DROPOUT,
+    OURS,
+    SPECIAL,
+    TINY,
+    inputs_for,
+    random_bert,
+    random_encoder_decoder,
+    random_scratchbert,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to fetch remote file")
 
-CLASSIFIER = "ForSequenceClassification"
+CLASSIFIER, SEQ2SEQ = "ForSequenceClassification", "ForConditionalGeneration"
 # PEFT's name for what each class does, where it has one.
 TASKS = {
     "Model": "FEATURE_EXTRACTION",
@@ -24,13 +36,12 @@ TASKS = {
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
     "ForCausalLM": "CAUSAL_LM",
-    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    SEQ2SEQ: "SEQ_2_SEQ_LM",
 }
 
 
 def lora(task, **options) -> LoraConfig:
-    # PEFT keeps default targets by model type, and knows ours not.
-    return LoraConfig(task_type=task, r=4, target_modules=["query", "value"], **options)
+    return LoraConfig(task_type=task, r=4, **options)
 
 
 @torch.no_grad()
@@ -48,9 +59,8 @@ def base(tmp_path):
     """The folder of a checkpoint by its head."""
 
     def save(head: str):
-        fields = SPECIAL if head == "ForConditionalGeneration" else {}
-        fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        random_scratchbert(head, **fields).save_pretrained(tmp_path / "base")
+        fields = SPECIAL if head == SEQ2SEQ else {}
+        random_scratchbert(head, **fields, **NO_DROPOUT).save_pretrained(tmp_path / "base")
         return tmp_path / "base"
 
     return save
@@ -139,25 +149,129 @@ def test_a_merged_model_is_packed_for_inference(trained):
 
 def test_prefix_tuning_of_a_seq2seq_model_with_labels_alone():
     """The decoder's input and its mask are derived from the labels; the prefixes are cached positions before them."""
-    fields = {**SPECIAL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = random_scratchbert("ForConditionalGeneration", **fields)
-    config = model.config
-    prefix = PrefixTuningConfig(
-        task_type="SEQ_2_SEQ_LM",
-        num_virtual_tokens=5,
-        token_dim=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-    )
-    tuned = get_peft_model(model, prefix)
-    batch = inputs_for("ForConditionalGeneration", labels=True)
-    del batch["token_type_ids"]
+    model = random_scratchbert(SEQ2SEQ, **SPECIAL, **NO_DROPOUT)
+    tuned = get_peft_model(model, peft.PrefixTuningConfig(task_type=TASKS[SEQ2SEQ], num_virtual_tokens=5))
+    batch = labelled(SEQ2SEQ)
     outputs = tuned(**batch)
     assert outputs.logits.shape[:2] == batch["labels"].shape
-    ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    mask = (ids != config.pad_token_id).long()
-    mask[:, 0] = 1
-    given = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
-    assert_same(outputs.logits, tuned(**batch, **given).logits)
+    assert_same(outputs.logits, tuned(**batch, **decoder_inputs(model, batch["labels"])).logits)
     outputs.loss.backward()
     assert all(parameter.grad is not None for parameter in tuned.parameters() if parameter.requires_grad)
+
+
+# ------------------------------------------------------------------------------------------------ every method
+
+# Each with a configuration that names no layers, and no sizes of the model.
+METHODS = {
+    "LoRA": lambda **options: LoraConfig(r=4, init_lora_weights=False, **options),
+    "DoRA": lambda **options: LoraConfig(r=4, use_dora=True, **options),
+    "IA3": peft.IA3Config,
+    "OFT": lambda **options: peft.OFTConfig(oft_block_size=4, **options),
+    "AdaLoRA": lambda **options: peft.AdaLoraConfig(
+        init_r=6, target_r=5, total_step=3, tinit=0, tfinal=1, deltaT=1, **options
+    ),
+    "VeRA": lambda **options: peft.VeraConfig(r=4, **options),
+    "prefix": lambda **options: peft.PrefixTuningConfig(num_virtual_tokens=3, **options),
+    "prompt": lambda **options: peft.PromptTuningConfig(num_virtual_tokens=3, **options),
+    "p-tuning": lambda **options: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **options),
+}
+OF_PROMPTS = ("prefix", "prompt", "p-tuning")
+
+
+def reference_options(head: str, method: str) -> dict:
+    """What PEFT requires for the reference: nothing for a BERT, but it does not look into an `EncoderDecoderModel`."""
+    if head == CLASSIFIER:
+        return {}
+    if method in OF_PROMPTS:
+        return {
+            "token_dim": TINY["hidden_size"],
+            "num_layers": TINY["num_hidden_layers"],
+            "num_attention_heads": TINY["num_attention_heads"],
+        }
+    if method == "IA3":
+        return {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]}
+    return {"target_modules": ["query", "value"]}
+
+
+def reference_for(head: str):
+    return random_encoder_decoder(**NO_DROPOUT) if head == SEQ2SEQ else random_bert(head, **NO_DROPOUT)
+
+
+def labelled(head: str) -> dict:
+    torch.manual_seed(1)
+    batch = inputs_for(head, labels=True)
+    if head == SEQ2SEQ:
+        del batch["token_type_ids"]  # EncoderDecoderModel does not accept them beside prompts
+    return batch
+
+
+def decoder_inputs(model, labels) -> dict:
+    ids = model.prepare_decoder_input_ids_from_labels(labels)
+    mask = (ids != model.config.pad_token_id).long()
+    mask[:, 0] = 1
+    return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+
+
+def train_three_steps(model, config, batch) -> tuple[PeftModel, list[float]]:
+    """Return the adapted model and its losses. What PEFT draws is the same for each model."""
+    torch.manual_seed(0)
+    adapted, losses = get_peft_model(model, config).train(), []
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
+    for step in range(3):
+        loss = adapted(**batch).loss
+        loss.backward()
+        optimizer.step()
+        if config.peft_type == "ADALORA":
+            adapted.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return adapted.eval(), losses
+
+
+@pytest.mark.parametrize("head", [CLASSIFIER, SEQ2SEQ])
+@pytest.mark.parametrize("method", METHODS)
+def test_trains_as_bert_does_and_reloads(method, head, tmp_path):
+    reference = reference_for(head)
+    reference.save_pretrained(tmp_path / "bert")
+    ours, again = (OURS[head].from_pretrained(tmp_path / "bert") for _ in range(2))
+    batch = labelled(head)
+    given = decoder_inputs(ours, batch["labels"]) if head == SEQ2SEQ else {}
+    if method == "prefix":  # from labels alone, EncoderDecoderModel makes a mask that is too short for prefixes
+        batch |= given
+    config, task = METHODS[method], TASKS[head]
+    adapted, losses = train_three_steps(ours, config(task_type=task), batch)
+    _, expected = train_three_steps(reference, config(task_type=task, **reference_options(head, method)), batch)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[2] < losses[0] - 0.02
+
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    batch |= given
+    del batch["labels"]  # with which AdaLoRA computes a loss that only a model in training has
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, adapted(**batch).logits)
+
+
+# ------------------------------------------------------------------------------------------------ default targets
+
+TABLES = {
+    name: table
+    for name, table in vars(constants).items()
+    if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MODULES_MAPPING") and "bert" in table
+}
+
+
+def targeted(model, targets) -> set[str]:
+    """The modules whose names end with a target, as PEFT compares them."""
+    return {name for name, _ in model.named_modules() if name.endswith(tuple(f".{target}" for target in targets))}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_default_targets_are_berts_layers(name, monkeypatch):
+    """Also if PEFT is imported after the model was built, when its tables are new."""
+    ours, reference = random_scratchbert("ForPreTraining"), random_bert("ForPreTraining")
+    monkeypatch.delitem(TABLES[name], "scratchbert", raising=False)
+    model_type = peft.LoraModel.get_model_config(ours)["model_type"]
+    found, expected = targeted(ours, TABLES[name][model_type]), targeted(reference, TABLES[name]["bert"])
+    assert found == {to_scratchbert(f"{module}.weight").removesuffix(".weight") for module in expected}
+    assert found

@@ -1,5 +1,7 @@
-"""What only a process of its own shows: memory, pickles without the package, the permissions of new files."""
+"""What only a process of its own shows: memory, pickles, `datasets.map` in processes, the permissions of new files."""
 
+import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.folders import ROOT
+from support.folders import ROOT, SCRIPTS
+from support.models import inputs_for, random_scratchbert
 from support.prepacked import another_copy
 
 RAGGED_BATCHES = """
@@ -67,6 +70,79 @@ def test_dill_pickles_the_module_by_value(monkeypatch, tmp_path):
     command = [sys.executable, "-c", LOAD_WITHOUT_THE_MODULE, str(tmp_path / "layer.dill")]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.stdout == "same\n", run.stderr
+
+
+WRITE_PICKLES = """
+import pickle, sys
+import cloudpickle, torch
+import sentence_similarity
+sentence_similarity.block_package()
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules.")
+inputs, expected = torch.load("inputs.pt")
+with torch.no_grad():
+    assert torch.equal(model(**inputs).last_hidden_state, expected)
+for pickler in (pickle, cloudpickle):
+    with open(f"{pickler.__name__}-of-remote-code", "wb") as file:
+        pickler.dump(model, file)
+"""
+
+READ_PICKLES = """
+import pickle, sys
+import torch
+
+inputs, expected = torch.load("inputs.pt")
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        model = pickle.load(file)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).last_hidden_state, expected), path
+    print(path, type(model).__module__.partition(".")[0])
+"""
+
+
+def test_pickles_open_in_a_fresh_process(tmp_path):
+    """Those of a remote-code model as well, if the folder of such code is on the path, as it is in worker processes."""
+    cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed")
+    model, inputs = random_scratchbert("Model"), inputs_for()
+    with torch.no_grad():
+        torch.save((inputs, model(**inputs).last_hidden_state), tmp_path / "inputs.pt")
+    model.save_pretrained(tmp_path / "model")
+    for pickler in (pickle, cloudpickle):
+        (tmp_path / f"{pickler.__name__}-of-package").write_bytes(pickler.dumps(model))
+    modules = str(tmp_path / "modules")
+
+    def run(code, *arguments, path) -> str:
+        environment = {**os.environ, "HF_MODULES_CACHE": modules, "PYTHONPATH": os.pathsep.join(path)}
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(WRITE_PICKLES, "model", path=[str(SCRIPTS)])
+    origins = {"of-package": "modeling_scratchbert", "of-remote-code": "transformers_modules"}
+    expected = {f"{name}-{kind}": origin for kind, origin in origins.items() for name in ("pickle", "cloudpickle")}
+    found = run(READ_PICKLES, *expected, path=[str(ROOT), modules])
+    assert dict(line.split() for line in found.splitlines()) == expected
+
+
+def test_datasets_map_a_function_over_the_model_in_two_processes(pair):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    from datasets.fingerprint import Hasher
+
+    rows = datasets.Dataset.from_dict({"ids": torch.randint(1, 99, (6, 5)).tolist()})
+    pooled = []
+    for model in pair():
+
+        def embed(row, model=model):
+            with torch.no_grad():
+                return {"pooled": model(torch.tensor([row["ids"]])).pooler_output[0].tolist()}
+
+        Hasher.hash(embed)  # `map` warns where this raises
+        pooled.append(torch.tensor(rows.map(embed, num_proc=2)["pooled"][:]))
+    torch.testing.assert_close(*pooled, rtol=0, atol=1e-5)
 
 
 WRITE_UNDER_A_UMASK = """

@@ -1,0 +1,111 @@
+"""Files of a compiled or traced model compute what the same BERT does, in a fresh process without the package."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from support.folders import SCRIPTS
+from support.models import inputs_for
+
+SHAPES = ((3, 7), (2, 5), (5, 12), (4, 40))  # batch, length; the last at the length's limit
+NAMES = ("input_ids", "attention_mask", "token_type_ids")
+
+COMPUTE = """
+import sys
+import torch
+
+kind, path = sys.argv[1:]
+sys.modules["modeling_scratchbert"] = sys.modules["transformers"] = None
+load = {"aoti": torch._inductor.aoti_load_package, "jit": torch.jit.load}[kind]
+model = load(path)
+for inputs, expected in torch.load("expected.pt"):
+    with torch.no_grad():
+        torch.testing.assert_close(model(*inputs), expected, rtol=0, atol=1e-5)
+"""
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs):
+        return self.model(*inputs).logits
+
+
+@pytest.fixture
+def model(pair, tmp_path):
+    """A classifier; what its reference computes is in `expected.pt`."""
+    ours, reference = pair("ForSequenceClassification", num_hidden_layers=1)
+    batches = [tuple(inputs_for("Model", *shape)[name] for name in NAMES) for shape in SHAPES]
+    with torch.no_grad():
+        torch.save([(batch, reference(*batch).logits) for batch in batches], tmp_path / "expected.pt")
+    return ours
+
+
+def run(code: str, *arguments, cwd) -> str:
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules"), "PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor requires a C++ compiler")
+def test_a_package_of_aotinductor_computes_in_every_shape(model, tmp_path):
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=40)
+    inputs = tuple(inputs_for()[name] for name in NAMES)
+    shapes = {"inputs": tuple({0: batch, 1: length} for _ in NAMES)}
+    with torch.no_grad():
+        program = torch.export.export(Logits(model).eval(), inputs, dynamic_shapes=shapes)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    run(COMPUTE, "aoti", "model.pt2", cwd=tmp_path)
+
+
+def test_a_trace_computes_in_every_shape(model, tmp_path):
+    inputs = tuple(inputs_for()[name] for name in NAMES)
+    torch.jit.trace(Logits(model).eval(), inputs, check_trace=False).save(str(tmp_path / "model.ts"))
+    run(COMPUTE, "jit", "model.ts", cwd=tmp_path)
+
+
+TRACE_REMOTE_CODE = """
+import sys
+from pathlib import Path
+import torch
+import sentence_similarity
+sentence_similarity.block_package()
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+def folder_hash():
+    return type(AutoConfig.from_pretrained("model", trust_remote_code=True)).__module__.split(".")[-2]
+
+# TorchScript reads module names as identifiers: no trace of a custom model loads if the hash of its code, which is one
+# of them, starts with a digit.
+code = Path("model", "configuration_scratchbert.py")
+while folder_hash()[0].isdigit():
+    code.write_text(code.read_text() + "#")
+
+model = AutoModelForSequenceClassification.from_pretrained("model", trust_remote_code=True, return_dict=False).eval()
+assert type(model).__module__.startswith("transformers_modules.model.")
+inputs, _ = torch.load("expected.pt")[0]
+
+class First(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, token_type_ids):
+        return self.model(input_ids, attention_mask, token_type_ids)[0]
+
+torch.jit.trace(First(model), inputs, check_trace=False).save("model.ts")
+"""
+
+
+def test_a_trace_of_remote_code_computes_in_every_shape(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    run(TRACE_REMOTE_CODE, cwd=tmp_path)
+    run(COMPUTE, "jit", "model.ts", cwd=tmp_path)

@@ -1,0 +1,189 @@
+"""Every kind of model and of training of sentence-transformers: the results, the losses and the saved folder are those
+of the same BERT. `test_sentence_transformers` has the real weights."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+
+import sentence_transformers
+from datasets import Dataset
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.cross_encoder import losses as cross_encoder_losses
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+from sentence_transformers.sparse_encoder import losses as sparse_losses
+from torch.testing import assert_close
+from transformers import BertTokenizer
+
+from support.finetuning import SPECIAL, TEXTS, WORDS
+from support.folders import SCRIPTS
+from support.models import NO_DROPOUT, OURS, random_bert
+
+OPTIONS = {"device": "cpu", "trust_remote_code": True}
+REMOTE = {f"{part}_kwargs": {"trust_remote_code": True} for part in ("model", "processor", "config")}
+FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64, **NO_DROPOUT}
+PAIRS = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of a BERT and of the same model as ours, by head, each with a tokenizer; made once."""
+    made = {}
+
+    def make(head: str) -> list[Path]:
+        if head not in made:
+            bert, ours = made[head] = [tmp_path_factory.mktemp(name) for name in ("bert", "ours")]
+            labels = {"num_labels": 1} if head == "ForSequenceClassification" else {}
+            random_bert(head, **FIELDS, **labels).save_pretrained(bert)
+            OURS[head].from_pretrained(bert).save_pretrained(ours)
+            for folder in (bert, ours):
+                BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(folder)
+        return made[head]
+
+    return make
+
+
+def pooled(folder) -> SentenceTransformer:
+    modules = [Transformer(str(folder), **REMOTE), Pooling(32, "mean"), Normalize()]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+# For each kind of model its head, how it is made, and what it computes.
+KINDS = {
+    "SentenceTransformer": ("Model", pooled, lambda model: model.encode(TEXTS, convert_to_tensor=True)),
+    "CrossEncoder": (
+        "ForSequenceClassification",
+        lambda folder: CrossEncoder(str(folder), **OPTIONS),
+        lambda model: model.predict(PAIRS, convert_to_tensor=True),
+    ),
+    "SparseEncoder": (
+        "ForMaskedLM",
+        lambda folder: SparseEncoder(str(folder), **OPTIONS),
+        lambda model: model.encode(TEXTS, convert_to_sparse_tensor=False),
+    ),
+    "MultiVectorEncoder": (
+        "Model",
+        lambda folder: MultiVectorEncoder(str(folder), **OPTIONS),
+        lambda model: torch.cat(model.encode_document(TEXTS)),
+    ),
+}
+RANKING = losses.MultipleNegativesRankingLoss
+LOSSES = {
+    "ranking": ("SentenceTransformer", RANKING),
+    "cached ranking": ("SentenceTransformer", partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2)),
+    "Matryoshka": (
+        "SentenceTransformer",
+        lambda model: losses.MatryoshkaLoss(model, RANKING(model), matryoshka_dims=[32, 16, 8]),
+    ),
+    "cross-entropy": ("CrossEncoder", cross_encoder_losses.BinaryCrossEntropyLoss),
+    "SPLADE": (
+        "SparseEncoder",
+        lambda model: sparse_losses.SpladeLoss(
+            model, sparse_losses.SparseMultipleNegativesRankingLoss(model), document_regularizer_weight=0.1
+        ),
+    ),
+    "late interaction": ("MultiVectorEncoder", multi_vector_losses.MultiVectorMultipleNegativesRankingLoss),
+}
+
+
+def both(folders, kind: str) -> list:
+    """The model of this kind of a BERT, and of ours."""
+    head, make, _ = KINDS[kind]
+    models = []
+    for folder in folders(head):
+        torch.manual_seed(0)  # MultiVectorEncoder draws a projection
+        models.append(make(folder))
+    assert [type(model[0].auto_model).__name__ for model in models] == [f"Bert{head}", f"ScratchBert{head}"]
+    return models
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computes_as_bert_and_reloads(kind, folders, tmp_path):
+    compute = KINDS[kind][2]
+    bert, ours = both(folders, kind)
+    expected = compute(bert)
+    assert expected.std() > 1e-3
+    assert_close(compute(ours), expected, rtol=0, atol=1e-5)
+    ours.save_pretrained(str(tmp_path))
+    again = type(ours)(str(tmp_path), **OPTIONS)
+    assert type(again[0].auto_model) is type(ours[0].auto_model)
+    assert torch.equal(compute(again), compute(ours))
+
+
+def test_a_cross_encoder_ranks_as_bert(folders):
+    bert, ours = both(folders, "CrossEncoder")
+    ranks, expected = (model.rank(TEXTS[0], TEXTS) for model in (ours, bert))
+    assert [each["corpus_id"] for each in ranks] == [each["corpus_id"] for each in expected]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_trains_as_bert(loss, folders, tmp_path):
+    kind, make_loss = LOSSES[loss]
+    columns = {"query": TEXTS, "answer": [answer for _, answer in PAIRS]}
+    if kind == "CrossEncoder":
+        columns["label"] = [float(i % 2) for i in range(len(TEXTS))]
+    recorded = []
+    for model in both(folders, kind):
+        settings = getattr(sentence_transformers, f"{kind}TrainingArguments")(
+            tmp_path, max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, seed=0,
+            report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = getattr(sentence_transformers, f"{kind}Trainer")(
+            model, settings, train_dataset=Dataset.from_dict(columns), loss=make_loss(model)
+        )
+        trainer.train()
+        recorded.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(recorded[0]) == 3
+    assert recorded[1] == pytest.approx(recorded[0], abs=1e-4)
+    assert recorded[0][2] != pytest.approx(recorded[0][0], abs=1e-3)
+
+
+ALONE = """
+import sys
+import numpy
+import sentence_similarity
+from sentence_transformers import SentenceTransformer
+
+if __name__ == "__main__":
+    sentence_similarity.block_package()
+    texts, expected = sys.argv[1:], numpy.load("expected.npy")
+    for folder in ("pooled", "routed"):
+        model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+        numpy.testing.assert_allclose(model.encode_query(texts), expected, rtol=0, atol=1e-5)
+    pool = model.start_multi_process_pool(["cpu"] * 2)
+    numpy.testing.assert_allclose(model.encode_query(texts, pool=pool, chunk_size=2), expected, rtol=0, atol=1e-5)
+    model.stop_multi_process_pool(pool)
+"""
+
+
+def test_without_the_package_a_router_and_two_processes_encode_as_bert(folders, tmp_path):
+    """A `Router` looks for the code in the root of its folder, and saves it in a subfolder for each of its modules."""
+    bert, ours = both(folders, "SentenceTransformer")
+    numpy.save(tmp_path / "expected.npy", bert.encode(TEXTS))
+    ours.save_pretrained(str(tmp_path / "pooled"))
+    router = Router.for_query_document(query_modules=list(ours), document_modules=list(ours))
+    routed = SentenceTransformer(modules=[router], device="cpu")
+    routed.save_pretrained(str(tmp_path / "routed"))
+    again = SentenceTransformer(str(tmp_path / "routed"), **OPTIONS)  # with the package, it need not be there
+    assert_close(again.encode_query(TEXTS), routed.encode_query(TEXTS))
+
+    for path in (tmp_path / "routed" / "query_0_Transformer").glob("*.py"):
+        shutil.copy(path, tmp_path / "routed")
+    (tmp_path / "alone.py").write_text(ALONE)
+    environment = {"PYTHONPATH": str(SCRIPTS), "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "alone.py", *TEXTS], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
