@@ -105,6 +105,8 @@ def add_model_flags(model) -> None:
                        "actors of a Ray cluster")  # fmt: skip
     model.add_argument("--ray_address", metavar="ADDRESS", help="of a running cluster, or auto; default: a new one on "
                        "this machine")  # fmt: skip
+    model.add_argument("--verify", action="store_true", help="first compare the model with its probe.json, which "
+                       "save_pretrained writes")  # fmt: skip
     model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of the model; "
                        "needed only if it is not what modeling_scratchbert saves")  # fmt: skip
 

@@ -394,6 +394,19 @@ def test_int8_on_a_processor_without_its_instructions(model, here, capsys, monke
     one_line([model, "rows.jsonl", "--output", "out", "--dtype", "int8", *FLAGS], capsys, "--dtype", "VNNI")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "probe.json"])
+def test_verify(name, here, capsys, tmp_path_factory):
+    folder = Path(save_model(tmp_path_factory.mktemp("model")))
+    argv = [str(folder), "rows.jsonl", *FLAGS, "--verify"]
+    assert predict.main([*argv, "--output", "good"]) == 0
+    content = bytearray((folder / name).read_bytes())
+    content[-3] ^= 1
+    (folder / name).write_bytes(content)
+    one_line([*argv, "--output", "damaged"], capsys, "probe.json")
+    (folder / "probe.json").unlink()
+    one_line([*argv, "--output", "without"], capsys, "probe.json")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -28,6 +28,7 @@ class Job:
         max_length: in tokens; None: the model's.
         id_column: the column of `id`, which may be absent.
         label_column: the column of the true labels, which may be absent.
+        verify: compare the model with its probe.json.
         options: of the task, such as the pooling of embed.
     """
 
@@ -46,6 +47,7 @@ class Job:
     label_column: str | None = None
     on_bad_row: str = "stop"
     trust_remote_code: bool = False
+    verify: bool = False
     options: dict = field(default_factory=dict)
 
     def part_name(self, number: int) -> str:

@@ -31,7 +31,7 @@ def make_manifest(job: Job, inputs: list[Input], limit: int | None) -> dict:
         OSError: an input or a file of the model cannot be read.
     """
     settings = asdict(job)
-    places = {name: settings.pop(name) for name in ("model", "output", "trust_remote_code", "threads")}
+    places = {name: settings.pop(name) for name in ("model", "output", "trust_remote_code", "verify", "threads")}
     options = settings.pop("options")
     return {
         "model": {"source": places["model"], "sha256": model_fingerprint(job)},

@@ -70,7 +70,7 @@ def number_of_labels(fields: dict) -> int:
 
 
 def open_for(task: str, source: str, dtype: str | None, device: str, trust_remote_code: bool, **options):
-    """The model of a checkpoint, for inference with a task. Options are those of its class.
+    """The model of a checkpoint, for inference with a task. Options are those of `from_pretrained` and its class.
 
     Raises:
         ValueError: the checkpoint lacks weights, or the device does not support the dtype.

@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from toolkit.checkpoint import verification
 from toolkit.cli import CommandError, about
 from toolkit.corpus.formats import check_format
 from toolkit.corpus.job import Job
@@ -51,6 +52,8 @@ class Run:
         with about(args.model):
             self.fields = read_model(args.model, args.trust_remote_code)
             self.task = args.task or task_of(args.model, self.fields)
+            if args.verify:
+                verification(args.model)
         check_flags(args, self.task)
         self.corpus = Corpus(open_inputs(args.inputs), args.limit)
         first = self.corpus.first_rows()
@@ -80,7 +83,8 @@ class Run:
             threads=self.threads(), dtype=args.dtype, max_length=args.max_length,
             tokens_per_batch=args.tokens_per_batch, part_rows=args.part_rows, id_column=args.id_column,
             ids_are_integers=bool(ids) and isinstance(ids[0], int), label_column=args.label_column,
-            on_bad_row=args.on_bad_row, trust_remote_code=args.trust_remote_code, options=options,
+            on_bad_row=args.on_bad_row, trust_remote_code=args.trust_remote_code, verify=args.verify,
+            options=options,
         )  # fmt: skip
 
     def label_options(self) -> dict:

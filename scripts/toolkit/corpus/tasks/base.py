@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from toolkit.checkpoint import verification
 from toolkit.corpus.batching import batches_by_length, packed
 from toolkit.corpus.job import Job
 from toolkit.corpus.model import longest, open_for
@@ -53,6 +54,7 @@ class Task:
         self.tokenizer = open_tokenizer(job.model, trust_remote_code=job.trust_remote_code)
         if not self.tokenizer.is_fast:
             raise ValueError("Its tokenizer is a slow one; expected a fast one.")
+        options |= verification(job.model) if job.verify else {}
         self.model = open_for(job.task, job.model, job.dtype, job.device, job.trust_remote_code, **options)
         self.max_length = longest(self.tokenizer, self.model, job.max_length)
 
