@@ -74,8 +74,8 @@ train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside trans
 	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) \
 		--implementations $(IMPLEMENTATIONS) --at-least $(AT_LEAST)
 
-walkthrough: $(DOCS_READY) ## run docs/walkthrough.md with its training, and draw its pictures (two minutes on two cores)
-	$(BIN)/python tests/docs/pages.py docs/walkthrough.md --marks slow --folder docs/walkthrough
+walkthrough: $(DOCS_READY) ## run docs/walkthrough.md with its training, and draw its pictures (a minute or two)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/docs/pages.py docs/walkthrough.md --marks slow --folder docs/walkthrough
 
 notebook: $(DOCS_READY) ## write docs/walkthrough.md as a notebook, build/walkthrough.ipynb
 	$(BIN)/python tests/docs/pages.py docs/walkthrough.md --notebook build/walkthrough.ipynb
