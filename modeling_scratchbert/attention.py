@@ -114,8 +114,13 @@ class MultiHeadAttention(nn.Module):
         Returns:
             `(B, T, C)`, and the attention weights `(B, H, T, S)`, or None if the kernel does not return them.
         """
-        query = self._split_heads(self.query(hidden_states))
-        key, value = self._keys_and_values(hidden_states, encoder_hidden_states, past_key_values)
+        if encoder_hidden_states is None:
+            query, key, value = map(self._split_heads, self.project(hidden_states))
+            if past_key_values is not None:
+                key, value = self._update_cache(key, value, past_key_values)
+        else:
+            query = self._split_heads(self.query(hidden_states))
+            key, value = self._project_encoder(encoder_hidden_states, past_key_values)
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
@@ -131,15 +136,18 @@ class MultiHeadAttention(nn.Module):
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def _keys_and_values(self, hidden_states, encoder_hidden_states, cache):
-        if encoder_hidden_states is None:
-            key = self._split_heads(self.key(hidden_states))
-            value = self._split_heads(self.value(hidden_states))
-            if cache is None:
-                return key, value
-            cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-            return cache.update(key, value, self.layer_idx)
-        # The encoder's output is the same at each step of decoding: its keys and values are computed once.
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The queries, keys and values of self-attention, `(B, T, C)` each."""
+        return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+
+    def _update_cache(self, key, value, cache):
+        """The keys and values of all positions so far."""
+        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        return cache.update(key, value, self.layer_idx)
+
+    def _project_encoder(self, encoder_hidden_states, cache):
+        """The keys and values of cross-attention. The encoder's output is the same at each step of decoding: they are
+        computed once."""
         if cache is not None and cache.is_updated.get(self.layer_idx):
             layer = cache.cross_attention_cache.layers[self.layer_idx]
             return layer.keys, layer.values

@@ -4,6 +4,7 @@
     benchmark.py --output speed                        also writes speed/report.json and speed/report.png
     benchmark.py --quick
     benchmark.py --workloads reviews single --variants openvino ours-optimised --memory
+    benchmark.py --workloads decoding cuda
 
 All variants run in one process, in turns: for each repetition and batch, each variant once, on the same padded batch
 with its mask. The time of a batch is the median over the repetitions; a row has the mean over its batches.
@@ -13,10 +14,15 @@ Columns: sequences and non-padding tokens per second; milliseconds per batch; th
 padding; the GEMM lower bound, the time of the blocks' matrix products on non-padding tokens at the best rate measured
 here, as a share of the time; and the largest absolute difference to BertModel at non-padding tokens.
 
-Variants that fail are reported with the reason; runtimes that are not installed are skipped and listed.
+The workloads single-1, single and single-32 are one sentence of 1, 12 and 32 tokens. "decoding" times those of our
+variants that generate (as loaded, optimised, bfloat16, int8) beside EncoderDecoderModel in float32. "cuda" compares
+BertModel and our model on a GPU, in bfloat16, whatever --variants are; without a GPU it is skipped.
 
-Exit code: 0; 1 if one of our variants differs from BertModel (float32, by more than 1e-5), generates other tokens, or
-fails; 2 if the benchmark cannot run.
+Variants that fail are reported with the reason. Runtimes that are not installed are skipped and listed, as are those
+that compute bfloat16 on a CPU without instructions for it.
+
+Exit code: 0; 1 if one of our variants differs from BertModel (float32, by more than 1e-5), generates other tokens in
+float32, or fails; 2 if the benchmark cannot run.
 """
 
 import os
@@ -64,7 +70,7 @@ def make_parser() -> Parser:
     evaluation.add_argument("--memory", action="store_true", help="also measure the peak memory of each variant, in a "
                             "new process")  # fmt: skip
     evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of weights, ids and lengths")
-    parser.add_report_output("write all numbers", "draw tokens per second, and time against tokens")
+    parser.add_report_output("write all numbers", "draw the speed in each precision, and time against tokens")
     return parser
 
 
@@ -81,7 +87,7 @@ def parse(parser: Parser, argv: list[str] | None):
 
 def draws(args) -> bool:
     """Whether the picture has any of the workloads."""
-    return not set(args.workloads) <= {"training", "decoding"}
+    return not set(args.workloads) <= {"training", "decoding", "cuda"}
 
 
 def main(argv: list[str] | None = None) -> int:

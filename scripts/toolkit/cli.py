@@ -25,6 +25,7 @@ EXTRAS = {
     "onnxruntime": "bench",
     "onnxscript": "bench",
     "openvino": "bench",
+    "nncf": "bench",
     "peft": "lora",
     "rapidfuzz": "train",
     "rouge_score": "train",

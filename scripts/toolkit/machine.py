@@ -12,21 +12,37 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
+from modeling_scratchbert.prepacking import multiplies_natively
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
-LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "openvino", "torchao")
+CPU_INFO = Path("/proc/cpuinfo")
+FLAGS = (
+    "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
+)  # fmt: skip
+LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "openvino", "nncf", "torchao")
 
 
-def processor() -> tuple[str, list[str]]:
-    """The processor's name, and those of `FLAGS`, its instruction sets, that it has."""
+def processor() -> dict:
+    """The processor: its name, its family, model and stepping (x86 on Linux; None elsewhere), and which of `FLAGS`, its
+    instruction sets, it has and lacks. A virtual machine may hide instructions that its model has."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        text = CPU_INFO.read_text(encoding="utf-8")
     except OSError:  # not Linux
-        return platform.processor() or platform.machine(), []
-    name = re.search(r"^model name\s*: (.*)$", text, flags=re.MULTILINE)
-    flags = re.search(r"^flags\s*: (.*)$", text, flags=re.MULTILINE)
-    has = flags[1].split() if flags else []
-    return name[1] if name else platform.machine(), [flag for flag in FLAGS if flag in has]
+        text = ""
+
+    def field(name: str) -> str | None:
+        found = re.search(rf"^{name}\s*: (.*)$", text, flags=re.MULTILINE)
+        return found[1] if found else None
+
+    has = (field("flags") or "").split()
+    return {
+        "processor": field("model name") or platform.processor() or platform.machine(),
+        "family": field("cpu family"),
+        "model": field("model"),
+        "stepping": field("stepping"),
+        "flags": [flag for flag in FLAGS if flag in has],
+        "missing_flags": [flag for flag in FLAGS if has and flag not in has],
+    }
 
 
 def hardware() -> str:
@@ -34,7 +50,7 @@ def hardware() -> str:
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, processes: {world}"
-    return f"{processor()[0]}, processes: {world}, threads of each: {torch.get_num_threads()}"
+    return f"{processor()['processor']}, processes: {world}, threads of each: {torch.get_num_threads()}"
 
 
 def version(library: str) -> str | None:
@@ -95,12 +111,12 @@ def best_rate(config, dtype: torch.dtype, rows: tuple[int, ...] = (512, 2048)) -
 
 
 def describe(config, threads: int) -> dict:
-    """The machine, for the JSON file of a benchmark: rates in GFLOP/s for the model's shapes, bandwidth in GB/s."""
-    name, flags = processor()
-    rates = {dtype: best_rate(config, torch_dtype) for dtype, torch_dtype in DTYPES.items()}
+    """The machine, for the JSON file of a benchmark: rates in GFLOP/s for the model's shapes, of bfloat16 where the CPU
+    has instructions for it; bandwidth in GB/s."""
+    natively = {name: dtype for name, dtype in DTYPES.items() if multiplies_natively(dtype)}  # others take minutes
+    rates = {name: best_rate(config, dtype) for name, dtype in natively.items()}
     return {
-        "processor": name,
-        "flags": flags,
+        **processor(),
         "cores": os.cpu_count(),
         "threads": threads,
         "gflops": {dtype: rate / 1e9 for dtype, rate in rates.items()},

@@ -6,13 +6,16 @@ import sys
 import pytest
 import torch
 from matplotlib import image
+from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BertConfig, BertModel
+from transformers import AttentionInterface, BertConfig, BertModel
 
 import benchmark
 from toolkit import machine as benchmark_machine
-from toolkit.benchmark import ENCODER_WORKLOADS, lower_bound, measure
+from toolkit.benchmark import ENCODER_WORKLOADS, cuda, lower_bound, measure
+from toolkit.benchmark import plot as benchmark_plot
 from toolkit.benchmark import steps as benchmark_steps
+from toolkit.benchmark import timing as benchmark_timing
 from toolkit.benchmark import variants as benchmark_variants
 from toolkit.benchmark import workloads as benchmark_workloads
 from toolkit.benchmark.variants import VARIANTS, Variant
@@ -21,7 +24,11 @@ pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 MACHINE = {
     "processor": "a processor",
+    "family": "6",
+    "model": "143",
+    "stepping": None,
     "flags": ["avx2"],
+    "missing_flags": ["amx_tile"],
     "cores": 1,
     "threads": 1,
     "gflops": {"float32": 100.0, "bfloat16": 200.0},
@@ -48,6 +55,7 @@ def folder(tmp_path_factory):
 def small(monkeypatch):
     """The smallest of everything, on a machine that need not be measured."""
     monkeypatch.setattr(measure, "describe", lambda config, threads: MACHINE)
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measure, "measure_again", lambda machine, config: None)
     monkeypatch.setattr(measure, "LINEARITY_SIZES", [1, 4])
     monkeypatch.setattr(measure, "LINEARITY_FILL_RATES", [0.5, 1.0])
@@ -77,9 +85,19 @@ def test_the_mix_is_a_third_full():
     assert batch.input_ids.shape[1] == 40
 
 
-@pytest.mark.parametrize(("name", "shape"), [("full-128", (16, 128)), ("full-512", (4, 512)), ("single", (1, 12))])
-def test_batches_without_padding(name, shape):
+@pytest.mark.parametrize(
+    ("name", "shape", "count"),
+    [
+        ("full-128", (16, 128), 2),
+        ("full-512", (4, 512), 2),
+        ("single-1", (1, 1), 20),
+        ("single", (1, 12), 20),
+        ("single-32", (1, 32), 20),
+    ],
+)
+def test_batches_without_padding(name, shape, count):
     one, two = (benchmark_workloads.make_batches(name, config(), None, 2, seed=0) for _ in range(2))
+    assert len(one) == count
     assert {batch.input_ids.shape for batch in one} == {shape}
     assert {batch.fill_rate for batch in one} == {1.0}
     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(one, two, strict=True))
@@ -142,14 +160,54 @@ def test_packed_is_the_linear_layer():
     torch.testing.assert_close(benchmark_machine.prepacked_linear(weight, bias)(x), expected)
 
 
-def test_the_machine_is_described(monkeypatch):
+@pytest.mark.parametrize("natively", [True, False])
+def test_the_machine_is_described(natively, monkeypatch):
+    monkeypatch.setattr(benchmark_machine, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
     monkeypatch.setattr(benchmark_machine, "bandwidth", lambda: 2e10)
     monkeypatch.setattr(benchmark_machine, "best_rate", lambda config, dtype: {torch.float32: 1e9}.get(dtype, 2e9))
     machine = benchmark_machine.describe(config(), 3)
     assert machine.keys() == MACHINE.keys()
-    assert machine["gflops"] == {"float32": 1.0, "bfloat16": 2.0}
+    assert machine["gflops"] == ({"float32": 1.0, "bfloat16": 2.0} if natively else {"float32": 1.0})
     assert (machine["threads"], machine["bandwidth_gb"]) == (3, 20.0)
     assert torch.__version__.startswith(machine["versions"]["torch"])  # which may lack a build's "+cu132"
+
+
+INTEL = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Processor
+stepping\t: 8
+flags\t\t: fpu avx2 avx512f avx512_vnni {} hypervisor
+
+processor\t: 1
+model name\t: another
+"""
+
+
+@pytest.mark.parametrize("extra", [[], ["avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"]])
+def test_processors_with_and_without_amx_are_told_apart(extra, tmp_path, monkeypatch, capsys):
+    (tmp_path / "cpuinfo").write_text(INTEL.format(" ".join(extra)), encoding="utf-8")
+    monkeypatch.setattr(benchmark_machine, "CPU_INFO", tmp_path / "cpuinfo")
+    found = benchmark_machine.processor()
+    assert found["processor"] == "Intel(R) Xeon(R) Processor"
+    assert (found["family"], found["model"], found["stepping"]) == ("6", "143", "8")
+    assert found["flags"] == ["avx2", "avx512f", "avx512_vnni", *extra]
+    assert sorted(found["flags"] + found["missing_flags"]) == sorted(benchmark_machine.FLAGS)
+    measure.print_machine({**MACHINE, **found})
+    name, instructions, *_ = capsys.readouterr().out.splitlines()
+    assert name.startswith("Intel(R) Xeon(R) Processor, family 6, model 143, stepping 8; 1 cores")
+    assert ("amx_tile" in instructions.partition("missing")[0]) == bool(extra)
+    assert ("amx_tile" in instructions.partition("missing")[2]) != bool(extra)
+
+
+def test_a_processor_of_which_nothing_is_known(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_machine, "CPU_INFO", tmp_path / "missing")
+    found = benchmark_machine.processor()
+    assert found["processor"]
+    assert (found["family"], found["flags"], found["missing_flags"]) == (None, [], [])
+    measure.print_machine({**MACHINE, **found})
+    assert "instructions: unknown" in capsys.readouterr().out
 
 
 def test_of_two_rates_the_better_is_kept(monkeypatch):
@@ -177,9 +235,9 @@ def test_every_variant_computes_the_model(name, folder):
     assert reasons == {}
     batches = benchmark_workloads.make_batches("single", config(), None, 1, seed=0)[:2]
     batches.append(benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])]))
-    deviations, reasons = measure.warm_up(runs, batches)
+    deviations, reasons = benchmark_timing.warm_up(runs, batches)
     assert reasons == {}
-    exact = VARIANTS[name].dtype == "float32" and "int8" not in name
+    exact = VARIANTS[name].precision == "float32"
     assert deviations[name] <= (1e-5 if exact else 1.0)
     assert exact or deviations[name] > 0
 
@@ -190,6 +248,67 @@ def test_what_is_not_installed_is_named(monkeypatch):
     runs, reasons = benchmark_variants.open_variants(["other"], None, 1)
     assert runs == {}
     assert reasons == {"other": 'openvino is not installed; pip install "scratchbert[bench]"'}
+    assert "nncf" in benchmark_variants.missing("openvino-int8")
+
+
+def test_precisions_are_as_the_names_say():
+    endings = {"bf16": "bfloat16", "int8": "int8"}
+    assert {name: variant.precision for name, variant in VARIANTS.items()} == {
+        name: endings.get(name.rpartition("-")[2], "float32") for name in VARIANTS
+    }
+    assert {variant.dtype for variant in VARIANTS.values() if variant.precision == "int8"} == {"float32"}
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_peers_that_would_emulate_bfloat16_are_skipped(natively, monkeypatch):
+    monkeypatch.setattr(benchmark_variants, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
+    monkeypatch.setattr(benchmark_variants.importlib.util, "find_spec", lambda name: True)
+    assert VARIANTS["ours-bf16"].dtype == ("bfloat16" if natively else "float32")
+    expected = None if natively else "this CPU has no bfloat16 instructions"
+    assert benchmark_variants.missing("bert-bf16") == benchmark_variants.missing("openvino-bf16") == expected
+    assert all(benchmark_variants.missing(name) is None for name in VARIANTS if name not in BFLOAT16_PEERS)
+
+
+BFLOAT16_PEERS = {"bert-bf16", "openvino-bf16"}
+
+
+def test_ours_in_int8_is_skipped_without_instructions_for_it(tmp_path, folder, small, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_variants, "multiplies_int8", lambda: False)
+    code, found = report(tmp_path, "--model", folder, "--variants", "ours-int8", "--workloads", "single")
+    assert (code, found["failures"]) == (0, [])
+    assert found["unavailable"] == {"ours-int8": "this CPU has no int8 instructions (VNNI)"}
+    assert "skipped ours-int8: this CPU has no int8 instructions (VNNI)" in capsys.readouterr().out
+
+
+def test_ours_is_optimised_as_its_name_says(folder, monkeypatch):
+    asked = []
+    model_class = benchmark_variants.ScratchBertModel
+
+    def optimize(model, dtype=None):
+        asked.append((dtype, model.dtype))
+        return model
+
+    monkeypatch.setattr(model_class, "optimize_for_inference", optimize)
+    for name in ("ours", "ours-optimised", "ours-bf16", "ours-int8"):
+        VARIANTS[name].build(folder, 1)
+    assert asked == [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        ("int8", torch.float32),
+    ]
+
+
+def test_the_quantized_model_is_made_once(tmp_path, folder, monkeypatch):
+    pytest.importorskip("openvino")
+    made = []
+    monkeypatch.setattr(benchmark_variants, "quantize", lambda model, config: made.append(config) or model)
+    benchmark_variants.shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for _ in range(2):
+        run = benchmark_variants.openvino(tmp_path, 1, int8=True)
+    assert [config.hidden_size for config in made] == [32]
+    assert (tmp_path / "openvino-int8.xml").exists()
+    inputs = benchmark_workloads.pad([torch.tensor([7, 8, 9])]).inputs
+    assert run(inputs).shape == (1, 3, 32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -222,6 +341,8 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
     assert [(row["batch"], row["decoding"]) for row in found["decoding"]] == [(2, "greedy"), (1, "beam 4")]
     assert all(row["same_tokens"] and row["gemm_lower_bound"] > 0 for row in found["decoding"])
     assert found["decoding"][0]["seconds"].keys() == {"bert", "ours", "ours-optimised"}
+    assert found["decoding"][0]["equal_tokens"] == {}
+    assert found["cuda"] is None
     assert image.imread(tmp_path / "speed.png")[..., :3].std() > 0.05
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "speed.png"]
     printed = capsys.readouterr().out
@@ -230,6 +351,8 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
         "full-512: 1 × 4 sequences, fill rate 100%",
         "training",
         "linearity",
+        "skipped cuda: this machine has no CUDA GPU",
+        "single-32: 10 × 1 sequences",
         "batch  2 greedy",
     ):
         assert text in printed
@@ -237,10 +360,11 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
 
 
 @pytest.mark.parametrize(
-    ("workload", "files"), [("single", ["report.json", "report.png"]), ("decoding", ["report.json"])]
+    ("workload", "files"),
+    [("single", ["report.json", "report.png"]), ("decoding", ["report.json"]), ("cuda", ["report.json"])],
 )
 def test_output_is_the_folder_of_the_report(workload, files, tmp_path, folder, small):
-    """The picture has no panel for decoding; the numbers are written all the same."""
+    """The picture has no panel for decoding or a GPU; the numbers are written all the same."""
     output = tmp_path / "new" / "speed"
     arguments = ("--model", folder, "--variants", "ours", "--workloads", workload)
     assert run(*arguments, "--repetitions", 1, "--batches", 1, "--output", output) == 0
@@ -281,8 +405,8 @@ def test_numbers_on_padding_do_not_count():
     batch = benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])])
     reference = torch.zeros(2, 3, 4)
     hidden = torch.where(batch.attention_mask[..., None].bool(), 0.0, 9.0).expand(2, 3, 4)
-    assert measure.deviation(hidden, reference, batch) == 0
-    assert measure.deviation(hidden + 1, reference, batch) == 1
+    assert benchmark_timing.deviation(hidden, reference, batch) == 0
+    assert benchmark_timing.deviation(hidden + 1, reference, batch) == 1
 
 
 def test_a_peer_that_fails_stops_nothing(tmp_path, folder, small, monkeypatch, capsys):
@@ -313,17 +437,54 @@ def test_ours_that_fails_is_a_failure(tmp_path, folder, small, monkeypatch):
     assert found["failures"] == ["ours on single: ValueError: not today"]
 
 
-def test_other_tokens_are_a_failure(tmp_path, folder, small, monkeypatch):
-    def generators(folder, seed):
-        models = make(folder, seed)
-        models["ours"].get_output_embeddings().bias.data[7] += 100
+def decoding_with_other_tokens(name, tmp_path, folder, monkeypatch, *variants) -> tuple[int, dict]:
+    """A run in which this variant generates token 7 only."""
+
+    def generators(*arguments):
+        models = make(*arguments)
+        models[name].get_output_embeddings().bias.data[7] += 1000
         return models
 
     make = benchmark_steps.generators
     monkeypatch.setattr(benchmark_steps, "generators", generators)
-    code, found = report(tmp_path, "--model", folder, "--workloads", "decoding", "--variants", "bert")
+    return report(tmp_path, "--model", folder, "--workloads", "decoding", "--variants", *variants)
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-optimised"])
+def test_other_tokens_are_a_failure(name, tmp_path, folder, small, monkeypatch):
+    code, found = decoding_with_other_tokens(name, tmp_path, folder, monkeypatch, "ours", "ours-optimised")
     assert code == 1
     assert "decoding, batch 2, greedy: tokens differ from EncoderDecoderModel" in found["failures"]
+
+
+@pytest.mark.parametrize("name", ["ours-bf16", "ours-int8"])
+def test_other_tokens_in_lower_precision_are_reported_alone(name, tmp_path, folder, small, monkeypatch, capsys):
+    if reason := benchmark_variants.missing(name):
+        pytest.skip(reason)
+    code, found = decoding_with_other_tokens(name, tmp_path, folder, monkeypatch, name)
+    assert (code, found["failures"]) == (0, [])
+    for row in found["decoding"]:
+        assert row["seconds"].keys() == row["vs_bert"].keys() == {"bert", name}
+        assert row["same_tokens"]
+        assert row["equal_tokens"] == {name: 0.0}
+    assert f"equal tokens: {name} 0.0%" in capsys.readouterr().out
+
+
+def test_decoding_in_every_precision(folder):
+    models = benchmark_steps.generators(folder, list(VARIANTS), seed=0)
+    expected = [name for name in benchmark_steps.GENERATORS if benchmark_variants.missing(name) is None]
+    assert list(models) == ["bert", *expected]
+    assert {"ours", "ours-optimised", "ours-bf16"} < set(models)
+    assert models["ours-bf16"].dtype == torch.bfloat16
+    if "ours-int8" in models:
+        layers = models["ours-int8"].modules()
+        assert any(getattr(layer, "is_quantized", False) for layer in layers)
+
+
+def test_the_share_of_equal_tokens_is_without_the_start():
+    reference = torch.tensor([[101, 5, 6, 7], [101, 8, 8, 8]])
+    assert benchmark_steps.share_of_equal(reference, reference) == 1.0
+    assert benchmark_steps.share_of_equal(torch.tensor([[101, 5, 6, 0], [101, 0, 8, 0]]), reference) == 0.5
 
 
 def test_other_gradients_show(folder):
@@ -334,6 +495,171 @@ def test_other_gradients_show(folder):
     assert benchmark_steps.gradient_difference(models) < 1e-4
     models["ours"].get_parameter("model.encoder.blocks.1.feed_forward.output.weight").grad *= 1.01
     assert benchmark_steps.gradient_difference(models) == pytest.approx(0.01, rel=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a GPU
+
+
+@pytest.fixture
+def as_gpu(monkeypatch):
+    """The CPU in the place of a GPU, in float32; flash attention in the open. Counts how often it is waited for."""
+    waits = []
+    for name, value in {
+        "is_available": lambda: True,
+        "get_device_name": lambda: "a GPU",
+        "synchronize": lambda: waits.append(1),
+    }.items():
+        monkeypatch.setattr(cuda.torch.cuda, name, value)
+    monkeypatch.setattr(cuda, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda, "DTYPE", torch.float32)
+    monkeypatch.setattr(cuda, "REPETITIONS", 1)
+
+    def each_sequence(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **options):
+        lengths = cu_seq_lens_q.diff().tolist()
+        assert attention_mask is None
+        assert len(query) == 1
+        assert max(lengths) == max_length_q
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        found = [torch.nn.functional.scaled_dot_product_attention(*part, scale=scaling) for part in parts]
+        return torch.cat(found, dim=2).transpose(1, 2), None
+
+    AttentionInterface.register("each_sequence", each_sequence)
+    monkeypatch.setitem(cuda.VARIANTS, "bert-flash", lambda folder: cuda.packed(folder, "each_sequence"))
+    return waits
+
+
+def test_variants_on_a_gpu_compute_the_model(folder, as_gpu):
+    runs, reasons = cuda.open_variants(folder)
+    assert reasons == {}
+    batch = benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7]), torch.tensor([5, 6, 7, 8, 9])])
+    rows = cuda.rows_of("reviews", runs, [batch], 2)
+    assert [row["variant"] for row in rows] == ["bert", "bert-flash", "ours"]
+    assert len(as_gpu) == 3 * (1 + 2)
+    for row in rows:
+        assert row["max_abs"] <= 1e-5
+        assert row["fill_rate"] == pytest.approx(9 / 15)
+        assert row["tokens_per_second"] == pytest.approx(9 / row["seconds_per_batch"])
+        assert row["sequences_per_second"] == pytest.approx(3 / row["seconds_per_batch"])
+    assert rows[0]["vs_bert"] == 1.0
+
+
+def test_a_run_on_a_gpu(tmp_path, folder, small, as_gpu, minilm, monkeypatch, capsys):
+    def build(folder):
+        raise ImportError("flash_attn is not installed")
+
+    monkeypatch.setitem(cuda.VARIANTS, "bert-flash", build)
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
+    code, found = report(tmp_path, "--model", folder, "--workloads", "cuda", "--variants", "bert")
+    assert (code, found["failures"], found["rows"]) == (0, [], [])
+    assert found["cuda"]["gpu"] == "a GPU"
+    assert found["cuda"]["unavailable"] == {"bert-flash": "ImportError: flash_attn is not installed"}
+    pairs = [(row["workload"], row["variant"]) for row in found["cuda"]["rows"]]
+    assert pairs == [(workload, name) for workload in ("reviews", "full-128") for name in ("bert", "ours")]
+    printed = capsys.readouterr().out
+    for text in (
+        "cuda: a GPU",
+        "skipped bert-flash: ImportError",
+        "reviews   (fill rate",
+        "full-128  (fill rate 100%)",
+    ):
+        assert text in printed
+
+
+def test_ours_that_fails_on_a_gpu_is_a_failure(tmp_path, folder, small, as_gpu, minilm, monkeypatch):
+    def run(inputs):
+        raise ValueError("not today")
+
+    monkeypatch.setitem(cuda.VARIANTS, "ours", lambda folder: run)
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
+    code, found = report(tmp_path, "--model", folder, "--workloads", "cuda", "--variants", "bert")
+    assert code == 1
+    assert found["failures"] == ["ours on the GPU: ValueError: not today"] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------- the picture
+
+
+def made_up(variants, linearity: bool = True) -> dict:
+    """A report with rows for these variants and every workload."""
+    rows = [
+        {"workload": workload, "variant": name, "precision": VARIANTS[name].precision, "error": None,
+         "fill_rate": 0.5 if workload == "mix" else 1.0, "vs_bert": 1.0 if name == "bert" else 1.0 + 0.3 * i}
+        for workload in ENCODER_WORKLOADS for i, name in enumerate(variants)
+    ]  # fmt: skip
+    lines = [
+        {"series": series, "tokens": 100 * i, "seconds": 0.1 * i, "lower_bound": 0.05 * i}
+        for series in ("sequences", "fill_rate")
+        for i in (1, 2, 4)
+    ]
+    return {"model": "a model", "machine": MACHINE, "rows": rows, "linearity": lines if linearity else []}
+
+
+def test_the_picture_is_small_and_opaque(tmp_path):
+    benchmark_plot.plot(made_up(VARIANTS), tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size < 150_000
+    with Image.open(tmp_path / "speed.png") as picture:
+        pixels = picture.convert("RGBA")
+    assert pixels.getpixel((0, 0)) == (255, 255, 255, 255)
+    assert pixels.getextrema()[3] == (255, 255)
+    colors = {color[:3] for _, color in pixels.getcolors(maxcolors=2**20)}
+    assert tuple(bytes.fromhex(benchmark_plot.STRONG[1:])) in colors
+
+
+@pytest.mark.parametrize(
+    ("variants", "panels"),
+    [
+        (VARIANTS, ["float32", "bfloat16", "int8", ""]),
+        (["bert", "ours-int8"], ["int8", ""]),
+        (["bert", "openvino", "ours-bf16"], ["float32", "bfloat16", ""]),
+        (["bert"], ["float32", ""]),
+    ],
+)
+@pytest.mark.parametrize("linearity", [True, False])
+def test_the_picture_has_a_panel_for_each_precision(variants, panels, linearity, tmp_path, monkeypatch):
+    def record(draw):
+        def drawn(axis, title, rows):
+            found.append((title, {row["variant"] for row in rows if draw is bars}))
+            draw(axis, title, rows)
+
+        return drawn
+
+    found, bars = [], benchmark_plot.bars
+    monkeypatch.setattr(benchmark_plot, "bars", record(bars))
+    monkeypatch.setattr(benchmark_plot, "lines", record(benchmark_plot.lines))
+    benchmark_plot.plot(made_up(variants, linearity), tmp_path / "speed.png")
+    assert [title for title, _ in found] == panels[: None if linearity else -1]
+    for title, drawn in found[: len(panels) - 1]:
+        timed = {name for name in variants if VARIANTS[name].precision == title}
+        assert drawn == (timed - {"bert"} or timed)
+
+
+def test_ours_has_a_hue_and_the_others_greys():
+    colors = benchmark_plot.colors(set(VARIANTS))
+    assert len(colors) == len(VARIANTS)
+    for name, color in colors.items():
+        red, green, blue = bytes.fromhex(color[1:])
+        assert (red == green == blue) != name.startswith("ours")
+    assert {colors[name] for name in ("ours-optimised", "ours-bf16", "ours-int8")} == {benchmark_plot.STRONG}
+    shown = [name for name in VARIANTS if VARIANTS[name].precision == "float32"]
+    assert len({colors[name] for name in shown}) == len(shown)
+    assert list(colors)[-1].startswith("bert")
+    assert next(iter(colors)).startswith("ours")
+
+
+def test_the_fastest_is_bold_and_the_reference_a_line():
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots()
+    rows = [row for row in made_up(["bert", "openvino", "ours-optimised"])["rows"] if row["variant"] != "bert"]
+    next(row for row in rows if row["workload"] == "single" and row["variant"] == "openvino")["vs_bert"] = 9.0
+    benchmark_plot.bars(axis, "float32", rows)
+    bold = [text.get_text() for text in axis.texts if text.get_weight() == "bold"]
+    assert sorted(bold) == ["1.60"] * (len(ENCODER_WORKLOADS) - 1) + ["9.00"]
+    assert [line.get_xdata() for line in axis.lines] == [[1, 1]]
+    labels = [tick.get_text() for tick in axis.get_yticklabels()]
+    assert labels == [name + ("\n50% filled" if name == "mix" else "") for name in ENCODER_WORKLOADS]
+    assert axis.get_xlim()[1] > 9
+    pyplot.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -1,32 +1,21 @@
 """`torch.compile` and export of models with prepacked weights."""
 
-import importlib.util
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from modeling_scratchbert import inference
 from modeling_scratchbert.inference import PrepackedLinear
 from support.comparison import assert_same_tensors
 from support.models import inputs_for
-from support.prepacked import compute, every_model, make
+from support.prepacked import another_copy, compute, every_model, make, record_row_counts
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_row_counts_that_onednn_computes_are_bounded(monkeypatch, dtype, compiled):
+def test_the_row_counts_that_onednn_computes_are_bounded(dtype, compiled):
     layer = nn.Linear(36, 5).to(dtype)
-    prepacked = PrepackedLinear(layer, keeps_weight=True)
-    operator, computed = torch.ops.mkldnn._linear_pointwise, set()
-
-    def record(x, *args):
-        computed.add(x.shape[:-1].numel())
-        return operator.default(x, *args)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=record))
+    prepacked = PrepackedLinear(layer, keeps_weight=True).prepack()
+    recorded = record_row_counts(prepacked.prepacked)
     run = torch.compile(prepacked, backend="eager", dynamic=True) if compiled else prepacked
     x = torch.randn(1, 1024, 36, dtype=dtype)
     for rows in range(1, 1025):
@@ -36,6 +25,7 @@ def test_the_row_counts_that_onednn_computes_are_bounded(monkeypatch, dtype, com
         assert actual.stride() == expected.stride()
         torch.testing.assert_close(actual, expected)
     # 48 exact ones, which include all up to 16; 8 for each power of two up to 128; 16 for each up to 1,024
+    computed = set(recorded)
     assert set(range(1, 17)) <= computed
     assert len(computed) <= 48 + 3 * 8 + 3 * 16
 
@@ -49,7 +39,7 @@ def test_it_compiles_whole(head, fields):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiler_traces_and_the_operator_is_sound(dtype):
-    layer = PrepackedLinear(nn.Linear(36, 5, dtype=dtype), "none").requires_grad_(False)
+    layer = PrepackedLinear(nn.Linear(36, 5, dtype=dtype), "none").prepack().requires_grad_(False)
     inputs = (torch.randn(2, 3, 36, dtype=dtype), layer.bias, layer.prepacked.key, "none")
     torch.library.opcheck(torch.ops.scratchbert.prepacked_linear, inputs)
     x = torch.randn(3, 2, 36).transpose(0, 1)
@@ -63,7 +53,7 @@ def test_a_compiled_model_s_copy_computes_with_its_own_weights():
     compiled = {}
     for seed in (1, 2):
         torch.manual_seed(seed)
-        layer = PrepackedLinear(nn.Linear(4, 3))
+        layer = PrepackedLinear(nn.Linear(4, 3)).prepack()
         compiled[layer] = torch.compile(layer, fullgraph=True, backend="eager")
     x = torch.randn(2, 4)
     for layer, graph in compiled.items():
@@ -71,15 +61,11 @@ def test_a_compiled_model_s_copy_computes_with_its_own_weights():
 
 
 def test_two_copies_of_the_package_in_one_process(monkeypatch):
-    spec = importlib.util.spec_from_file_location("another_copy_of_inference", inference.__file__)
-    other = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, other)
-    spec.loader.exec_module(other)
-    spec.loader.exec_module(other)
+    other = another_copy(monkeypatch, "another_copy")
     assert other.PrepackedLinear is not PrepackedLinear
     x = torch.randn(2, 4)
     kinds = [PrepackedLinear, other.PrepackedLinear] * 2
-    made = [kind(nn.Linear(4, 3)) for kind in kinds]
+    made = [kind(nn.Linear(4, 3)).prepack() for kind in kinds]
     assert len({layer.prepacked.key for layer in made}) == len(made)
     for layer in made:
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))

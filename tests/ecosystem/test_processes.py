@@ -1,6 +1,5 @@
 """What only a process of its own shows: memory, pickles without the package, the permissions of new files."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_scratchbert import inference
 from support.folders import ROOT
+from support.prepacked import another_copy
 
 RAGGED_BATCHES = """
 import sys, torch
@@ -52,19 +51,18 @@ assert "modeling_scratchbert" not in sys.modules and "remote_code.inference" not
 with torch.no_grad():
     assert layer.prepacked is not None
     assert torch.equal(layer(x), expected)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
 print("same")
 """
 
 
 def test_dill_pickles_the_module_by_value(monkeypatch, tmp_path):
     dill = pytest.importorskip("dill")
-    spec = importlib.util.spec_from_file_location("remote_code.inference", inference.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    layer, x = module.PrepackedLinear(nn.Linear(4, 3), "none").requires_grad_(False), torch.randn(2, 4)
+    module = another_copy(monkeypatch, "remote_code")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "remote_code"]:
+        monkeypatch.delitem(sys.modules, name)  # what cannot be imported is pickled by value
+    layer, x = module.PrepackedLinear(nn.Linear(4, 3), "none").prepack().requires_grad_(False), torch.randn(2, 4)
     classes = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    assert {module.InferenceMixin, module.PrepackedWeight, module.PrepackedLinear} <= set(classes)
+    assert {module.InferenceMixin, module.JointAttention, module.PrepackedLinear} <= set(classes)
     (tmp_path / "layer.dill").write_bytes(dill.dumps((layer, classes, x, layer(x))))
     command = [sys.executable, "-c", LOAD_WITHOUT_THE_MODULE, str(tmp_path / "layer.dill")]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -10,18 +10,18 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference
-from modeling_scratchbert.inference import PrepackedLinear, PrepackedWeight
+from modeling_scratchbert import ScratchBertConfig, ScratchBertModel, inference, prepacking
+from modeling_scratchbert.inference import PrepackedLinear
+from modeling_scratchbert.prepacking import PrepackedWeight
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
-from support.prepacked import ODD, TIED, all_prepacked, compute, every_model, layers, make
+from support.prepacked import ODD, TIED, all_prepacked, compute, every_model, layers, make, record_row_counts
 
 
 @pytest.fixture
@@ -100,13 +100,14 @@ def test_gelu_of_large_and_of_no_numbers():
         activation = ACT2FN[name]
         form = inference.GELU_FORMS[type(activation).__name__]
         with torch.no_grad():
-            torch.testing.assert_close(PrepackedLinear(layer, form, True)(x), activation(x), rtol=1e-6, atol=1e-5)
+            actual = PrepackedLinear(layer, form, True).prepack()(x)
+            torch.testing.assert_close(actual, activation(x), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 36), (36,), (1, 1, 36), (2, 0, 36), (300, 36)])
 def test_any_shape(shape):
     layer, x = nn.Linear(36, 5), torch.randn(shape)
-    packed = PrepackedLinear(layer, keeps_weight=True)
+    packed = PrepackedLinear(layer, keeps_weight=True).prepack()
     with torch.no_grad():
         torch.testing.assert_close(packed(x), layer(x))
         torch.testing.assert_close(
@@ -221,28 +222,28 @@ def test_one_copy_in_memory_all_along(monkeypatch, head, fields):
     tied = len(tables & set(weights))
     packed, plain_init = [], PrepackedWeight.__init__
 
-    def counting(self, weight):
-        plain_init(self, weight)
-        packed.append(self)
+    def counting(self, parameters):
+        plain_init(self, parameters)
+        packed.extend([self] * len(parameters))
         dense = sum(weight() is not None for weight in weights.values())
-        assert dense + len(packed) <= len(weights) + 1 + tied
+        assert dense + len(packed) <= len(weights) + 3 + tied
 
     monkeypatch.setattr(PrepackedWeight, "__init__", counting)
     model.optimize_for_inference()
     assert len(packed) == len(weights)
     assert sum(weight() is not None for weight in weights.values()) == tied
     model.state_dict()
-    assert not any(matrix._dense.get(torch.Tensor) is not None for matrix in packed)
+    assert not any(kind is torch.Tensor for matrix in packed for kind, _ in matrix._dense)
 
 
 def test_a_weight_that_another_model_shares_and_trains():
     weight, x = nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4)
     one, other = nn.Linear(4, 3), nn.Linear(4, 3)
     one.weight = other.weight = weight
-    packed = PrepackedLinear(one)
+    packed = PrepackedLinear(one).prepack()
     weight.data.mul_(2)
     with torch.no_grad():
-        torch.testing.assert_close(PrepackedLinear(other)(x), other(x))
+        torch.testing.assert_close(PrepackedLinear(other).prepack()(x), other(x))
         torch.testing.assert_close(packed(x), nn.functional.linear(x, weight / 2, one.bias))
 
 
@@ -330,7 +331,7 @@ def test_to_a_device_that_torch_moves_parameters_to_in_place(monkeypatch, head, 
     matrices = len({id(layer.prepacked) for layer in layers(model.optimize_for_inference())})
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(PrepackedLinear, "device_after", lambda layer, fn: torch.device("cuda"))
-        elsewhere.setattr(inference, "_can_prepack", lambda weight: False)
+        elsewhere.setattr(inference, "can_prepack", lambda weight: False)
         model._apply(torch.clone)
         assert {layer.prepacked for layer in layers(model)} == {None}
         assert_same_state(model.state_dict(), before)
@@ -539,9 +540,9 @@ def in_threads(function, arguments):
 def test_models_optimised_in_threads_keep_their_own_weights():
     models = [make("Model", num_hidden_layers=1, hidden_size=4, intermediate_size=5) for _ in range(120)]
     in_threads(lambda model: model.optimize_for_inference(), models)
-    prepacked = [layer.prepacked for model in models for layer in layers(model)]
+    prepacked = {layer.prepacked for model in models for layer in layers(model)}
     weights_by_key = torch.ops.scratchbert.weights_by_key
-    assert len({weight.key for weight in prepacked}) == len(prepacked)
+    assert len({weight.key for weight in prepacked}) == len(models) * len({m.prepacked for m in layers(models[0])})
     assert all(weights_by_key[weight.key] is weight for weight in prepacked)
 
 
@@ -558,15 +559,9 @@ def test_one_model_optimised_in_threads():
 # --- row counts, and the memory that oneDNN's cache takes for each
 
 
-def test_the_first_row_counts_are_exact(monkeypatch):
-    operator, prepacked = torch.ops.mkldnn._linear_pointwise, PrepackedLinear(nn.Linear(4, 3))
-    computed = []
-
-    def record(x, *args):
-        computed.append(x.shape[:-1].numel())
-        return operator.default(x, *args)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=record))
+def test_the_first_row_counts_are_exact():
+    prepacked = PrepackedLinear(nn.Linear(4, 3)).prepack()
+    computed = record_row_counts(prepacked.prepacked)
     first = list(range(2730, 2761))
     rounded = {2761: 2816, 2730 + 4096: 6912, 2048: 2048, 100: 104, 17: 18}
     exact = [*first, *range(1, 17), *first]
@@ -580,14 +575,14 @@ def test_the_first_row_counts_are_exact(monkeypatch):
 
 def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
     storage = torch.randn(10, 4)
-    extended = inference._extend_rows(storage[2:5], 6)
+    extended = prepacking.extend_rows(storage[2:5], 6)
     assert extended.data_ptr() == storage[2:5].data_ptr()
     assert torch.equal(extended, storage[2:8])
     for x in (storage[6:], storage[:3].clone(), storage.t()[:, :4].t()[:3], storage[::2][:2]):
-        extended = inference._extend_rows(x, len(x) + 1)
+        extended = prepacking.extend_rows(x, len(x) + 1)
         assert extended.shape == (len(x) + 1, 4)
         assert torch.equal(extended[: len(x)], x)
-    assert inference._extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
+    assert prepacking.extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")
@@ -612,6 +607,46 @@ def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
     kept = sum(weight.nbytes for weight in model.parameters()) / 1024
     assert mapped_kib() < kept + 0.1 * size
     assert torch.equal(query, expected)  # one that a user still holds
+
+
+@pytest.mark.parametrize("is_intel", [True, False])
+def test_one_or_two_rows_are_multiplied_by_the_mapped_weights_on_intel(monkeypatch, tmp_path, is_intel):
+    monkeypatch.setattr(prepacking, "is_intel", lambda: is_intel)
+    make("ForCausalLM").save_pretrained(tmp_path)
+    reference, model = (OURS["ForCausalLM"].from_pretrained(tmp_path).eval() for _ in range(2))
+    prepacked = layers(model.optimize_for_inference())
+    computed = [record_row_counts(layer.prepacked) for layer in prepacked]
+    dense_rows = 2 if is_intel else 0
+    for rows in (1, 2, 3, 40):
+        ids = torch.arange(rows)[None] + 5
+        assert_same_tensors(compute(model, {"input_ids": ids}), compute(reference, {"input_ids": ids}))
+        assert all(any(counts) == (rows > dense_rows) for counts in computed)
+        for counts in computed:
+            counts.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert all(layer(torch.randn(1, layer.in_features)).dtype == torch.float32 for layer in prepacked)
+        assert all(computed)  # not dense, which autocast would round
+    for layer in prepacked:
+        assert layer(torch.randn(2, layer.in_features, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_are_refused_whatever_multiplies(monkeypatch, tmp_path, rows):
+    monkeypatch.setattr(prepacking, "is_intel", lambda: True)
+    make().save_pretrained(tmp_path)
+    for layer in layers(OURS["ForMaskedLM"].from_pretrained(tmp_path).optimize_for_inference()):
+        with pytest.raises(RuntimeError, match="no_grad"):
+            layer(torch.randn(rows, layer.in_features, requires_grad=True))
+
+
+def test_dropout_in_training_mode_drops():
+    model, inputs = make(hidden_dropout_prob=0.5).optimize_for_inference(), inputs_for()
+    expected = compute(model, inputs)
+    assert_same_tensors(compute(model, inputs), expected)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    assert not torch.allclose(compute(model, inputs)["logits"], expected["logits"])
 
 
 # --- pickled by value, as dill does with code from a checkpoint's folder

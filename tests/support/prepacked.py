@@ -1,8 +1,14 @@
 """What the tests of `optimize_for_inference` share."""
 
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
+import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.inference import PrepackedLinear
 from support.comparison import flat
@@ -38,3 +44,23 @@ def compute(model, inputs):
     whole = {name: torch.ones_like(value) if name == "attention_mask" else value for name, value in inputs.items()}
     with torch.no_grad():
         return flat(model(**whole))
+
+
+def another_copy(monkeypatch, name: str) -> ModuleType:
+    """The module `inference` of another copy of the package, as code from a checkpoint's folder is."""
+    package = ModuleType(name)
+    package.__path__ = [str(Path(modeling_scratchbert.__file__).parent)]
+    monkeypatch.setitem(sys.modules, name, package)
+    return importlib.import_module(f"{name}.inference")
+
+
+def record_row_counts(matrix) -> list[int]:
+    """The row counts of the products that this matrix computes from now on."""
+    operator, computed = matrix._operator, []
+
+    def record(x, *args):
+        computed.append(x.shape[:-1].numel())
+        return operator(x, *args)
+
+    matrix._operator = record
+    return computed

@@ -1,8 +1,8 @@
 """The parts of the commands `benchmark` and `benchmark_sentences`."""
 
 # Named here so that `benchmark --help` lists them without importing torch.
-ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single")
-WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity")
+ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single-1", "single", "single-32")
+WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity", "cuda")
 VARIANT_NAMES = (
     "bert",
     "bert-eager",
@@ -13,8 +13,10 @@ VARIANT_NAMES = (
     "onnx-int8",
     "openvino",
     "openvino-bf16",
+    "openvino-int8",
     "ours",
     "ours-optimised",
     "ours-compiled",
     "ours-bf16",
+    "ours-int8",
 )

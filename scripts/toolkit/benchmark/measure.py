@@ -1,9 +1,6 @@
 """Timing of the variants in turns, in one process, and the report of the results."""
 
-import math
-import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -11,82 +8,38 @@ from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
 from toolkit.benchmark import ENCODER_WORKLOADS
+from toolkit.benchmark.cuda import run_on_gpu
 from toolkit.benchmark.lower_bound import encoder_seconds
 from toolkit.benchmark.steps import decode, train
-from toolkit.benchmark.variants import VARIANTS, Run, first_line, open_variants, peak_memory
+from toolkit.benchmark.timing import interleave, timed_rows
+from toolkit.benchmark.variants import VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
 from toolkit.machine import describe, measure_again
-from toolkit.parity import largest
 
 LINEARITY_SIZES = [2**i for i in range(9)]
 LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
 
-# Seconds before each measurement: threads of the runtime that was timed last spin for a while before they sleep.
-PAUSE = 0.01
-
 HEADER = "variant            seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
 
 
-# --------------------------------------------------------------------------------------------------------------- timing
-
-
-def deviation(hidden: torch.Tensor, reference: torch.Tensor, batch: Batch) -> float:
-    """The largest difference at a non-padding token; infinite if a value there is NaN."""
-    return largest((hidden.float() - reference.float())[batch.attention_mask.bool()])
-
-
-def warm_up(runs: dict[str, Run], batches: list[Batch]) -> tuple[dict[str, float], dict[str, str]]:
-    """Runs each variant once on each batch: its difference to BertModel, or why it fails."""
-    deviations, reasons = dict.fromkeys(runs, 0.0), {}
-    for batch in batches:
-        reference = runs["bert"](batch.inputs)
-        for name in runs.keys() - {"bert"} - reasons.keys():
-            try:
-                found = deviation(runs[name](batch.inputs), reference, batch)
-                deviations[name] = max(deviations[name], found)
-            except Exception as error:  # a runtime can raise any exception
-                reasons[name] = first_line(error)
-    return deviations, reasons
-
-
-def interleave(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> dict[str, list[float]]:
-    """The median seconds of each variant for each batch. The variants take turns."""
-    times = {name: [[] for _ in batches] for name in runs}
-    for repetition in range(repetitions):
-        order = list(runs) if repetition % 2 == 0 else list(reversed(runs))
-        for i, batch in enumerate(batches):
-            for name in order:
-                time.sleep(PAUSE)
-                started = time.perf_counter()
-                runs[name](batch.inputs)
-                times[name][i].append(time.perf_counter() - started)
-    return {name: [statistics.median(each) for each in of_batches] for name, of_batches in times.items()}
+# ----------------------------------------------------------------------------------------------------------------- rows
 
 
 def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, machine: dict, repetitions: int) -> list:
     """A row for each variant."""
-    deviations, reasons = warm_up(runs, batches)
-    seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
     lengths = [length for batch in batches for length in batch.lengths]
-    fill_rate = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
-    common = {"workload": workload, "batches": len(batches), "sequences": len(lengths), "tokens": sum(lengths)}
-    rows = []
-    for name in runs:
-        row = {**common, "fill_rate": fill_rate, "variant": name, "error": reasons.get(name)}
-        if name not in reasons:
-            total, faster = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
+    rows = timed_rows(workload, runs, batches, repetitions)
+    for row in rows:
+        variant = VARIANTS[row["variant"]]
+        row["precision"] = variant.precision
+        if row["error"] is None:
+            total = row["seconds_per_batch"] * len(batches)
             row |= {
-                "seconds_per_batch": total / len(batches),
-                "sequences_per_second": len(lengths) / total,
-                "tokens_per_second": sum(lengths) / total,
-                "vs_bert": faster,
-                "vs_bert_times_fill_rate": faster * fill_rate,
-                "gemm_gflops": machine["gflops"][VARIANTS[name].dtype],
-                "lower_bound_share": encoder_seconds(config, lengths, machine, VARIANTS[name].dtype) / total,
-                "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
+                "vs_bert_times_fill_rate": row["vs_bert"] * row["fill_rate"],
+                "gemm_gflops": machine["gflops"][variant.dtype],
+                "lower_bound_share": encoder_seconds(config, lengths, machine, variant.dtype) / total,
                 "peak_mib": None,
             }
-        rows.append(row)
     return rows
 
 
@@ -122,7 +75,11 @@ def failed(row: dict) -> bool:
 
 def failures(report: dict) -> list[str]:
     """The reasons for exit code 1, in words."""
-    found = [f"{name}: {reason}" for name, reason in report["unavailable"].items() if name.startswith("ours")]
+    found = [
+        f"{name}: {reason}"
+        for name, reason in report["unavailable"].items()
+        if name.startswith("ours") and missing(name) is None
+    ]
     found += [
         f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
         for row in report["rows"]
@@ -133,7 +90,16 @@ def failures(report: dict) -> list[str]:
         for row in report["decoding"]
         if not row["same_tokens"]
     ]
+    if report["cuda"] is not None:
+        found += [f"ours on the GPU: {reason}" for reason in ours_on_gpu(report["cuda"])]
     return found
+
+
+def ours_on_gpu(report: dict) -> list[str]:
+    """Why our variant failed on the GPU. In bfloat16, differences to BertModel are reported only."""
+    found = [report["unavailable"].get("ours")]
+    found += [row["error"] for row in report["rows"] if row["variant"] == "ours"]
+    return [reason for reason in found if reason is not None]
 
 
 def line(row: dict) -> str:
@@ -163,9 +129,11 @@ def print_lines(*lines: str) -> None:
 def print_machine(machine: dict) -> None:
     libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
+    numbers = [f"{name} {machine[name]}" for name in ("family", "model", "stepping") if machine[name] is not None]
     print_lines(
-        f"{machine['processor']} ({', '.join(machine['flags'])}), {machine['cores']} cores, "
-        f"threads: {machine['threads']}",
+        f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores, threads: {machine['threads']}",
+        f"instructions: {', '.join(machine['flags']) or 'unknown'}; "
+        f"missing: {', '.join(machine['missing_flags']) or 'none'}",
         f"matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
         f"Python {machine['python']}, {libraries}",
     )
@@ -184,10 +152,32 @@ def print_decoding(row: dict) -> None:
     took = "  ".join(
         f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})" for name, value in row["seconds"].items()
     )
+    equal = ", ".join(f"{name} {share:.1%}" for name, share in row["equal_tokens"].items())
     print_lines(
-        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds: "
+        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds in float32: "
         f"memory {1000 * row['memory_lower_bound']:.1f} ms, GEMM {1000 * row['gemm_lower_bound']:.1f} ms"
-        f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
+        f"{f'  equal tokens: {equal}' if equal else ''}{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
+    )
+
+
+def print_cuda(report: dict | None) -> None:
+    if report is None:
+        print_lines("\nskipped cuda: this machine has no CUDA GPU that torch can use")
+        return
+    print_lines(f"\ncuda: {report['gpu']}, bfloat16")
+    for name, reason in report["unavailable"].items():
+        print_lines(f"skipped {name}: {reason}")
+    for row in report["rows"]:
+        print_lines(f"{row['workload']:9} (fill rate {row['fill_rate']:4.0%}) {cuda_line(row)}")
+
+
+def cuda_line(row: dict) -> str:
+    if row["error"] is not None:
+        return f"{row['variant']:10} {row['error']}"
+    difference = "nan" if row["max_abs"] is None else f"{row['max_abs']:.1e}"
+    return (
+        f"{row['variant']:10} {row['sequences_per_second']:9.1f} seq/s {row['tokens_per_second']:10.0f} tokens/s "
+        f"{1000 * row['seconds_per_batch']:8.2f} ms/batch  ×{row['vs_bert']:.2f}  max abs {difference}"
     )
 
 
@@ -234,9 +224,12 @@ def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) ->
         print_lines(f"\ndecoding: a step of {args.tokens}, from sources of 64 tokens")
         measure_again(report["machine"], config)
         bandwidth = report["machine"]["bandwidth_gb"] * 1e9
-        for row in decode(folder, args.cases, args.tokens, args.repetitions, bandwidth, args.seed):
+        for row in decode(folder, args.variants, args.cases, args.tokens, args.repetitions, bandwidth, args.seed):
             report["decoding"].append(row)
             print_decoding(row)
+    if "cuda" in args.workloads:
+        report["cuda"] = run_on_gpu(folder, config, args.model, args.batches, args.repetitions, args.seed)
+        print_cuda(report["cuda"])
 
 
 def benchmark(args) -> dict:
@@ -261,7 +254,7 @@ def benchmark(args) -> dict:
             print_lines(f"skipped {name}: {reason}")
         report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
                   "repetitions": args.repetitions, "seed": args.seed, "unavailable": unavailable,
-                  "rows": [], "linearity": [], "training": None, "decoding": []}  # fmt: skip
+                  "rows": [], "linearity": [], "training": None, "decoding": [], "cuda": None}  # fmt: skip
         run_encoder(report, runs, config, folder, args)
         run_steps(report, runs, config, folder, args)
     report["failures"] = failures(report)

@@ -1,75 +1,130 @@
-"""The plot of a benchmark: non-padding tokens per second, and time against the number of non-padding tokens."""
+"""The picture of a benchmark: speed relative to BertModel, a panel for each precision, and time against tokens."""
 
 from pathlib import Path
 
 from toolkit.cli import shortened
 from toolkit.files import atomic_file
 
+PRECISIONS = ("float32", "bfloat16", "int8")
+STRONG, TEXT, GRID = "#d1410c", "#404040", "#dddddd"
+# The bars of a group in their order. Ours: one hue, strong for the optimised model, lighter for the others; the others:
+# greys, one for each runtime. A variant is drawn like the longest of these names that its own begins with.
+LOOKS = {
+    "ours-": STRONG,
+    "ours": "#f0a07a",
+    "ours-compiled": "#f9d3c0",
+    "openvino": "#5c5c5c",
+    "onnx": "#8f8f8f",
+    "bert": "#b3b3b3",
+    "bert-compiled": "#cccccc",
+    "bert-eager": "#e0e0e0",
+}
+
 
 def plot(report: dict, path: Path) -> None:
-    """Draws one panel for each of the two that the report has numbers for."""
+    """Draws a panel for each precision in which a variant was timed, and one for linearity if it was measured."""
     import matplotlib  # in an extra
+    import numpy as np
+    from PIL import Image  # which matplotlib requires
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [draw for draw, rows in ((bars, report["rows"]), (lines, report["linearity"])) if rows]
-    variants = {row["variant"] for row in report["rows"]}
-    height = 3 + 0.16 * len(report["rows"]) if bars in panels else 5
-    size = (8 * len(panels), max(height, 2 + 0.3 * len(variants)))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    for draw, axis in zip(panels, axes[0], strict=True):
-        draw(axis, report)
+    timed = [row for row in report["rows"] if row["error"] is None]
+    timed = [row for row in timed if row["variant"] != "bert"] or timed
+    by_precision = {name: [row for row in timed if row["precision"] == name] for name in PRECISIONS}
+    panels = [(bars, name, rows) for name, rows in by_precision.items() if rows]
+    if report["linearity"]:
+        panels.append((lines, "", report["linearity"]))
+    columns = 2 if len(panels) == 4 else max(1, len(panels))
+    grid = [panels[i : i + columns] for i in range(0, len(panels), columns)] or [[]]
+    heights = [max((height(rows) for draw, _, rows in row if draw is bars), default=4) for row in grid]
+    figure, axes = pyplot.subplots(
+        len(grid), columns, figsize=(5.6 * columns, sum(heights) + 0.8), height_ratios=heights,
+        layout="constrained", squeeze=False, facecolor="white",
+    )  # fmt: skip
+    for (draw, title, rows), axis in zip(panels, axes.flat, strict=False):
+        draw(axis, title, rows)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     machine = report["machine"]
-    title = f"{shortened(report['model'], 80)}\n{machine['processor']}, threads: {machine['threads']}"
-    figure.suptitle(title, fontsize="medium")
+    title = f"{shortened(report['model'], 80)}; {machine['processor']}, threads: {machine['threads']}"
+    figure.suptitle(title + "\n", fontsize="medium")
+    figure.set_dpi(110)
+    figure.canvas.draw()
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB").quantize(128)  # a third the size
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        picture.save(temporary, "PNG", optimize=True)
     pyplot.close(figure)
 
 
-def bars(axis, report: dict) -> None:
-    """Draws a group for each workload with a bar for each variant, labelled with the speed-up over BertModel."""
-    from matplotlib import colormaps
+def height(rows: list[dict]) -> float:
+    """The inches that a panel with a bar for each of these rows is high."""
+    return 1.6 + 0.14 * len(rows) + 0.12 * len({row["workload"] for row in rows})
 
-    rows = [row for row in report["rows"] if row["error"] is None]
+
+def colors(variants: set[str]) -> dict[str, str]:
+    """The colour of each variant, in the order of the bars."""
+
+    def look(variant: str) -> str:
+        return max((name for name in LOOKS if variant.startswith(name)), key=len)
+
+    ordered = sorted(variants, key=lambda variant: list(LOOKS).index(look(variant)))
+    return {variant: LOOKS[look(variant)] for variant in ordered}
+
+
+def bars(axis, title: str, rows: list[dict]) -> None:
+    """Draws a group for each workload, with a bar for each variant. The figure of the fastest is bold."""
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    thick = 0.85 / len(variants)
-    for i, variant in enumerate(variants):
+    color_of = colors({row["variant"] for row in rows})
+    best = {workload: max(row["vs_bert"] for row in rows if row["workload"] == workload) for workload in workloads}
+    thick = min(0.84 / len(color_of), 0.24)
+    for i, (variant, color) in enumerate(color_of.items()):
         own = [row for row in rows if row["variant"] == variant]
-        places = [workloads.index(row["workload"]) + (i - (len(variants) - 1) / 2) * thick for row in own]
-        drawn = axis.barh(
-            places, [row["tokens_per_second"] for row in own], thick, color=colormaps["tab20"](i), label=variant
-        )
-        axis.bar_label(drawn, [f" ×{row['vs_bert']:.2f}" for row in own], fontsize=7)
-    axis.set_yticks(range(len(workloads)), workloads)
-    axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.grid(axis="x", color="lightgrey", linewidth=0.5)
+        places = [workloads.index(row["workload"]) + (i - (len(color_of) - 1) / 2) * thick for row in own]
+        axis.barh(places, [row["vs_bert"] for row in own], 0.9 * thick, color=color, label=variant)
+        for place, row in zip(places, own, strict=True):
+            leads = row["vs_bert"] == best[row["workload"]]
+            axis.annotate(
+                f"{row['vs_bert']:.2f}", (row["vs_bert"], place), (3, 0), textcoords="offset points", va="center",
+                fontsize=7, color=STRONG if variant.startswith("ours") else TEXT, weight="bold" if leads else "normal",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2},  # covers the line of BertModel
+            )  # fmt: skip
+    axis.axvline(1, color="black", linewidth=1, label="BertModel, float32")
+    axis.set_yticks(range(len(workloads)), [label(workload, rows) for workload in workloads], fontsize="small")
+    axis.set_ylim(len(workloads) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlim(0, 1.12 * max(1.1, *best.values()))
+    axis.grid(axis="x", color=GRID, linewidth=0.5)
     axis.set_axisbelow(True)
-    axis.set_xlabel("non-padding tokens per second")
-    axis.set_title("throughput, with the speed-up over BertModel (sdpa, float32)", fontsize="medium")
-    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, which it would cover
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel("speed relative to BertModel in float32", fontsize="small")
+    axis.set_title(title, weight="bold", loc="left")
+    axis.legend(fontsize="small", frameon=False)
 
 
-def lines(axis, report: dict) -> None:
+def label(workload: str, rows: list[dict]) -> str:
+    fill_rate = next(row["fill_rate"] for row in rows if row["workload"] == workload)
+    return workload if fill_rate == 1 else f"{workload}\n{fill_rate:.0%} filled"
+
+
+def lines(axis, title: str, rows: list[dict]) -> None:
     """Draws time against non-padding tokens, with the GEMM lower bound."""
-    rows = report["linearity"]
     looks = {
-        "sequences": ("tab:blue", "o", "1 to 256 sequences of mixed lengths"),
-        "fill_rate": ("tab:orange", "s", "32 × 128 tokens, fill rate 10 to 100 %"),
+        "sequences": (STRONG, "o", "1 to 256 sequences of mixed lengths"),
+        "fill_rate": (LOOKS["ours"], "s", "32 × 128 tokens, fill rate 10 to 100 %"),
     }
-    for series, (colour, marker, label) in looks.items():
+    for series, (color, marker, text) in looks.items():
         own = sorted((row for row in rows if row["series"] == series), key=lambda row: row["tokens"])
         axis.plot([row["tokens"] for row in own], [row["seconds"] for row in own],
-                  color=colour, marker=marker, label=label)  # fmt: skip
-        axis.plot([row["tokens"] for row in own], [row["lower_bound"] for row in own],
-                  color=colour, linestyle=":", label="GEMM lower bound")  # fmt: skip
+                  color=color, marker=marker, markersize=4, label=text)  # fmt: skip
+    bound = sorted({(row["tokens"], row["lower_bound"]) for row in rows})
+    axis.plot(*zip(*bound, strict=True), color=LOOKS["openvino"], linestyle=":", label="GEMM lower bound")
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.grid(color="lightgrey", linewidth=0.5)
-    axis.set_xlabel("non-padding tokens in the batch")
-    axis.set_ylabel("seconds per batch")
-    axis.set_title("time against non-padding tokens, ours-optimised", fontsize="medium")
-    axis.legend(fontsize="small")
+    axis.grid(color=GRID, linewidth=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("non-padding tokens in the batch", fontsize="small")
+    axis.set_ylabel("seconds per batch", fontsize="small")
+    axis.set_title("float32: time against tokens, ours-optimised", weight="bold", loc="left")
+    axis.legend(fontsize="small", frameon=False)

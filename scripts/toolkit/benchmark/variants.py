@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import logging
 import multiprocessing
 import os
 import re
@@ -20,15 +21,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import BertModel
+from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
-from toolkit.benchmark.workloads import Batch
+from modeling_scratchbert.prepacking import multiplies_int8, multiplies_natively
+from toolkit.benchmark.workloads import Batch, pad, random_rows
 from toolkit.cli import how_to_install
 from toolkit.hub import silence_libraries
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 TOLERANCE = 1e-5  # between float32 values that should be equal
+CALIBRATION_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,22 @@ class Variant:
     Attributes:
         build: `build(folder, threads)` opens the model.
         needs: the libraries that it requires.
-        dtype: whose matrix-multiplication rate its lower bound is computed with.
+        precision: of its matrix products: "float32", "bfloat16" or "int8".
         tolerance: the largest difference to BertModel that is allowed; None: any, because the variant is not ours or
             computes in lower precision.
     """
 
     build: Callable[[Path, int], Run]
     needs: tuple[str, ...] = ()
-    dtype: str = "float32"
+    precision: str = "float32"
     tolerance: float | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype with whose rate of matrix products the lower bound is computed. It is float32 for int8, and for
+        bfloat16 on a CPU without instructions for it."""
+        natively = self.precision == "bfloat16" and multiplies_natively(torch.bfloat16)
+        return "bfloat16" if natively else "float32"
 
 
 def torch_run(model: torch.nn.Module) -> Run:
@@ -70,11 +80,16 @@ def bert_int8(folder: Path, threads: int) -> Run:
     return torch_run(model)
 
 
-def ours(folder: Path, threads: int, dtype=torch.float32, optimised: bool = False, compiled: bool = False) -> Run:
-    model = ScratchBertModel.from_pretrained(folder, dtype=dtype).eval()
-    if optimised:
-        model.optimize_for_inference()
+def ours(folder: Path, threads: int, compiled: bool = False) -> Run:
+    model = ScratchBertModel.from_pretrained(folder, dtype=torch.float32).eval()
     return torch_run(torch.compile(model, dynamic=True) if compiled else model)
+
+
+def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.float32) -> Run:
+    """In bfloat16, the weights are loaded as such; int8 weights are made of float32."""
+    loaded = torch.float32 if dtype == "int8" else dtype
+    model = ScratchBertModel.from_pretrained(folder, dtype=loaded).eval()
+    return torch_run(model.optimize_for_inference(dtype))
 
 
 class LastHiddenState(torch.nn.Module):
@@ -133,26 +148,60 @@ def onnx_file(folder: Path, int8: bool) -> Path:
     return file
 
 
-def openvino(folder: Path, threads: int, precision: str = "f32") -> Run:
+def openvino(folder: Path, threads: int, precision: str = "f32", int8: bool = False) -> Run:
     import openvino
 
-    file = folder / "openvino.xml"
-    if not file.exists():
-        model, example = to_export(folder)
-        openvino.save_model(openvino.convert_model(model, example_input=example), file, compress_to_fp16=False)
     # Without the hint it computes in bfloat16 if the machine supports it.
     options = {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
     }
-    compiled = openvino.Core().compile_model(file, "CPU", options)
+    compiled = openvino.Core().compile_model(openvino_file(folder, int8), "CPU", options)
 
     def run(inputs):
         # A copy: the next call overwrites the result.
-        return torch.from_numpy(compiled([inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()])[0].copy())
+        return torch.from_numpy(compiled(openvino_inputs(inputs))[0].copy())
 
     return run
+
+
+def openvino_inputs(inputs: dict[str, torch.Tensor]) -> list:
+    return [inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()]
+
+
+def openvino_file(folder: Path, int8: bool) -> Path:
+    """The converted model, from an earlier call if there was one."""
+    import openvino
+
+    file = folder / ("openvino-int8.xml" if int8 else "openvino.xml")
+    if file.exists():
+        return file
+    if int8:
+        model = quantize(openvino.Core().read_model(openvino_file(folder, False)), BertConfig.from_pretrained(folder))
+    else:
+        model, example = to_export(folder)
+        model = openvino.convert_model(model, example_input=example)
+    openvino.save_model(model, file, compress_to_fp16=False)
+    return file
+
+
+def quantize(model, config):
+    """The OpenVINO model in int8: weights and inputs of its matrix products, with ranges from a few random batches.
+    Its accuracy has no meaning here; its speed does not depend on the ranges."""
+    import nncf
+
+    nncf.set_log_level(logging.ERROR)
+    generator = torch.Generator().manual_seed(0)
+    longest = min(128, config.max_position_embeddings)
+    batches = [pad(random_rows(config, [longest, longest // 2], generator)) for _ in range(CALIBRATION_BATCHES)]
+    return nncf.quantize(
+        model,
+        nncf.Dataset([openvino_inputs(batch.inputs) for batch in batches]),
+        preset=nncf.QuantizationPreset.MIXED,  # symmetric weights, asymmetric inputs
+        model_type=nncf.ModelType.TRANSFORMER,
+        subset_size=CALIBRATION_BATCHES,
+    )
 
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -160,23 +209,36 @@ VARIANTS = {
     "bert": Variant(bert),
     "bert-eager": Variant(partial(bert, attention="eager")),
     "bert-compiled": Variant(partial(bert, compiled=True)),
-    "bert-bf16": Variant(partial(bert, dtype=torch.bfloat16), dtype="bfloat16"),
-    "bert-int8": Variant(bert_int8, needs=("torchao",)),
+    "bert-bf16": Variant(partial(bert, dtype=torch.bfloat16), precision="bfloat16"),
+    "bert-int8": Variant(bert_int8, needs=("torchao",), precision="int8"),
     "onnx": Variant(onnx, needs=ONNX),
-    "onnx-int8": Variant(partial(onnx, int8=True), needs=ONNX),
+    "onnx-int8": Variant(partial(onnx, int8=True), needs=ONNX, precision="int8"),
     "openvino": Variant(openvino, needs=("openvino",)),
-    "openvino-bf16": Variant(partial(openvino, precision="bf16"), needs=("openvino",), dtype="bfloat16"),
+    "openvino-bf16": Variant(partial(openvino, precision="bf16"), needs=("openvino",), precision="bfloat16"),
+    "openvino-int8": Variant(partial(openvino, int8=True), needs=("openvino", "nncf"), precision="int8"),
     "ours": Variant(ours, tolerance=TOLERANCE),
-    "ours-optimised": Variant(partial(ours, optimised=True), tolerance=TOLERANCE),
+    "ours-optimised": Variant(ours_optimised, tolerance=TOLERANCE),
     "ours-compiled": Variant(partial(ours, compiled=True), tolerance=TOLERANCE),
-    "ours-bf16": Variant(partial(ours, dtype=torch.bfloat16, optimised=True), dtype="bfloat16"),
+    "ours-bf16": Variant(partial(ours_optimised, dtype=torch.bfloat16), precision="bfloat16"),
+    "ours-int8": Variant(partial(ours_optimised, dtype="int8"), precision="int8"),
 }
 
 
 def missing(name: str) -> str | None:
-    """Why a variant cannot run here, or None if it can."""
-    absent = [library for library in VARIANTS[name].needs if importlib.util.find_spec(library) is None]
-    return how_to_install(absent) if absent else None
+    """Why a variant cannot run here, or None if it can.
+
+    Ours in bfloat16 runs everywhere: without instructions for bfloat16 it multiplies in float32. Other libraries
+    emulate them, which takes a minute for a batch.
+    """
+    variant = VARIANTS[name]
+    absent = [library for library in variant.needs if importlib.util.find_spec(library) is None]
+    if absent:
+        return how_to_install(absent)
+    if variant.precision == "bfloat16" and not name.startswith("ours") and not multiplies_natively(torch.bfloat16):
+        return "this CPU has no bfloat16 instructions"
+    if name == "ours-int8" and not multiplies_int8():
+        return "this CPU has no int8 instructions (VNNI)"
+    return None
 
 
 def first_line(error: Exception) -> str:

@@ -14,6 +14,9 @@ REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "validation.csv"
 # Median and spread of log-normal lengths: batches of 32 then have an average fill rate of 0.30.
 MIX_MEDIAN, MIX_SIGMA = 70.0, 0.7
 
+# Workloads of one sentence, and its tokens.
+SENTENCES = {"single-1": 1, "single": 12, "single-32": 32}
+
 
 @dataclass
 class Batch:
@@ -104,7 +107,7 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
 
 
 def make_batches(name: str, config, model: str | None, count: int, seed: int) -> list[Batch]:
-    """`count` batches of a workload; ten times as many of "single", whose batches are short."""
+    """`count` batches of a workload; ten times as many of a single sentence, which takes little time."""
     generator = torch.Generator().manual_seed(seed)
     if name in ("reviews", "training"):
         return reviews(config, model, count, generator)
@@ -112,9 +115,9 @@ def make_batches(name: str, config, model: str | None, count: int, seed: int) ->
         "mix": lambda: mix_lengths(config, 32, generator),
         "full-128": lambda: [128] * 16,
         "full-512": lambda: [512] * 4,
-        "single": lambda: [12],
+        **{sentence: lambda: [SENTENCES[name]] for sentence in SENTENCES},
     }[name]
-    count = 10 * count if name == "single" else count
+    count = 10 * count if name in SENTENCES else count
     return [pad(random_rows(config, lengths(), generator)) for _ in range(count)]
 
 
