@@ -86,8 +86,13 @@ def is_same_number(actual: str, expected: str) -> bool:
     return abs(Decimal(actual) - Decimal(expected)) <= tolerance
 
 
-def run(page: Path, marks: Collection[str] = ()) -> dict:
+def run(page: Path, marks: Collection[str] = (), model: str | None = None) -> dict:
     """Runs the Python blocks of a page in the working directory, and returns their namespace.
+
+    Args:
+        page: the Markdown file.
+        marks: blocks with other marks are skipped.
+        model: the BERT that the blocks open in place of bert-base-uncased, as a folder or hub id.
 
     Raises:
         AssertionError: a block printed something else than the page shows.
@@ -96,7 +101,8 @@ def run(page: Path, marks: Collection[str] = ()) -> dict:
     for block in python_blocks(page.read_text(encoding="utf-8")):
         if block.marks <= set(marks):
             # Empty lines before the code: a traceback then has the line of the page.
-            code = compile("\n" * block.line + block.code, str(page), "exec")
+            text = block.code.replace("google-bert/bert-base-uncased", model) if model else block.code
+            code = compile("\n" * block.line + text, str(page), "exec")
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(code, namespace)
             check_output(f"{page.name}, line {block.line}", printed.getvalue(), block.output)

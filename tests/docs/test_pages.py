@@ -8,22 +8,43 @@ from functools import cache
 
 import pytest
 
-from pages import FENCED, commands, make_targets, run
+import convert_checkpoint
+from modeling_scratchbert.prepacking import multiplies_int8
+from pages import FENCED, commands, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 MAX_PICTURE_BYTES = 60_000
+# Of blocks that run elsewhere: `slow` in `make walkthrough`, `ecosystem` in `make test-ecosystem`; or that need VNNI.
+MARKS = {"slow", "ecosystem", "vnni"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_page_and_the_readme = pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
 
 
 @every_page
-def test_the_python_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    run(page)
+    blocks = python_blocks(page.read_text(encoding="utf-8"))
+    assert {mark for block in blocks for mark in block.marks} <= MARKS
+    if any('"my-model"' in block.code for block in blocks):
+        assert convert_checkpoint.main([minilm, "my-model"]) == 0
+    run(page, marks=["vnni"] if multiplies_int8() else [], model=minilm)
+    if page.name == "checkpoints.md":
+        assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
+        assert (tmp_path / "a-bert" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [path.name for path in PAGES if path.name not in ("README.md", "walkthrough.md")])
+def test_the_index_lists(name):
+    assert f"]({name})" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_texts_are_short():
+    for path, lines in ((ROOT / "README.md", 150), (WALKTHROUGH, 650)):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= lines
 
 
 @cache
