@@ -164,7 +164,8 @@ def test_the_python_of_the_documentation(number, output, tmp_path):
     sentences = texts(30)
     with open(tmp_path / "reviews.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in sentences)])
-    code = re.findall(r"^```python corpus\n(.*?)^```", (ROOT / "docs" / "corpus.md").read_text(), re.DOTALL | re.MULTILINE)
+    page = (ROOT / "docs" / "corpus.md").read_text()
+    code = re.findall(r"^```python corpus\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "example.py").write_text(code[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
