@@ -148,12 +148,18 @@ def _outputs(model, inputs: dict[str, list], tensors: Mapping[str, torch.Tensor]
     if model.config.add_cross_attention:
         words = model.get_input_embeddings().weight[batch["input_ids"]]
         options["encoder_hidden_states"] = words.to(torch.float32)
+    if with_head and type(model).__name__.endswith("ForMultipleChoice"):
+        batch = {name: tensor[None] for name, tensor in batch.items()}
+    base, returned = model.base_model, {}
+
+    def record(*args, **kwargs):
+        outputs = base.forward(*args, **kwargs)
+        returned.update(outputs)
+        return outputs
+
+    base.__dict__["_compiled_call_impl"] = record
     with torch.autocast("cpu", enabled=False):
-        returned = dict(model.base_model(**batch, **options))
-        if with_head:
-            if type(model).__name__.endswith("ForMultipleChoice"):
-                batch = {name: tensor[None] for name, tensor in batch.items()}
-            returned |= model(**batch, **options)
+        returned |= (model if with_head else base)(**batch, **options)
     tables = {name: value for name, value in returned.items() if isinstance(value, torch.Tensor)}
     rows = {name: table[:, last] if table.ndim == 3 else table for name, table in tables.items()}
     return {name: [[round(x, 6) for x in row] for row in table[:, : last + 1].tolist()] for name, table in rows.items()}
@@ -256,7 +262,7 @@ def _check_tensors(model, recorded: dict[str, str], by_digest: dict[str, torch.T
             "was saved, or without verify=True."
         )
     saved = {name: by_digest[recorded[names[name]]] for name in state}
-    if wrong := [name for name, tensor in state.items() if not _same_bytes(tensor, saved[name])]:
+    if wrong := [name for name, tensor in state.items() if not _same_bits(tensor, saved[name])]:
         raise ValueError(
             f"{_listed(wrong)} {_differ(wrong)} in the loaded model from the files of {source}; expected the same "
             f"values. {_advice(model)}"
@@ -264,10 +270,11 @@ def _check_tensors(model, recorded: dict[str, str], by_digest: dict[str, torch.T
     return saved
 
 
-def _same_bytes(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Return whether a tensor is the saved one, in its own dtype."""
+def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Return whether a tensor is the saved one, in its own dtype. NaN is equal to itself."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     pair = [each.detach().cpu().to(tensor.dtype).contiguous() for each in (tensor, saved)]
-    return tensor.shape == saved.shape and torch.equal(*[each.reshape(-1).view(torch.uint8) for each in pair])
+    return tensor.shape == saved.shape and torch.equal(*[each.reshape(-1).view(bits) for each in pair])
 
 
 def _check_outputs(model, probe: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ tests read the notes."""
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from support.checkpoint_kinds import (
     write_bert,
     write_hub_cache,
 )
+from support.folders import DATA
 from support.models import BERTS, NEEDS, SPECIAL, TINY, random_bert, random_encoder_decoder, random_scratchbert
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
@@ -178,8 +180,9 @@ def in_shards():
 
 @check()
 def verified():
-    for folder in ("saved/ForMultipleChoice", "saved/ForCausalLM", "sharded", "two halves"):
-        open_as("AutoModel", folder, verify=True)
+    for folder, auto in (("saved/ForMultipleChoice", "AutoModelForMultipleChoice"), ("two halves", "AutoModel"),
+                         ("sharded", "AutoModel"), ("sharded", "AutoModelForPreTraining")):
+        open_as(auto, folder, verify=True)
     model, info = open_as("AutoModelForMaskedLM", "someone/scratch.bert-1", verify=True)
     same(compute(model), reference["ForMaskedLM"])
     shutil.copytree("saved/ForMaskedLM", "damaged")
@@ -193,6 +196,24 @@ def verified():
         assert "differs from probe.json" in str(error), error
         return
     raise AssertionError("opened")
+
+def assert_version_0_1_0_computes_what_it_did(model):
+    expected = json.loads(Path("version-0.1.0/expected.json").read_text())
+    with torch.no_grad():
+        result = model(**{k: torch.tensor(v) for k, v in expected["inputs"].items()}, output_hidden_states=True)
+    ours = {"hidden_state": result.hidden_states[-1][:, 0], "prediction_logits": result.prediction_logits[:, 1],
+            "seq_relationship_logits": result.seq_relationship_logits}
+    same(ours, {k: torch.tensor(v) for k, v in expected["outputs"].items()})
+
+@check()
+def a_folder_of_version_0_1_0_opens_by_its_own_code():
+    for auto in AUTOS:
+        model, info = open_as(auto, "version-0.1.0")
+        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+        if head_of(auto) == "ForPreTraining":
+            assert info == NOTHING, info
+            assert_version_0_1_0_computes_what_it_did(model)
+    assert not hasattr(sys.modules[type(model).__module__.rpartition(".")[0]], "probe")
 
 @check()
 def by_hub_id():
@@ -380,6 +401,22 @@ copied_config = transformers.AutoConfig.from_pretrained("saved/Model", **TRUST)
 sys.meta_path.pop(0)
 import modeling_scratchbert
 
+@check()
+def a_folder_of_version_0_1_0_opens_by_the_package():
+    model, info = open_as("AutoModelForPreTraining", "version-0.1.0", trust_remote_code=False)
+    assert type(model) is modeling_scratchbert.ScratchBertForPreTraining and info == NOTHING
+    assert_version_0_1_0_computes_what_it_did(model)
+    model.save_pretrained("version-0.1.0 saved again")
+    complete("version-0.1.0 saved again", "ForPreTraining")
+    again, _ = open_as("AutoModelForPreTraining", "version-0.1.0 saved again", trust_remote_code=False, verify=True)
+    assert_version_0_1_0_computes_what_it_did(again)
+    try:
+        open_as("AutoModelForPreTraining", "version-0.1.0", trust_remote_code=False, verify=True)
+    except OSError as error:
+        assert "has no probe.json" in str(error), error
+        return
+    raise AssertionError("verified without a probe")
+
 @check("ForMaskedLM")
 def both_copies_are_there():
     assert type(copies["ForMaskedLM"]) is not modeling_scratchbert.ScratchBertForMaskedLM
@@ -460,6 +497,9 @@ CHECKS = [
     *(f"saved again and opened again {head}" for head in BERTS),
     "it asks for trust",
     "in shards",
+    "verified",
+    "a folder of version 0 1 0 opens by its own code",
+    "a folder of version 0 1 0 opens by the package",
     "by hub id",
     "from a configuration",
     "with its own configuration",
@@ -531,6 +571,7 @@ def notes(tmp_path_factory):
     write_bert(root / "bert", random_bert(seed=5), "sharded bin", layer_norm="gamma")
     write_bert(root / "roberta", fields={"model_type": "roberta"})
     ScratchBertConfig(**TINY).save_pretrained(root / "config")
+    shutil.unpack_archive(DATA / "scratchbert-0.1.0.zip", root / "version-0.1.0")
     write_hub_cache(root / "home" / "hub", "someone/scratch.bert-1", root / "saved" / "ForMaskedLM")
     (root / "constants.json").write_text(json.dumps([AUTO_MAP, BERTS, sorted(CODE)]))
     (root / "check.py").write_text(SCRIPT)
