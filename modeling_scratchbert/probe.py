@@ -157,7 +157,7 @@ def _outputs(model, inputs: dict[str, list], tensors: Mapping[str, torch.Tensor]
         returned.update(outputs)
         return outputs
 
-    base.__dict__["_compiled_call_impl"] = record
+    base.__dict__["_compiled_call_impl"] = record  # the base model's outputs, too, are those of the one pass
     with torch.autocast("cpu", enabled=False):
         returned |= (model if with_head else base)(**batch, **options)
     tables = {name: value for name, value in returned.items() if isinstance(value, torch.Tensor)}
