@@ -254,8 +254,11 @@ def _check_tensors(model, recorded: dict[str, str], by_digest: dict[str, torch.T
     """Return the saved tensor of each in the model. Raise ValueError unless the model has these values."""
     prefix = f"{model.base_model_prefix}."
     state = model.state_dict()
-    names = {name: name if name in recorded else f"{prefix}{name}" for name in state}  # of a model, or of its base
-    if missing := [name for name in state if names[name] not in recorded]:
+    names: dict[str, str] = {}  # in the checkpoint: of the same class, of one with a head, or of the base model
+    for name in state:
+        candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
+        names[name] = next(filter(recorded.__contains__, candidates), "")
+    if missing := [name for name in state if not names[name]]:
         raise ValueError(
             f"{_listed(missing)} {'are' if len(missing) > 1 else 'is'} not in {source}, and random in the loaded "
             f"{type(model).__name__}; verify=True expects every tensor in the checkpoint. Load it with the class that "

@@ -24,7 +24,7 @@ from modeling_scratchbert.bert_weights import (
 )
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, raw_config, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-from modeling_scratchbert.probe import probe_name, read_probe
+from modeling_scratchbert.probe import check_probe, probe_name, read_probe
 from toolkit.hub import check_source, has_tokenizer
 
 __all__ = [
@@ -195,13 +195,13 @@ def load(source, kind: str, name: str, with_pooler: bool):
     """
     model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
     options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
-    if kind == "scratchbert" and cached_file(source, probe_name(), _raise_exceptions_for_missing_entries=False):
-        options["verify"] = True
     model, loading = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
     if loading["missing_keys"]:
         raise ValueError(
             f"{source} lacks tensors of {model_class.__name__}: {', '.join(sorted(loading['missing_keys']))}."
         )
+    if kind == "scratchbert" and cached_file(source, probe_name(), _raise_exceptions_for_missing_entries=False):
+        check_probe(model, read_probe(source), source, weight_files(source) or [])
     return model.eval()
 
 

@@ -201,7 +201,10 @@ def test_hooks_read_the_activations_of_bert_in_its_order(classifiers, batch):
 
 @pytest.mark.filterwarnings("ignore:Module .* has a submodule named 'output'")
 @pytest.mark.parametrize("block", [0, 1])
-def test_nnsight_reads_and_intervenes_as_in_bert(classifiers, batch, block):
+def test_nnsight_reads_and_intervenes_as_in_bert(classifiers, batch, block, tmp_path, monkeypatch):
+    # By default nnsight gives every object of the process a method `save`, with which torch's ONNX exporter fails.
+    (tmp_path / "nnsight.yaml").write_text("APP: {PYMOUNT: false}")
+    monkeypatch.setenv("NNSIGHT_CONFIG", str(tmp_path / "nnsight.yaml"))
     nnsight = pytest.importorskip("nnsight", reason="the package nnsight is not installed")
     inputs = {"input_ids": batch["ids"], "attention_mask": batch["mask"]}
     results = []
@@ -209,9 +212,9 @@ def test_nnsight_reads_and_intervenes_as_in_bert(classifiers, batch, block):
         traced = nnsight.NNsight(model)
         with torch.no_grad(), traced.trace(**inputs):
             output = traced.get(f"{layers}.{block}").output
-            read = output.clone().save()
+            read = nnsight.save(output.clone())
             output[:, 0] = output[:, 1]
-            changed = traced.output.logits.save()
+            changed = nnsight.save(traced.output.logits)
         assert read.shape == (*batch["ids"].shape, 32)
         with torch.no_grad():
             assert not torch.allclose(changed, model(**inputs).logits, atol=1e-2)

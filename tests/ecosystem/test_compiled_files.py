@@ -78,14 +78,16 @@ from pathlib import Path
 import torch
 import sentence_similarity
 sentence_similarity.block_package()
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 def folder_hash():
-    return type(AutoConfig.from_pretrained("model", trust_remote_code=True)).__module__.split(".")[-2]
+    name = "modeling_scratchbert.ScratchBertForSequenceClassification"
+    return get_class_from_dynamic_module(name, "model").__module__.split(".")[-2]
 
 # TorchScript reads module names as identifiers: no trace of a custom model loads if the hash of its code, which is one
 # of them, starts with a digit.
-code = Path("model", "configuration_scratchbert.py")
+code = Path("model", "modeling_scratchbert.py")
 while folder_hash()[0].isdigit():
     code.write_text(code.read_text() + "#")
 

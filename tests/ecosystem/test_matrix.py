@@ -31,8 +31,10 @@ def test_a_row_counts_its_tests(tmp_path):
 
 
 def test_the_documented_table_has_these_rows():
-    documented = cells((ROOT / "docs" / "ecosystem.md").read_text(encoding="utf-8").splitlines())
-    printed = cells(matrix.table({})[0])
+    empty, _ = matrix.table({})
+    page = (ROOT / "docs" / "ecosystem.md").read_text(encoding="utf-8").splitlines()
+    first = page.index(empty[0])
+    documented, printed = cells(page[first : first + len(empty)]), cells(empty)
     assert {what: row[-1] for what, row in documented.items()} == {what: row[-1] for what, row in printed.items()}
     for row in matrix.ROWS:
         for file in row.files:
