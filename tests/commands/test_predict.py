@@ -25,6 +25,7 @@ from toolkit.corpus.batching import batches_by_length, packed
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 TEXTS = texts(40)
+MANY_TEXTS = texts(200)
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +218,9 @@ def test_what_is_not_supported_of_sentence_transformers_is_named(
 def test_labels_and_scores_are_those_of_the_pipeline(problem, model, run):
     folder = model("classify", problem_type=problem)
     reference = pipeline("text-classification", model=folder, device="cpu")
-    expected = [{each["label"]: each["score"] for each in one} for one in reference(TEXTS, top_k=None)]
+    expected = [{each["label"]: each["score"] for each in one} for one in reference(MANY_TEXTS, top_k=None)]
     flags = [] if problem == "regression" else ["--all_scores"]
-    found = run(folder, rows_of(TEXTS), "--task", "classify", *flags)
+    found = run(folder, rows_of(MANY_TEXTS), "--task", "classify", *flags)
     for row, scores in zip(found, expected, strict=True):
         in_order = [scores[label] for label in ("bad", "fair", "good")]
         if problem == "regression":
@@ -275,8 +276,8 @@ def test_scores_of_pairs(activation, run, tmp_path):
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_entities_are_those_of_the_pipeline(aggregation, format, model, run):
     reference = pipeline("token-classification", model=model("tag"), aggregation_strategy=aggregation, device="cpu")
-    found = run(model("tag"), rows_of(TEXTS), "--aggregation", aggregation, format=format)
-    for text, row in zip(TEXTS, found, strict=True):
+    found = run(model("tag"), rows_of(MANY_TEXTS), "--aggregation", aggregation, format=format)
+    for text, row in zip(MANY_TEXTS, found, strict=True):
         expected = [{**each, "score": pytest.approx(float(each["score"]), abs=1e-5)} for each in reference(text)]
         assert row["entities"] == expected
 

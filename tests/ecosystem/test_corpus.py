@@ -64,7 +64,7 @@ def test_embeddings_are_those_of_sentence_transformers(prompts, minilm, reviews,
 
 def test_scores_are_those_of_a_cross_encoder(tmp_path):
     folder = save_model(tmp_path / "model", "rerank", "bert")
-    pairs = list(zip(texts(50, 1), texts(50, 2), strict=True))
+    pairs = list(zip(texts(200, 1), texts(200, 2), strict=True))
     expected = CrossEncoder(folder, device="cpu", max_length=40).predict(pairs)
     rows = write_rows(tmp_path / "rows.jsonl", [{"query": one, "document": other} for one, other in pairs])
     assert predict.main([folder, rows, "--output", str(tmp_path / "out"), "--processes", "1", *FLAGS]) == 0
