@@ -52,8 +52,13 @@ def fail(message: str) -> int:
 def main() -> int:
     """Runs a command. Returns the exit code, unless the command exits itself."""
     arguments = sys.argv[1:]
+    # As for `python scripts/NAME.py`: the folder of the file is where its imports are found.
+    sys.path.insert(0, str(SCRIPTS))
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(listing())
+        from toolkit.cli import continuing_when_output_is_closed
+
+        with continuing_when_output_is_closed():
+            print(listing(), flush=True)
         return 0
     name, *rest = arguments
     if name == "--path":
@@ -68,8 +73,6 @@ def main() -> int:
     if name not in commands:
         closest = difflib.get_close_matches(name, commands, n=1, cutoff=0)[0]
         return fail(f"there is no command {name!r}; the closest is {closest!r}. `scratchbert` lists the commands.")
-    # As for `python scripts/NAME.py`: the folder of the file is where its imports are found.
-    sys.path.insert(0, str(SCRIPTS))
     sys.argv = [str(commands[name]), *rest]
     runpy.run_path(str(commands[name]), run_name="__main__")
     return 0

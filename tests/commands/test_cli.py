@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,15 @@ def test_errors_are_one_line_and_an_exit_code(error, code, err, parser, capsys):
 
     assert parser.run(work, interrupted="interrupted; all is well") == code
     assert capsys.readouterr().err == err
+
+
+def test_the_list_of_commands_may_be_cut_off():
+    """As in `scratchbert --help | head`."""
+    command = [sys.executable, "-u", str(SCRIPTS / "__main__.py"), "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
 
 
 def test_bugs_keep_their_traceback(parser):
