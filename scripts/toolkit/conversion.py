@@ -59,6 +59,7 @@ LEFT_BEHIND = {
     r"openvino_model[^/]*\.(bin|xml)": "another format of the weights",
     r"(pytorch_)?model[^/]*\.(bin|pt|pth|safetensors)(\.index[^/]*\.json)?": "another copy of the weights",
     r"adapter_(model|config)\.[^/]+": "an adapter, which refers to the names of the source's modules",
+    r"probe(\.[^/]+)?\.json": "the source's probe, which names the source's tensors",
     r"optimizer\.(bin|pt)": "the optimizer's state, which depends on the order of the source's weights",
 }
 

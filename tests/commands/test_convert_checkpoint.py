@@ -130,7 +130,7 @@ def test_minilm_keeps_what_lies_beside_its_weights(minilm, minilm_there_and_back
     for name in beside:
         assert (there / name).read_bytes() == (back / name).read_bytes() == Path(minilm, name).read_bytes(), name
     assert files_in(back) == files_in(minilm)
-    assert files_in(there) == files_in(minilm) | script.OUR_CODE
+    assert files_in(there) == files_in(minilm) | script.OUR_CODE | {"probe.json"}
 
 
 @torch.no_grad()
@@ -184,7 +184,7 @@ def test_every_class_there_and_back(name, bert, tmp_path):
     if crossed or name == "ForCausalLM":
         options["use_cache"] = False
     expected = REFERENCES[name].from_pretrained(source)(ids, **options).to_tuple()
-    outputs = OURS[name].from_pretrained(there)(ids, **options).to_tuple()
+    outputs = OURS[name].from_pretrained(there, verify=True)(ids, **options).to_tuple()
     for own, reference in zip(outputs, expected, strict=True):
         torch.testing.assert_close(own, reference, atol=1e-5, rtol=0)
 
@@ -685,6 +685,8 @@ LEFT = [
     "model.fp16.safetensors",
     "bert_model.ckpt.index",
     "optimizer.pt",
+    "probe.fp16.json",
+    "probe.json",  # the target has its own
     *([] if is_peft_available() else ["adapter_config.json"]),  # which PEFT would open
     "onnx/model.onnx",
     "onnx/config.json",
@@ -716,7 +718,8 @@ def test_what_is_carried_and_what_is_left(bert, tmp_path, capsys):
     report = script.convert(source, target)
     assert set(report.left) == {*LEFT, "attention.py", "linked"}
     assert sorted(report.copied) == sorted([*CARRIED, "NOTICE"])
-    assert files_in(target) == {*CARRIED, "NOTICE", *REWRITTEN, *script.OUR_CODE}
+    assert files_in(target) == {*CARRIED, "NOTICE", *REWRITTEN, *script.OUR_CODE, "probe.json"}
+    modeling_scratchbert.ScratchBertModel.from_pretrained(target, verify=True)
     for name in CARRIED:
         assert (target / name).read_text() == f"this is {name}"
     assert not (target / "NOTICE").is_symlink()
@@ -751,8 +754,8 @@ def test_checkpoints_and_logs_of_a_trained_folder_are_left(to, bert, tmp_path, c
         (source / name).write_text("{}")
 
     report = script.convert(source, tmp_path / "there", to=to)
-    # A ScratchBert's own code is left behind as well.
-    assert set(report.left) - script.OUR_CODE == set.union(*left.values())
+    # A ScratchBert's own code and its probe are left behind as well.
+    assert set(report.left) - script.OUR_CODE - {"probe.json"} == set.union(*left.values())
     assert kept <= files_in(tmp_path / "there")
     assert not files_in(tmp_path / "there") & set.union(*left.values())
     assert {path.name for path in (tmp_path / "there").iterdir() if path.is_dir()} == set()
