@@ -24,7 +24,15 @@ import math
 import sys
 
 from toolkit.cli import Parser, integer_from, use_utf8
-from toolkit.corpus.job import AGGREGATIONS, EMBEDDING_DTYPES, FORMATS, POOLINGS, TASKS
+from toolkit.corpus.job import (
+    AGGREGATIONS,
+    EMBEDDING_DTYPES,
+    FORMATS,
+    POOLINGS,
+    TASKS,
+    TOKENS_ON_ACCELERATOR,
+    TOKENS_ON_CPU,
+)
 
 COUNT = {"type": integer_from(1), "metavar": "N"}
 
@@ -97,8 +105,9 @@ def add_model_flags(model) -> None:
     model.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of the computation; default: that of "
                        "the stored weights")  # fmt: skip
     model.add_argument("--device", help="such as cpu or cuda:1; default: all accelerators if there are any")
-    model.add_argument("--tokens_per_batch", **COUNT, default=16384, help="texts are sorted by length and computed in "
-                       "batches of so many tokens, without padding")  # fmt: skip
+    model.add_argument("--tokens_per_batch", **COUNT, help="texts are sorted by length and computed in batches of so "
+                       f"many tokens, without padding; default: {TOKENS_ON_CPU:,} on a CPU, {TOKENS_ON_ACCELERATOR:,} "
+                       "on an accelerator")  # fmt: skip
     model.add_argument("--threads_per_process", **COUNT, help="default: processors / processes. Parts are the same, "
                        "byte for byte, for the same number")  # fmt: skip
     model.add_argument("--engine", choices=["local", "ray"], default="local", help="processes of this machine, or "

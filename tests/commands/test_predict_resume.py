@@ -196,6 +196,14 @@ def test_the_number_of_threads_of_a_run_is_kept(model, here):
     assert json.loads((here / "out" / "manifest.json").read_text())["threads_per_process"] == 1
 
 
+def test_the_default_batch_is_recorded(model, here, capsys):
+    argv = [model, "rows.jsonl", "--output", "out", "--on_bad_row", "skip", "--processes", "1", "--device", "cpu"]
+    assert predict.main(argv) == 0
+    assert json.loads((here / "out" / "manifest.json").read_text())["flags"]["tokens_per_batch"] == 2048
+    assert predict.main([*argv, "--resume", "--tokens_per_batch", "2048"]) == 0
+    one_line([*argv, "--resume", "--tokens_per_batch", "4096"], capsys, "tokens_per_batch", "2048", "4096")
+
+
 def test_a_folder_that_another_run_has(model, here, capsys):
     (here / "out").mkdir()
     from filelock import FileLock

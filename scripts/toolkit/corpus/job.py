@@ -15,6 +15,9 @@ EMBEDDING_DTYPES = ("float32", "float16", "int8")
 POOLINGS = ("mean", "cls", "max", "pooler")
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
+# Larger batches are slower on a CPU: the C library returns blocks of more than 32 MiB to the system after each use.
+TOKENS_ON_CPU, TOKENS_ON_ACCELERATOR = 2048, 16384
+
 
 @dataclass(frozen=True)
 class Job:
@@ -40,7 +43,7 @@ class Job:
     threads: int = 1
     dtype: str | None = None
     max_length: int | None = None
-    tokens_per_batch: int = 16384
+    tokens_per_batch: int = TOKENS_ON_CPU
     part_rows: int = 1000
     id_column: str | None = None
     ids_are_integers: bool = False

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from toolkit.checkpoint import verification
 from toolkit.cli import CommandError, about
 from toolkit.corpus.formats import check_format
-from toolkit.corpus.job import Job
+from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
 from toolkit.corpus.local import run_here, run_in_processes
 from toolkit.corpus.manifest import MANIFEST, check_same, make_manifest, read_manifest
 from toolkit.corpus.model import number_of_labels, read_model, task_of
@@ -78,10 +78,11 @@ class Run:
             name for name in (options["text_column"], options.get("text_pair_column"), args.id_column,
                               args.label_column) if name is not None
         }  # fmt: skip
+        tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
             model=args.model, task=task, output=args.output, format=args.format, device=self.devices[0],
             threads=self.threads(), dtype=args.dtype, max_length=args.max_length,
-            tokens_per_batch=args.tokens_per_batch, part_rows=args.part_rows, id_column=args.id_column,
+            tokens_per_batch=args.tokens_per_batch or tokens, part_rows=args.part_rows, id_column=args.id_column,
             ids_are_integers=bool(ids) and isinstance(ids[0], int), label_column=args.label_column,
             on_bad_row=args.on_bad_row, trust_remote_code=args.trust_remote_code, verify=args.verify,
             options=options,
