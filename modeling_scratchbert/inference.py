@@ -94,7 +94,7 @@ class PrepackedLinear(nn.Module):
             return self._multiply(matrix, x)
         if x.requires_grad and torch.is_grad_enabled():
             raise needs_gradients()
-        y = nn.functional.linear(x, weight, self.bias)
+        y = nn.functional.linear(x, weight, self._parameters["bias"])  # `self.bias` takes five times as long
         return y if self.gelu_form is None else nn.functional.gelu(y, approximate=self.gelu_form)
 
     def _multiply(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -182,14 +182,15 @@ class JointAttention(MultiHeadAttention):
     value: Any
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        matrix = self.query.prepacked
+        query: Any = self._modules["query"]  # `self.query` takes five times as long
+        matrix = query.prepacked
         is_dense = matrix is None or (
             hidden_states.numel() <= matrix.max_dense_numel and not torch.compiler.is_compiling()
         )
         if is_dense or not self._is_joint():
             return super().project(hidden_states)
-        query, key, value = matrix.linear(hidden_states, self.joint_bias, None).chunk(3, dim=-1)
-        return query, key, value
+        queries, keys, values = matrix.linear(hidden_states, self.joint_bias, None).chunk(3, dim=-1)
+        return queries, keys, values
 
     def join(self) -> None:
         """Prepacks the weights of the three `PrepackedLinear`s as one matrix, if that is possible."""
