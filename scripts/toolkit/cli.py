@@ -143,11 +143,15 @@ class Parser(argparse.ArgumentParser):
             expected: exception types to report in one line, in addition to those of `is_expected`.
         """
         try:
-            return work() or 0
+            code = work() or 0
+            print(end="", flush=True)  # at the exit, an error of writing would be Python's own message
+            return code
         except KeyboardInterrupt:
             self.report(interrupted)
             return 130
         except BrokenPipeError:
+            if sys.stdout is sys.__stdout__:
+                discard_output(sys.stdout)
             return 141
         except CommandError as error:
             self.report(error)
@@ -263,11 +267,15 @@ class UntilClosed:
             self._discard(0)
 
     def _discard(self, length: int) -> int:
-        # Also what is in the buffer, which Python writes again at the exit.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+        discard_output(self._stream)
         return length
+
+
+def discard_output(stream: TextIO) -> None:
+    """Discards what is in the buffer of a stream, which Python writes again at the exit, and what is written later."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextmanager

@@ -176,6 +176,21 @@ def test_the_list_of_commands_may_be_cut_off():
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("work", ["print('line')", "print('line', flush=True)"])
+def test_a_command_whose_reader_has_gone_ends_without_a_word(work):
+    """As in `command | true`, also if something is printed at the exit."""
+    program = (
+        "import atexit, sys; from toolkit.cli import Parser; atexit.register(print, 'more'); sys.stdin.read(); "
+        f"sys.exit(Parser('command.py', 'Does it.').run(lambda: {work}))"
+    )
+    command = [sys.executable, "-c", program]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **streams, cwd=SCRIPTS, text=True) as process:
+        process.stdout.close()
+        process.stdin.close()  # it writes only now
+        assert (process.wait(), process.stderr.read()) == (141, "")
+
+
 def test_bugs_keep_their_traceback(parser):
     def work():
         raise RuntimeError("a bug")
