@@ -1,13 +1,11 @@
 """Attention: the formula, and the multi-head layer around it (Vaswani et al. 2017, section 3.2)."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .unpadding import UnpaddedBatch, attend_within_sequences
+from .unpadding import PADDED, PaddedBatch, UnpaddedBatch, supports_unpadding
 
 
 def scaled_dot_product_attention(
@@ -72,6 +70,7 @@ def eager_attention(module, query, key, value, attention_mask, scaling=None, dro
     return context.transpose(1, 2).contiguous(), weights
 
 
+@supports_unpadding
 class MultiHeadAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1, …, head_H) W_O (Vaswani et al. 2017, section 3.2.2).
 
@@ -93,15 +92,10 @@ class MultiHeadAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        output_attentions: bool = False,
-        unpadded: UnpaddedBatch | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None, past_key_values: Cache | None = None,
+        output_attentions: bool = False, batch: PaddedBatch | UnpaddedBatch = PADDED, **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """
         Args:
             hidden_states: `(B, T, C)`, from which the queries are computed.
@@ -109,13 +103,17 @@ class MultiHeadAttention(nn.Module):
             encoder_hidden_states: `(B, S, C)`, from which keys and values are computed; `hidden_states` by default.
             past_key_values: the cache of keys and values.
             output_attentions: compute the formula itself, because no other kernel returns attention weights.
-            unpadded: the sequences in `hidden_states`, `(1, N, C)`; each attends to itself, without a mask.
+            batch: the sequences in `hidden_states`. Those of an unpadded batch, `(1, N, C)`, each attend to themselves,
+                without a mask.
 
         Returns:
             `(B, T, C)`, and the attention weights `(B, H, T, S)`, or None if the kernel does not return them.
         """
         if encoder_hidden_states is None:
-            query, key, value = map(self._split_heads, self.project(hidden_states))
+            heads = (*hidden_states.shape[:2], -1, self.head_width)  # (B, T, H, D)
+            query, key, value = self.project(hidden_states)
+            query, key = query.view(heads).transpose(1, 2), key.view(heads).transpose(1, 2)
+            value = value.view(heads).transpose(1, 2)
             if past_key_values is not None:
                 key, value = self._update_cache(key, value, past_key_values)
         else:
@@ -123,21 +121,17 @@ class MultiHeadAttention(nn.Module):
             key, value = self._project_encoder(encoder_hidden_states, past_key_values)
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        kernel = batch.kernel(ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention))
         dropout = self.dropout if self.training else 0.0
-        if unpadded is None:
-            context, weights = kernel(
-                self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
-            )
-        else:
-            attend = partial(kernel, self, scaling=self.scaling, dropout=dropout, **kwargs)
-            context = attend_within_sequences(attend, implementation, query, key, value, unpadded, dropout)
-            weights = None
+        context, weights = kernel(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The queries, keys and values of self-attention, `(B, T, C)` each."""
+        """The queries, keys and values of self-attention, `(B, T, C)` each. An optimised model has an object of its own
+        in place of this method, which computes them as one product (`cpu`)."""
         return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
 
     def _update_cache(self, key, value, cache):

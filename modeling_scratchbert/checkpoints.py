@@ -1,26 +1,19 @@
-"""The files of a checkpoint: where they are, which tensors they hold, and how a folder of them is written."""
+"""The files of a checkpoint: where they are looked up, and how a folder of them is written."""
 
+import importlib.resources
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
-from transformers.utils import cached_file
-from transformers.utils.hub import get_checkpoint_shard_files, resolve_revision
+from transformers.utils.hub import resolve_revision
 
-# In the order in which `from_pretrained` looks for them.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+from .installed import installed
 
 # The arguments of `from_pretrained` that locate a file on the Hub or in the cache; the first four locate a revision.
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token", "force_download", "proxies", "subfolder")
@@ -34,102 +27,26 @@ def hub_options(source, kwargs: dict) -> dict:
     return options if revision is None else options | {"revision": revision}
 
 
-class UnreachableHubError(OSError):
-    """A file is not in the cache, and the Hub cannot be reached."""
-
-
 @contextmanager
-def explain_unreachable_hub(source, revision: str | None = None) -> Iterator[None]:
-    """Replace the error of an unreachable Hub by one line with a remedy."""
+def explained(source, options: dict) -> Iterator[None]:
+    """Replace an error while loading `source` by one with advice, if the package is installed and knows the cause."""
     try:
         yield
-    except (OSError, HTTPError) as error:  # a proxy raises an HTTPError that is no OSError
-        if isinstance(error, OSError) and not isinstance(error.__cause__, LocalEntryNotFoundError):
-            raise
-        requested = getattr(revision, "initial", revision)  # before `hub_options` resolved it
-        command = f"hf download {source}" + (f" --revision {requested}" if requested else "")
-        raise UnreachableHubError(
-            f"{source} is neither a folder nor completely in the cache, and the Hub cannot be reached; expected one of "
-            f"the three. Run `{command}` where there is a network: it then opens from the cache, at once with "
-            "HF_HUB_OFFLINE=1."
-        ) from error
+    except Exception as error:
+        with suppress(ImportError):
+            installed("bert.files").explain(error, source, options)
+        raise
 
 
 def raw_config(source, **kwargs) -> tuple[dict, dict]:
     """Return the fields of the `config.json` of `source` as they are, and those of `kwargs` that did not locate it.
     Raise OSError if there is none, or if it cannot be read."""
-    try:
-        with explain_unreachable_hub(source, kwargs.get("revision")):
-            fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
-    except (AttributeError, TypeError):  # transformers expects an object, and finds a list, a number, …
-        fields = None
-    if not isinstance(fields, dict):
-        raise OSError(f"{source}/config.json does not hold a JSON object; expected the fields of a configuration.")
-    if not fields:
-        raise OSError(f"{source} has no config.json; expected one beside the weights.")
+    fields: Any = None
+    with explained(source, kwargs), suppress(AttributeError, TypeError):  # transformers expects an object of JSON
+        fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
+    if not isinstance(fields, dict) or not fields:
+        raise OSError(f"{source}/config.json holds no configuration; expected the fields of one beside the weights.")
     return fields, kwargs
-
-
-def has_tokenizer(source, **hub_options) -> bool:
-    """Return whether `source` has a tokenizer. AutoTokenizer does not show it: for a BERT without one it creates a
-    tokenizer with a vocabulary of five words."""
-    files = ("tokenizer.json", "vocab.txt")
-    return any(cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options) for name in files)
-
-
-def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
-    """Return the names of the tensors in the files of `weight_files`, none of which is loaded; None if there are no
-    files. Raise OSError if a file is truncated, corrupt, missing or not a file of weights."""
-    files = weight_files(source, variant, use_safetensors, **hub_options)
-    return None if files is None else set().union(*map(_names_in_file, files))
-
-
-def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> list[str] | None:
-    """Return the local paths of the files that `from_pretrained` reads the weights of `source`, a folder, a hub id or a
-    file of weights, from; None if there are none. Raise OSError if one is missing or the Hub cannot be reached."""
-    if os.path.isfile(source):
-        return [source]
-    suffix = f".{variant}." if variant else "."
-    error: OSError | None = None
-    with explain_unreachable_hub(source, hub_options.get("revision")):
-        for name in WEIGHT_FILES:
-            if use_safetensors not in (None, "safetensors" in name):
-                continue
-            try:
-                path: Any = cached_file(source, suffix.join(name.rsplit(".", 1)), **hub_options)
-            except OSError as reason:
-                error = error or (reason if reason.__cause__ else None)  # without a cause, there is no such file
-            else:
-                return _shards(source, path, hub_options) if name.endswith(".json") else [path]
-        if error is not None:
-            raise error
-    return None
-
-
-def _shards(source, index: str, hub_options: dict) -> list[str]:
-    try:
-        return get_checkpoint_shard_files(source, index, **hub_options)[0]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OSError(
-            f"{index} is not the index of a sharded checkpoint; expected JSON with 'metadata' and 'weight_map': "
-            f"{error!r}. Download or save it again."
-        ) from error
-
-
-def _names_in_file(path) -> set[str]:
-    from transformers.modeling_utils import load_state_dict  # not for AutoConfig, which imports this file as well
-
-    try:
-        tensors = load_state_dict(path, map_location="meta")
-        if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-            raise ValueError("it does not hold tensors by name")
-        return set(tensors)
-    except Exception as error:  # a corrupt pickle can raise any exception
-        size = f" ({os.path.getsize(path):,} bytes)" if os.path.exists(path) else ""
-        raise OSError(
-            f"{path}{size} is truncated, corrupt or not a file of weights; expected a safetensors file or a PyTorch "
-            f"state dict: {error}. Download or save it again."
-        ) from error
 
 
 @contextmanager
@@ -171,8 +88,16 @@ def _family(name: str) -> str | None:
 
 
 def copy_code(folder) -> None:
-    """Copy the files of this package into `folder`, except `__init__`, which the remote-code loader does not read."""
+    """Copy the files at the top level of this package into `folder`, except `__init__`, which the remote-code loader
+    does not read. Raise OSError if they are not there, as in an installation without sources."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for path in Path(__file__).parent.glob("*.py"):
-        if path.name != "__init__.py":
-            shutil.copyfile(path, Path(folder) / path.name)
+    # Also from a zip file, as Spark's addPyFile imports one.
+    files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".py")]
+    if not any(file.name == "modeling_scratchbert.py" for file in files):
+        raise OSError(
+            f"The installed {__package__} has no source files; expected them, because they are saved beside the model. "
+            "Install the package with its sources, or save with save_as_bert()."
+        )
+    for file in files:
+        if file.name != "__init__.py":
+            Path(folder, file.name).write_bytes(file.read_bytes())

@@ -1,7 +1,9 @@
 """The configuration of every ScratchBert model: BERT's fields under BERT's names, and a few of our own."""
 
+import contextlib
 import copy
 import os
+import sys
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Self
 
@@ -9,9 +11,11 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .bert_configuration import scratchbert_fields
 from .checkpoints import copy_code, raw_config
-from .peft_defaults import add_default_target_modules
+from .installed import installed
+
+if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all code is saved beside a configuration
+    from .modeling_scratchbert import ScratchBertModel  # noqa: F401
 
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.
 AUTO_MAP = {
@@ -201,7 +205,14 @@ class ScratchBertConfig(PreTrainedConfig):
         """Read the `config.json` of a ScratchBert or BERT checkpoint as the fields of a `ScratchBertConfig`. Raise
         ValueError if it is another model's."""
         fields, kwargs = raw_config(pretrained_model_name_or_path, **kwargs)
-        return scratchbert_fields(fields, pretrained_model_name_or_path, cls.model_type), kwargs
+        if not cls.is_own(fields):
+            fields = installed("bert.fields").scratchbert_fields(fields, pretrained_model_name_or_path)
+        return fields, kwargs
+
+    @classmethod
+    def is_own(cls, fields: dict[str, Any]) -> bool:
+        """Return whether the fields of a `config.json` are those of a ScratchBert, or of a class derived from it."""
+        return fields.get("model_type") in (ScratchBertConfig.model_type, cls.model_type)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Self:
@@ -214,14 +225,16 @@ class ScratchBertConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """As `PreTrainedConfig.to_dict`, from which PEFT reads the `model_type` whose target modules it looks up."""
-        add_default_target_modules(self.model_type)
+        if "peft" in sys.modules:
+            with contextlib.suppress(ImportError):  # without the package, PEFT asks for `target_modules`
+                installed("bert.peft").add_default_target_modules(self.model_type)
         return super().to_dict()
 
     @classmethod
     def from_bert(cls, config: PreTrainedConfig) -> Self:
         """Return the ScratchBert configuration of the model that `config`, a `BertConfig`, describes. Raise ValueError
         if it describes another model, or one with relative positions."""
-        fields = scratchbert_fields(config.to_dict(), f"config={type(config).__name__}(…)")
+        fields = installed("bert.fields").scratchbert_fields(config.to_dict(), f"config={type(config).__name__}(…)")
         fields |= {"attn_implementation": config._attn_implementation, "name_or_path": config.name_or_path}
         return cls(**fields)
 

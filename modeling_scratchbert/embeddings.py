@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from .unpadding import supports_unpadding
+
 
 def sinusoidal_table(length: int, width: int) -> torch.Tensor:
     """The fixed position table of Vaswani et al. 2017, "Attention is all you need", section 3.5.
@@ -19,6 +21,7 @@ def sinusoidal_table(length: int, width: int) -> torch.Tensor:
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1).to(torch.get_default_dtype())
 
 
+@supports_unpadding
 class SinusoidalPositions(nn.Module):
     """Looks positions up in the fixed sinusoidal table. Nothing is learned and nothing is saved."""
 
@@ -30,6 +33,7 @@ class SinusoidalPositions(nn.Module):
         return self.table[position_ids]
 
 
+@supports_unpadding
 class Embeddings(nn.Module):
     """norm(E_word + E_token_type + E_position), then dropout."""
 
@@ -46,13 +50,9 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        past_length: int = 0,
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor | None = None, token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None, past_length: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
         """
         Args:
             input_ids: `(B, T)` token ids, or `inputs_embeds`: `(B, T, C)` in place of their word embeddings.

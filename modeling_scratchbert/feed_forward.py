@@ -5,7 +5,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import apply_chunking_to_forward
 
+from .unpadding import supports_unpadding
 
+
+@supports_unpadding
 class FeedForward(nn.Module):
     """FFN(x) = act(x W1 + b1) W2 + b2 at each position. `(B, T, C)` → `(B, T, C)`. BERT's activation is
     GELU(x) = x Φ(x), Φ the cumulative distribution function of the normal distribution (Hendrycks & Gimpel 2016).
@@ -26,5 +29,5 @@ class FeedForward(nn.Module):
         return apply_chunking_to_forward(self.formula, self.chunk_size, 1, hidden_states)
 
     def formula(self, x: torch.Tensor) -> torch.Tensor:
-        """act(x W1 + b1) W2 + b2."""
+        """act(x W1 + b1) W2 + b2. An optimised model has an object of its own in place of this method (`cpu`)."""
         return self.output(self.activation(self.intermediate(x)))

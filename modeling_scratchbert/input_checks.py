@@ -5,6 +5,7 @@ and nothing breaks a trace.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -107,8 +108,9 @@ def check_inputs(
     check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, keys, slots, note)
 
 
-def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, batch: int, queries: int) -> None:
-    """Checks the arguments for the cross-attention of a decoder with `batch` sequences of `queries` tokens."""
+def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, hidden_states: torch.Tensor) -> None:
+    """Checks the arguments for the cross-attention of a decoder whose tokens are `hidden_states`, `(B, T, C)`."""
+    batch, queries, _ = hidden_states.shape
     if not config.add_cross_attention:
         raise ValueError(
             "encoder_hidden_states was given, and config.add_cross_attention is False; expected a model with "
@@ -119,9 +121,13 @@ def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, 
     check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
 
 
-def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, max_length: int | None) -> None:
-    """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`. `max_length` limits the
-    length of a sequence, if positions are to be counted."""
+def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_ids, config) -> None:
+    """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`."""
+    if config._attn_implementation == "flex_attention" and tokens.device.type == "cpu":
+        raise ValueError(
+            "attn_implementation is 'flex_attention'; packed sequences on a CPU expect another one, because torch "
+            "aborts the process. Load the model with attn_implementation='sdpa'."
+        )
     if attention_mask is not None:
         raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
     check_tensor("cu_seq_lens_q", cu_seq_lens_q, "sequences + 1", dtype="integer")
@@ -134,24 +140,26 @@ def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, max_length
         raise ValueError(
             f"cu_seq_lens_q is {starts}; expected numbers that rise from 0 to the number of tokens, {end}."
         )
-    longest = max(end - start for start, end in pairwise(starts))
-    if max_length is not None and longest > max_length:
+    longest, limit = max(end - start for start, end in pairwise(starts)), config.max_position_embeddings
+    if position_ids is None and longest > limit:  # positions are to be counted
         raise ValueError(
-            f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {max_length}. Split it, or "
-            "pass position_ids."
+            f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {limit}. Split it, or pass "
+            "position_ids."
         )
 
 
-def cache_lengths(cache) -> tuple[int | torch.Tensor, int | None]:
-    """The number of tokens in a cache, and its size if that is fixed: a full mask is then as wide."""
+def cache_lengths(cache, mask=None, options: Any = None) -> tuple[int | torch.Tensor, int | None]:
+    """The number of tokens in a cache, and its size if that is fixed: a full mask is then as wide. The `cache` of pages
+    in the options of `generate_batch` has the width of its mask."""
+    paged = mask.shape[-1] if "cache" in (options or {}) and isinstance(mask, torch.Tensor) else None
     if cache is None:
-        return 0, None
+        return 0, paged
     if not isinstance(cache, Cache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward pass with "
             "use_cache=True returns."
         )
-    return cache.get_seq_length(), cache.get_max_length() if cache.is_compileable else None
+    return cache.get_seq_length(), paged or (cache.get_max_length() if cache.is_compileable else None)
 
 
 def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:

@@ -6,7 +6,6 @@ Classes stand in the order in which data flows. Signatures, outputs and losses a
 `attention`, `feed_forward` and `transformer`.
 """
 
-import copy
 import logging
 import os
 from dataclasses import dataclass
@@ -18,17 +17,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from transformers import modeling_outputs
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import MultiHeadAttention
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
-from .feed_forward import FeedForward
 from .generation import ScratchBertGenerationMixin, no_start_id
 from .input_checks import (
     cache_lengths,
@@ -38,28 +34,17 @@ from .input_checks import (
     check_inputs,
     check_labels,
     check_mask,
-    check_packed,
     check_tensor,
     has_values,
 )
+from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
-from .transformer import TransformerBlock, TransformerStack
-from .unpadding import (
-    PACKED_KERNELS,
-    UNPADDING_KERNELS,
-    UnpaddedBatch,
-    additive_mask,
-    is_observed,
-    is_own,
-    is_padding_mask,
-    labels_include_padding,
-    packed_sequences,
-    run_encoder,
-    scatter_rows,
-)
-from .warm_start import seq2seq_start
+from .transformer import TransformerStack
+from .unpadding import choose_batch, choose_tokens, labels_include_padding, scatter_rows, supports_unpadding
 
 logger = logging.getLogger(__name__)
+
+OptionalTensor = torch.Tensor | None
 
 
 class ForwardOptions(TypedDict, total=False):
@@ -121,18 +106,12 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
+        encoder_attention_mask: OptionalTensor = None, past_key_values: Cache | None = None,
+        use_cache: bool | None = None, **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:  # fmt: skip
         """
         Args:
             input_ids: `(B, T)` token ids; or else `inputs_embeds`, `(B, T, C)`.
@@ -171,9 +150,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             ValueError: an argument has a wrong shape, dtype or value.
         """
         kwargs.pop("num_items_in_batch", None)  # used by the losses of the model heads
-        past_length, slots = cache_lengths(past_key_values)
-        if "cache" in kwargs and isinstance(attention_mask, torch.Tensor):  # `generate_batch` has a cache of pages
-            slots = attention_mask.shape[-1]
+        past_length, slots = cache_lengths(past_key_values, attention_mask, kwargs)
         # An adapter may have replaced the word embeddings by a module without a size.
         vocab_size = getattr(self.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
@@ -186,122 +163,27 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         eager = kwargs.setdefault("output_attentions", self.config.output_attentions)
         records = eager or kwargs.get("output_hidden_states", self.config.output_hidden_states)
         tokens: Any = inputs_embeds if input_ids is None else input_ids
-        unpadded, zeroed = self._unpadded_batch(tokens, attention_mask, position_ids, records, kwargs)
-        if unpadded is not None:
-            per_token = input_ids, token_type_ids, position_ids, inputs_embeds
-            input_ids, token_type_ids, position_ids, inputs_embeds = map(unpadded.unpad, per_token)
-            position_ids = unpadded.default_position_ids().to(tokens.device) if position_ids is None else position_ids
+        batch = choose_batch(self, tokens, attention_mask, position_ids, records, eager, kwargs)
+
+        input_ids, token_type_ids, position_ids, inputs_embeds = batch.unpad(
+            input_ids, token_type_ids, position_ids, inputs_embeds
+        )
         hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
-        batch, queries, _ = hidden_states.shape
         if encoder_hidden_states is not None:
-            check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, batch, queries)
+            check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, hidden_states)
             if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
-        check_cache(self.config, past_key_values, batch, encoder_hidden_states)
+        check_cache(self.config, past_key_values, len(hidden_states), encoder_hidden_states)
 
-        if unpadded is not None and not eager and self._supports_unpadding():
-            width = self.config.intermediate_size
-            hidden_states = run_encoder(self.encoder, hidden_states, unpadded, width, records, **kwargs)
-        else:
-            attention_mask, encoder_attention_mask = self._attention_masks(
-                hidden_states,
-                attention_mask if unpadded is None else unpadded.attention_mask(),
-                encoder_hidden_states,
-                encoder_attention_mask,
-                past_key_values,
-                eager,
-            )
-            hidden_states = self.encoder(
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask=encoder_attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,  # flash attention finds packed sequences in them
-                **kwargs,
-            )
-        if unpadded is not None:
-            hidden_states = unpadded.pad(hidden_states)
-        pooled = hidden_states if unpadded is None else unpadded.first_tokens(hidden_states)
-        pooler_output = None if self.pooler is None else self.pooler(pooled)
-        if zeroed is not None:
-            hidden_states = hidden_states.masked_fill(zeroed.to(hidden_states.device), 0)
+        source = encoder_hidden_states, encoder_attention_mask, past_key_values
+        inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
+        hidden_states = batch.encoder(self.encoder)(hidden_states, **inputs, **kwargs)
+        last_hidden_state, first_tokens = batch.restore(hidden_states)
         return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states,
-            pooler_output=pooler_output,
+            last_hidden_state=last_hidden_state,
+            pooler_output=None if self.pooler is None else self.pooler(first_tokens),
             past_key_values=past_key_values if use_cache else None,
         )
-
-    def _unpadded_batch(
-        self, tokens: torch.Tensor, attention_mask, position_ids, records: bool | None, options: Any
-    ) -> tuple[UnpaddedBatch | None, torch.Tensor | None]:
-        """Decide whether the batch is unpadded. Takes `padding_free` and the lengths of packed sequences out of
-        `options`.
-
-        Returns:
-            The unpadded batch, or None to compute `tokens`, `(B, T)` or `(B, T, C)`, as they are; and if padding is
-            computed but not returned, `(B, T, 1)`, True where the last hidden state is to be zero.
-        """
-        config = self.config
-        padding_free = options.pop("padding_free", None)
-        if config.is_decoder:
-            return None, None
-        if config._attn_implementation in PACKED_KERNELS:
-            names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
-            cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
-            if cu_seqlens is not None:
-                max_length = config.max_position_embeddings if position_ids is None else None
-                check_packed(cu_seqlens, tokens, attention_mask, max_length)
-            packed = packed_sequences(tokens, attention_mask, position_ids, cu_seqlens, max_seqlen, sort=not records)
-            if packed is not None:
-                return packed, None
-        is_enabled = config.padding_free if padding_free is None else padding_free
-        if not is_enabled or records or not is_padding_mask(attention_mask) or attention_mask.shape != tokens.shape[:2]:
-            return None, None
-        mask = attention_mask.bool()
-        # One transfer from the device, because each one waits for it.
-        num_first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
-        if min(lengths) == mask.shape[1] or not self._supports_unpadding():
-            return None, None
-        if (
-            not any(lengths)
-            or (self.pooler is not None and num_first_tokens < len(lengths))  # the pooler reads padding
-            or config.chunk_size_feed_forward  # which must divide the length
-            or (not padding_free and is_observed(self.embeddings, self.encoder))
-        ):
-            return None, ~mask[..., None]
-        return UnpaddedBatch.from_mask(mask, lengths), None
-
-    def _supports_unpadding(self) -> bool:
-        """Whether tokens attend to one another in our own blocks only, with a kernel that needs no mask. A block of
-        other code gets padded input, because it may not support unpadded batches."""
-        blocks = self.encoder.blocks
-        parts = [(Embeddings, self.embeddings), *((TransformerBlock, block) for block in blocks)]
-        parts += [(MultiHeadAttention, getattr(block, "attention", None)) for block in blocks]
-        parts += [(FeedForward, getattr(block, "feed_forward", None)) for block in blocks]
-        return self.config._attn_implementation in UNPADDING_KERNELS and all(is_own(part, own) for own, part in parts)
-
-    def _attention_masks(
-        self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values, eager
-    ) -> tuple:
-        """`attention_mask` and `encoder_attention_mask` in the form that the kernel expects, or the eager formula."""
-        config = self.config
-        if eager and config._attn_implementation != "eager":
-            config = copy.copy(config)
-            config._attn_implementation = "eager"
-        if config.is_decoder:
-            attention_mask = create_causal_mask(config, hidden_states, attention_mask, past_key_values)
-        else:
-            attention_mask = create_bidirectional_mask(config, hidden_states, attention_mask)
-        if encoder_hidden_states is not None:
-            encoder_attention_mask = create_bidirectional_mask(
-                config, hidden_states, encoder_attention_mask, encoder_hidden_states
-            )
-        masks = attention_mask, encoder_attention_mask
-        if config._attn_implementation in ("sdpa", "flex_attention"):
-            # Convert a boolean mask once per forward pass, not once per block.
-            return tuple(additive_mask(mask, hidden_states.dtype) for mask in masks)
-        return masks
 
 
 def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, **options) -> torch.Tensor:
@@ -321,6 +203,7 @@ def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, *
     return total / torch.as_tensor(num_items, device=total.device)
 
 
+@supports_unpadding
 class LanguageModelHead(nn.Module):
     """Scores for every word of the vocabulary: E · norm(act(W h + b)) + c, with E the word embeddings
     (Devlin et al. 2018, section 3.1, task 1). `(B, T, C)` → `(B, T, V)`."""
@@ -362,11 +245,10 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
             labels = labels.reshape(shape)
             labelled = labels != -100
             # While tracing, no hook is there to see the difference.
-            is_whole = not is_own(self.lm_head, LanguageModelHead)
-            is_whole = is_whole or (has_values(labels) and not padding_free and is_observed(self.lm_head))
-            logits = self.lm_head(hidden_states)[labelled] if is_whole else self.lm_head(hidden_states[labelled])
+            is_sparse = padding_free or not has_values(labels) or all(self.inspection(self.lm_head))
+            logits = self.lm_head(hidden_states[labelled]) if is_sparse else self.lm_head(hidden_states)[labelled]
             return logits, logits, labels[labelled]
-        indices = self._scored_tokens(outputs, attention_mask, padding_free)
+        indices = choose_tokens(self, outputs, attention_mask, padding_free)
         if indices is None:
             logits = self.lm_head(hidden_states)
             return logits, logits.flatten(0, 1), None if labels is None else labels.flatten()
@@ -381,19 +263,6 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
             logits = scores.new_zeros(shape[0] * shape[1], scores.shape[-1]) if logits is None else logits
             logits.index_copy_(0, places, scores)
         return logits.unflatten(0, shape), None, None
-
-    def _scored_tokens(self, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
-        """The positions of the non-padding tokens in the flattened batch, `(N,)`; None if all tokens are scored."""
-        is_enabled = self.config.padding_free if padding_free is None else padding_free
-        is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
-        if not is_enabled or is_recorded or self.config.is_decoder or not is_own(self.lm_head, LanguageModelHead):
-            return None
-        if not is_padding_mask(attention_mask) or attention_mask.shape != outputs.last_hidden_state.shape[:2]:
-            return None
-        indices = attention_mask.flatten().nonzero()[:, 0].to(outputs.last_hidden_state.device)
-        if len(indices) in (0, attention_mask.numel()) or (not padding_free and is_observed(self.lm_head)):
-            return None
-        return indices
 
 
 @dataclass
@@ -427,16 +296,11 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        next_sentence_label: torch.Tensor | None = None,
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None, next_sentence_label: OptionalTensor = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | ScratchBertForPreTrainingOutput:
+    ) -> tuple | ScratchBertForPreTrainingOutput:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -448,9 +312,8 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         """
         if labels_include_padding(attention_mask, labels):
             kwargs["padding_free"] = False
-        outputs = self.model(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.model(*tokens, return_dict=True, **kwargs)
         prediction_logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
@@ -479,17 +342,11 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.MaskedLMOutput:
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
+        encoder_attention_mask: OptionalTensor = None, labels: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.MaskedLMOutput:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -499,58 +356,12 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         """
         if labels_include_padding(attention_mask, labels):
             kwargs["padding_free"] = False
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            return_dict=True,
-            **kwargs,
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.model(*tokens, encoder_hidden_states, encoder_attention_mask, return_dict=True, **kwargs)
         logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
         num_items = kwargs.get("num_items_in_batch")
         loss = None if targets is None else average(cross_entropy, scores, targets, num_items)
         return modeling_outputs.MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
-
-
-class ScratchBertForNextSentencePrediction(ScratchBertPreTrainedModel):
-    """Whether sentence B follows sentence A: softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 3.1,
-    task 2)."""
-
-    def __init__(self, config: ScratchBertConfig):
-        super().__init__(config)
-        self.model = ScratchBertModel(config)
-        self.next_sentence_head = nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.NextSentencePredictorOutput:
-        """
-        Args:
-            labels: `(B,)`; 0: sentence B follows A, 1: it is a random one.
-
-        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, 2)`.
-        """
-        outputs = self.model(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.next_sentence_head(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = average(cross_entropy, logits, labels.view(-1), kwargs.get("num_items_in_batch"))
-        return modeling_outputs.NextSentencePredictorOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ClassifierDropout(nn.Dropout):
@@ -561,9 +372,69 @@ class ClassifierDropout(nn.Dropout):
         super().__init__(config.hidden_dropout_prob if rate is None else rate)
 
 
-class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
+class ScratchBertClassifier(ScratchBertPreTrainedModel):
+    """The forward pass of the models that classify sequences or tokens. A subclass has its `_logits` and `_loss`."""
+
+    _outputs: Any  # the class of the outputs
+    _has_token_labels = False
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | ModelOutput:  # fmt: skip
+        """
+        Args:
+            labels: the classes, or what else the class of this model describes; the loss is computed from them.
+
+        The other arguments are those of `ScratchBertModel.forward`. The logits are described in the class as well.
+        """
+        if self._has_token_labels and labels_include_padding(attention_mask, labels):
+            kwargs["padding_free"] = False
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.model(*tokens, return_dict=True, **kwargs)
+        logits = self._logits(outputs)
+        loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
+        return self._outputs(loss=loss, logits=logits, **recorded(outputs))
+
+    def _logits(self, outputs) -> torch.Tensor:
+        """The scores of the classes of a sequence, `(B, L)`, from its pooled [CLS]."""
+        return self.classifier(self.dropout(outputs.pooler_output))
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
+        return average(cross_entropy, logits.flatten(0, -2), labels.view(-1), num_items)
+
+
+class ScratchBertForNextSentencePrediction(ScratchBertClassifier):
+    """Whether sentence B follows sentence A: softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 3.1,
+    task 2).
+
+    `labels` are `(B,)`; 0: sentence B follows A, 1: it is a random one. `logits` are `(B, 2)`.
+    """
+
+    _outputs = modeling_outputs.NextSentencePredictorOutput
+
+    def __init__(self, config: ScratchBertConfig):
+        super().__init__(config)
+        self.model = ScratchBertModel(config)
+        self.next_sentence_head = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def _logits(self, outputs) -> torch.Tensor:
+        return self.next_sentence_head(outputs.pooler_output)
+
+
+class ScratchBertForSequenceClassification(ScratchBertClassifier):
     """softmax(C Wᵀ + b), C the pooled [CLS] (Devlin et al. 2018, section 4.1): classes; or several labels at once, or
-    numbers."""
+    numbers.
+
+    `labels` are `(B,)` class ids; or `(B,)` or `(B, L)` floats for regression; or `(B, L)` floats, 0 or 1, for several
+    labels at once. `config.problem_type` selects one of them; if it is None, the number and the dtype of the first
+    labels set it. `logits` are `(B, L)`.
+    """
+
+    _outputs = modeling_outputs.SequenceClassifierOutput
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -572,32 +443,6 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         self.dropout = ClassifierDropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.SequenceClassifierOutput:
-        """
-        Args:
-            labels: `(B,)` class ids; or `(B,)` or `(B, L)` floats for regression; or `(B, L)` floats, 0 or 1, for
-                several labels at once. `config.problem_type` selects one of them; if it is None, the number and the
-                dtype of the first labels set it.
-
-        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, L)`.
-        """
-        outputs = self.model(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.classifier(self.dropout(outputs.pooler_output))
-        loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
-        return modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits, **recorded(outputs))
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
         if self.config.problem_type is None:
@@ -612,7 +457,7 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
                 logits, labels = logits.squeeze(), labels.squeeze()
             return average(mse_loss, logits, labels, num_items)
         if self.config.problem_type == "single_label_classification":
-            return average(cross_entropy, logits, labels.view(-1), num_items)
+            return super()._loss(logits, labels, num_items)
         if self.config.problem_type == "multi_label_classification":
             return average(binary_cross_entropy_with_logits, logits, labels, num_items)
         raise ValueError(
@@ -621,9 +466,16 @@ class ScratchBertForSequenceClassification(ScratchBertPreTrainedModel):
         )
 
 
-class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
+class ScratchBertForTokenClassification(ScratchBertClassifier):
     """softmax(T_i Wᵀ + b) for every token i, T_i its hidden state, as for named entities (Devlin et al. 2018, section
-    5.3)."""
+    5.3).
+
+    `labels` are `(B, T)` class ids, and -100 for tokens to ignore. `logits` are `(B, T, L)`; those at padding have no
+    meaning.
+    """
+
+    _outputs = modeling_outputs.TokenClassifierOutput
+    _has_token_labels = True
 
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
@@ -633,35 +485,8 @@ class ScratchBertForTokenClassification(ScratchBertPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.TokenClassifierOutput:
-        """
-        Args:
-            labels: `(B, T)` class ids, and -100 for tokens to ignore.
-
-        The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, L)`; those at padding have no
-        meaning.
-        """
-        if labels_include_padding(attention_mask, labels):
-            kwargs["padding_free"] = False
-        outputs = self.model(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            scores = logits.view(-1, self.num_labels)
-            loss = average(cross_entropy, scores, labels.view(-1), kwargs.get("num_items_in_batch"))
-        return modeling_outputs.TokenClassifierOutput(loss=loss, logits=logits, **recorded(outputs))
+    def _logits(self, outputs) -> torch.Tensor:
+        return self.classifier(self.dropout(outputs.last_hidden_state))
 
 
 class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
@@ -678,16 +503,11 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        start_positions: torch.Tensor | None = None,
-        end_positions: torch.Tensor | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, start_positions: OptionalTensor = None,
+        end_positions: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:  # fmt: skip
         """
         Args:
             start_positions: `(B,)`, the first token of the answer; one after the end of the sequence is ignored.
@@ -698,12 +518,10 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         """
         if start_positions is not None and end_positions is not None:
             kwargs["padding_free"] = False
-        outputs = self.model(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        start_logits, end_logits = (
-            logits.squeeze(-1).contiguous() for logits in self.qa_outputs(outputs.last_hidden_state).split(1, dim=-1)
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.model(*tokens, return_dict=True, **kwargs)
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
         loss = None
         if start_positions is not None and end_positions is not None:
             beyond, num_items = start_logits.shape[1], kwargs.get("num_items_in_batch")
@@ -712,9 +530,8 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
                 for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
             )
             loss = (start_loss + end_loss) / 2
-        return modeling_outputs.QuestionAnsweringModelOutput(
-            loss=loss, start_logits=start_logits, end_logits=end_logits, **recorded(outputs)
-        )
+        logits = {"start_logits": start_logits, "end_logits": end_logits}
+        return modeling_outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **recorded(outputs))
 
 
 class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
@@ -729,15 +546,10 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:  # fmt: skip
         """
         Args:
             input_ids: `(B, N, T)` for N choices; also `attention_mask`, `token_type_ids`, `position_ids`, and
@@ -768,26 +580,22 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
                 "config.is_decoder is False; each token then attends to later ones, which generate does not have. "
                 "Pass is_decoder=True."
             )
+        # With label smoothing, `Trainer` shifts the labels for the classes in this table, to which
+        # `AutoModelForCausalLM.register` does not add.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ScratchBertConfig.model_type, ScratchBertForCausalLM.__name__)
         self.model = ScratchBertModel(config, add_pooling_layer=False)
         self.lm_head = LanguageModelHead(config)
         self.post_init()
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
+        encoder_attention_mask: OptionalTensor = None, labels: OptionalTensor = None,
+        past_key_values: Cache | None = None, use_cache: bool | None = None, logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:
+    ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the input ids, which are shifted here; -100 for tokens that are not to be predicted.
@@ -799,32 +607,16 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
             next_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # the logits of a token predict the next
             if labels_include_padding(attention_mask, next_labels):
                 kwargs["padding_free"] = False
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            past_key_values,
-            use_cache=use_cache if labels is None else False,
-            return_dict=True,
-            **kwargs,
-        )
+        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        source = encoder_hidden_states, encoder_attention_mask, past_key_values
+        use_cache = use_cache if labels is None else False
+        outputs = self.model(*tokens, *source, use_cache=use_cache, return_dict=True, **kwargs)
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        fields = {"past_key_values": outputs.past_key_values, "cross_attentions": outputs.cross_attentions}
-        return modeling_outputs.CausalLMOutputWithCrossAttentions(
-            loss=loss, logits=logits, **recorded(outputs), **fields
-        )
-
-
-# With label smoothing, `Trainer` shifts the labels for the classes in this table; `AutoModelForCausalLM.register` does
-# not add to it.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ScratchBertConfig.model_type, ScratchBertForCausalLM.__name__)
+        fields = {name: value for name, value in outputs.items() if name not in ("last_hidden_state", "pooler_output")}
+        return modeling_outputs.CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **fields)
 
 
 class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
@@ -881,22 +673,14 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
     @can_return_tuple
     @merge_with_config_defaults
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.Tensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        decoder_inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        decoder_position_ids: torch.Tensor | None = None,
-        decoder_token_type_ids: torch.Tensor | None = None,
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
+        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None, past_key_values: Cache | None = None,
+        inputs_embeds: OptionalTensor = None, decoder_inputs_embeds: OptionalTensor = None,
+        use_cache: bool | None = None, token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+        decoder_position_ids: OptionalTensor = None, decoder_token_type_ids: OptionalTensor = None,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.Seq2SeqModelOutput:
+    ) -> tuple | modeling_outputs.Seq2SeqModelOutput:  # fmt: skip
         """
         Args:
             input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
@@ -926,24 +710,13 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         if encoder_outputs is None:
-            encoded = self.encoder(
-                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-            )
+            tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+            encoded = self.encoder(*tokens, return_dict=True, **kwargs)
         else:
             encoded = self._given_encoder_outputs(encoder_outputs, attention_mask)
-        decoder_outputs = self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            decoder_token_type_ids,
-            decoder_position_ids,
-            decoder_inputs_embeds,
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+        targets = decoder_input_ids, decoder_attention_mask, decoder_token_type_ids, decoder_position_ids
+        source = decoder_inputs_embeds, encoded.last_hidden_state, attention_mask, past_key_values
+        decoder_outputs = self.decoder(*targets, *source, use_cache=use_cache, return_dict=True, **kwargs)
         return modeling_outputs.Seq2SeqModelOutput(
             last_hidden_state=decoder_outputs.last_hidden_state,
             past_key_values=decoder_outputs.past_key_values,
@@ -999,29 +772,20 @@ class ScratchBertForConditionalGeneration(
             ValueError: `source` is another kind of model, or already has an encoder and a decoder.
             OSError: there is no such checkpoint, or a file of it cannot be read.
         """
-        config, tensors, options = seq2seq_start(cls.config_class, source, **kwargs)
+        config, tensors, options = installed("bert.warm_start").seq2seq_start(cls.config_class, source, **kwargs)
         return cls.from_pretrained(None, config=config, state_dict=tensors, **options)
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.Tensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        decoder_inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        decoder_position_ids: torch.Tensor | None = None,
-        decoder_token_type_ids: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+        decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
+        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None, past_key_values: Cache | None = None,
+        inputs_embeds: OptionalTensor = None, decoder_inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None, use_cache: bool | None = None, token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None, decoder_position_ids: OptionalTensor = None,
+        decoder_token_type_ids: OptionalTensor = None, logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.Seq2SeqLMOutput:
+    ) -> tuple | modeling_outputs.Seq2SeqLMOutput:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the ids of the target without the start token, and -100 for padding. Shifted right, they
@@ -1043,29 +807,17 @@ class ScratchBertForConditionalGeneration(
                     past_length: Any = cache_lengths(past_key_values)[0]
                     cached = decoder_attention_mask.new_ones(len(labels), past_length)
                     decoder_attention_mask = torch.cat([cached, decoder_attention_mask], dim=1)
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            decoder_input_ids,
-            decoder_attention_mask,
-            encoder_outputs,
-            past_key_values,
-            inputs_embeds,
-            decoder_inputs_embeds,
-            use_cache,
-            token_type_ids,
-            position_ids,
-            decoder_position_ids,
-            decoder_token_type_ids,
-            return_dict=True,
-            **kwargs,
-        )
+        num_items = kwargs.get("num_items_in_batch")
+        inputs = input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
+        kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "use_cache": use_cache}
+        kwargs |= {"decoder_position_ids": decoder_position_ids, "decoder_token_type_ids": decoder_token_type_ids}
+        outputs = self.model(*inputs, inputs_embeds, decoder_inputs_embeds, return_dict=True, **kwargs)
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             # `self.loss_function` would shift the labels a second time, because of this class's name.
             scores = logits.view(-1, self.config.vocab_size)
-            loss = average(cross_entropy, scores, labels.reshape(-1), kwargs.get("num_items_in_batch"))
+            loss = average(cross_entropy, scores, labels.reshape(-1), num_items)
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return modeling_outputs.Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 

@@ -7,9 +7,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import MultiHeadAttention
 from .feed_forward import FeedForward
-from .unpadding import UnpaddedBatch
+from .unpadding import supports_unpadding
 
 
+@supports_unpadding
 class TransformerBlock(GradientCheckpointingLayer):
     """Attention, optional cross-attention, feed-forward; each with a residual sum and a layer norm.
 
@@ -30,15 +31,10 @@ class TransformerBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        unpadded: UnpaddedBatch | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None, **kwargs,
+    ) -> torch.Tensor:  # fmt: skip
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
         x, pre_norm = hidden_states, self.norm_first
 
@@ -46,7 +42,6 @@ class TransformerBlock(GradientCheckpointingLayer):
             self.attention_norm(x) if pre_norm else x,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            unpadded=unpadded,
             **kwargs,
         )
         x = x + self.dropout(y) if pre_norm else self.attention_norm(x + self.dropout(y))
@@ -65,6 +60,7 @@ class TransformerBlock(GradientCheckpointingLayer):
         return x + self.dropout(y) if pre_norm else self.feed_forward_norm(x + self.dropout(y))
 
 
+@supports_unpadding
 class TransformerStack(nn.Module):
     """`config.num_hidden_layers` blocks; after pre-norm blocks, one more norm for the last residual sum."""
 
@@ -79,25 +75,11 @@ class TransformerStack(nn.Module):
             self.final_norm = nn.Identity()
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        unpadded: UnpaddedBatch | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None, **kwargs,
+    ) -> torch.Tensor:  # fmt: skip
+        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerBlock.forward`."""
         for block in self.blocks:
             # Reentrant checkpointing gives gradients to positional arguments only.
-            hidden_states = block(
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask=encoder_attention_mask,
-                past_key_values=past_key_values,
-                unpadded=unpadded,
-                **kwargs,
-            )
+            hidden_states = block(hidden_states, attention_mask, encoder_hidden_states, **kwargs)
         return self.final_norm(hidden_states)

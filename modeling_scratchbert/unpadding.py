@@ -1,10 +1,15 @@
 """Unpadding: an encoder computes the non-padding tokens of a batch alone.
 
-`ScratchBertModel.forward` decides whether a batch is unpadded, removes its padding before the embeddings and restores
-it after the last block. In between, the sequences stand end to end in one row, `(1, N)`. Layers that act on each token
-alone need no change; attention is given the `UnpaddedBatch` and lets each sequence attend to itself.
+`choose_batch` decides, once per forward pass and before the embeddings, whether a batch is unpadded. The result is a
+`PaddedBatch` or an `UnpaddedBatch`, which have the same methods, so that `ScratchBertModel.forward` has no branches. In
+an unpadded batch the sequences stand end to end in one row, `(1, N)`. Layers that act on each token alone need no
+change; attention calls the kernel that the batch returns, which lets each sequence attend to itself.
+
+A batch is unpadded only if every module is known to support it: `Inspection` has the rules.
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -14,8 +19,14 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
+from transformers.activations import ACT2CLS
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .input_checks import has_values
+from .input_checks import check_packed, has_values
 
 varlen_attn: Any
 try:
@@ -23,23 +34,72 @@ try:
 except ImportError:  # torch before 2.10
     varlen_attn = None
 
-# Attention implementations that compute one sequence without a mask. The flash kernels accept packed sequences.
-UNPADDING_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-# Those for which packed sequences are handled here; any other kernel is given the options as they are.
-PACKED_KERNELS = (*UNPADDING_KERNELS, "flex_attention")
+# The attention implementations that compute one sequence without a mask, and their functions in transformers. The flash
+# kernels accept packed sequences. The eager one is in `attention`.
+UNPADDING_KERNELS: dict[str, Callable | None] = {"eager": None, "sdpa": sdpa_attention_forward}
+UNPADDING_KERNELS |= {f"flash_attention_{version}": flash_attention_forward for version in (2, 3, 4)}
 
 # glibc returns freed blocks above 32 MiB to the system. Splitting 10,000 tokens of BERT-base so that no tensor is
 # larger saves 11 % of the time (2 Intel cores).
 MAX_TENSOR_BYTES = 32 * 2**20
 
-PACKAGE = __name__.rpartition(".")[0]
+# --------------------------------------------------------------------------------------------------------- two batches
 
-# Modules whose hooks do not depend on the shape of what they are given: devices, sharding, output recording.
-NEUTRAL_MODULES = (
-    "torch", "accelerate", "deepspeed", "transformers.distributed", "transformers.utils.output_capturing",
-    f"{PACKAGE}.calibration",
-)  # fmt: skip
-HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+class PaddedBatch:
+    """Sequences of one length, `(B, T)`, as the caller passed them.
+
+    Args:
+        attention_mask: `(B, T)`, or a full mask, `(B, 1, T, T)`; None if every token may be attended to.
+        padding: `(B, T, 1)`, True where the last hidden states are returned as zeros; None to return all as they are.
+    """
+
+    def __init__(self, attention_mask=None, padding: torch.Tensor | None = None):
+        self.attention_mask, self.padding = attention_mask, padding
+
+    def unpad(self, input_ids, token_type_ids, position_ids, inputs_embeds) -> tuple:
+        """The tokens to compute, of tensors of `(B, T, …)` or None. The embeddings count positions that are None."""
+        return input_ids, token_type_ids, position_ids, inputs_embeds
+
+    def encoder_inputs(
+        self, config, hidden_states: torch.Tensor, eager, position_ids, encoder_states, encoder_mask, cache
+    ) -> dict[str, Any]:
+        """The arguments of the encoder beside `hidden_states`, with masks in the form that the kernel expects, or with
+        `eager` the eager formula."""
+        if eager and config._attn_implementation != "eager":
+            config = copy.copy(config)
+            config._attn_implementation = "eager"
+        if config.is_decoder:
+            mask = create_causal_mask(config, hidden_states, self.attention_mask, cache)
+        else:
+            mask = create_bidirectional_mask(config, hidden_states, self.attention_mask)
+        if encoder_states is not None:
+            encoder_mask = create_bidirectional_mask(config, hidden_states, encoder_mask, encoder_states)
+        if config._attn_implementation in ("sdpa", "flex_attention"):
+            # Convert a boolean mask once per forward pass, not once per block.
+            mask, encoder_mask = (additive_mask(each, hidden_states.dtype) for each in (mask, encoder_mask))
+        masks = {"attention_mask": mask, "encoder_attention_mask": encoder_mask}
+        # Flash attention finds packed sequences in the positions.
+        return masks | {"encoder_hidden_states": encoder_states, "past_key_values": cache, "position_ids": position_ids}
+
+    def encoder(self, encoder: nn.Module) -> Callable:
+        """What to call in place of the encoder."""
+        return encoder
+
+    def kernel(self, kernel: Callable) -> Callable:
+        """What to call in place of an attention kernel of transformers' attention interface."""
+        return kernel
+
+    def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last hidden states as they are returned, `(B, T, C)`, and those whose position 0 is the first token of
+        each sequence, for the pooler."""
+        if self.padding is None:
+            return hidden_states, hidden_states
+        return hidden_states.masked_fill(self.padding.to(hidden_states.device), 0), hidden_states
+
+
+# Its methods are those of any padded batch: the default of the blocks.
+PADDED = PaddedBatch()
 
 
 @dataclass(eq=False)
@@ -53,6 +113,8 @@ class UnpaddedBatch:
         indices: `(N,)`: the position of each token in the flattened batch; None if it did not change.
         lengths: the length of each sequence; None to read them from `cu_seqlens` if a kernel needs them.
         starts: `(S,)`, of packed sequences: the position of the first token of each in the row that the caller passed.
+        max_width: the width of the largest tensor in the encoder, to compute the sequences in parts; 0 to compute them
+            together, because the caller or a hook would see the parts.
     """
 
     cu_seqlens: torch.Tensor
@@ -61,6 +123,7 @@ class UnpaddedBatch:
     indices: torch.Tensor | None = None
     lengths: list[int] | None = None
     starts: torch.Tensor | None = None
+    max_width: int = 0
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, lengths: list[int]) -> "UnpaddedBatch":
@@ -69,30 +132,30 @@ class UnpaddedBatch:
         return cls.from_lengths(lengths, (mask.shape[0], mask.shape[1]), indices, mask.device)
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], shape, indices: torch.Tensor | None, device) -> "UnpaddedBatch":
-        """Sequences of these lengths, sorted by length: one kernel call computes all those of the same length."""
-        ordered = sorted(lengths)
+    def from_lengths(cls, lengths: list[int], shape, indices, device, sort: bool = True) -> "UnpaddedBatch":
+        """Sequences of these lengths. With `sort`, they are sorted by length: one kernel call computes all those of the
+        same length."""
+        ordered = sorted(lengths) if sort else lengths
         starts, cu_seqlens = cumulative(lengths), cumulative(ordered)
         if ordered != lengths:
             order = torch.tensor(sorted(range(len(lengths)), key=lengths.__getitem__), device="cpu")
             shifts = (starts[order] - cu_seqlens[:-1]).repeat_interleave(torch.tensor(ordered, device="cpu"))
             places = copy_to_device(torch.arange(len(shifts), device="cpu") + shifts, device)
             indices = places if indices is None else indices[places]
-        return cls(copy_to_device(cu_seqlens.int(), device), ordered[-1], shape, indices, ordered)
+        return cls(copy_to_device(cu_seqlens.int(), device), max(lengths), shape, indices, ordered)
 
     @classmethod
-    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens, sort: bool) -> "UnpaddedBatch":
-        """Packed sequences, `tokens` `(1, N, …)`. With `sort`, they are reordered as in `from_lengths`."""
+    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen, tokens, has_starts: bool, sort: bool) -> "UnpaddedBatch":
+        """Packed sequences, `tokens` `(1, N, …)`. With `sort`, they are reordered as in `from_lengths`. Without
+        `has_starts`, the pooler reads the first token of the row only."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        if not has_values(cu_seqlens) or (device.type != "cpu" and max_seqlen is not None):
-            # The lengths cannot be read while tracing, and need not be if the longest is known.
-            batch = cls(copy_to_device(cu_seqlens.int(), device), max_seqlen or shape[1], shape)
-        elif sort:
-            batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device)
+        # The lengths cannot be read while tracing, and need not be if the longest is known.
+        if has_values(cu_seqlens) and (device.type == "cpu" or max_seqlen is None):
+            batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device, sort)
         else:
-            lengths = cu_seqlens.diff().tolist()
-            batch = cls(copy_to_device(cu_seqlens.int(), device), max(lengths), shape, None, lengths)
-        batch.starts = copy_to_device(cu_seqlens[:-1].long().clamp(max=shape[1] - 1), device)
+            batch = cls(copy_to_device(cu_seqlens.int(), device), max_seqlen or shape[1], shape)
+        if has_starts:
+            batch.starts = copy_to_device(cu_seqlens[:-1].long().clamp(max=shape[1] - 1), device)
         return batch
 
     @property
@@ -100,37 +163,95 @@ class UnpaddedBatch:
         """N."""
         return self.shape[1] if self.indices is None else len(self.indices)
 
-    def unpad(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """`(B, T, …)`, or `(1, T, …)` for all rows, → `(1, N, …)`; None → None."""
-        if tensor is None or self.indices is None:
-            return tensor
-        flat = tensor.expand(*self.shape, *tensor.shape[2:]).flatten(0, 1)
-        return flat.index_select(0, copy_to_device(self.indices, tensor.device))[None]
+    def unpad(self, input_ids, token_type_ids, position_ids, inputs_embeds) -> tuple:
+        """Tensors of `(B, T, …)`, or `(1, T, …)` for all rows, → `(1, N, …)`. Positions are counted in the padded row,
+        or in the packed sequence, if they are None."""
+        device = (inputs_embeds if input_ids is None else input_ids).device
+        tensors = [input_ids, token_type_ids, position_ids, inputs_embeds]
+        if self.indices is not None:
+            indices = copy_to_device(self.indices, device)
+            for place, tensor in enumerate(tensors):
+                if tensor is not None:
+                    rows = tensor.expand(*self.shape, *tensor.shape[2:]).flatten(0, 1)
+                    tensors[place] = rows.index_select(0, indices)[None]
+        if position_ids is None:
+            tensors[2] = self.position_ids().to(device)
+        return tuple(tensors)
 
-    def pad(self, unpadded: torch.Tensor) -> torch.Tensor:
-        """`(1, N, …)` → `(B, T, …)`, zeros at padding."""
-        if self.indices is None:
-            return unpadded
-        return scatter_rows(unpadded[0], copy_to_device(self.indices, unpadded.device), self.shape)
+    def position_ids(self) -> torch.Tensor:
+        """`(1, N)`: the position of each token in the padded row, or in the packed sequence."""
+        if self.starts is None and self.indices is not None:
+            return (self.indices % self.shape[1])[None]
+        row = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
+        return (row - self.cu_seqlens[self.sequence_ids() - 1])[None]
 
-    def first_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """A tensor whose position 0 is the first token of each sequence. `hidden_states` is what `pad` returned; it is
-        returned unchanged for a padded batch, and as `(S, 1, C)` for packed sequences."""
+    def encoder_inputs(self, *args, **kwargs) -> dict:
+        """The arguments of the encoder beside `hidden_states`: the batch, and no mask."""
+        return {"batch": self}
+
+    def encoder(self, encoder: nn.Module) -> Callable:
+        """What to call in place of the encoder."""
+        return partial(self._run, encoder)
+
+    def _run(self, encoder, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """The output of the encoder, `(1, N, C)`. On a CPU without autograd, the sequences are computed in parts, so
+        that no tensor exceeds `MAX_TENSOR_BYTES`."""
+        max_tokens = MAX_TENSOR_BYTES // (self.max_width * hidden_states.element_size()) if self.max_width else 0
+        is_whole = not max_tokens or hidden_states.shape[1] <= max_tokens or hidden_states.device.type != "cpu"
+        if is_whole or torch.is_grad_enabled() or not has_values(hidden_states):
+            return encoder(hidden_states, **kwargs)
+        parts = self.split(max_tokens)
+        states = hidden_states.split([part.num_tokens for part in parts], dim=1)
+        results = [encoder(part, **{**kwargs, "batch": batch}) for part, batch in zip(states, parts, strict=True)]
+        return torch.cat(results, dim=1)
+
+    def kernel(self, kernel: Callable) -> Callable:
+        """What to call in place of an attention kernel of transformers' attention interface."""
+        return partial(self._attend, kernel)
+
+    def _attend(self, kernel, module, query, key, value, attention_mask=None, dropout=0.0, **kwargs) -> tuple:
+        """Attention of each sequence to itself: `(1, H, N, D)` → `(1, N, H, D)`, and no weights."""
+        if kernel is flash_attention_forward:
+            cu_seqlens = copy_to_device(self.cu_seqlens, query.device)
+            kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            kwargs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+            return kernel(module, query, key, value, None, dropout=dropout, **kwargs)[0], None
+        if query.is_cuda and supports_varlen(query, dropout):
+            cu_seqlens = copy_to_device(self.cu_seqlens, query.device)
+            heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # each (N, H, D)
+            return varlen_attn(*heads, cu_seqlens, cu_seqlens, self.max_seqlen, self.max_seqlen)[None], None
+        contexts, start = [], 0
+        for length, count in self.runs:
+            shape, places = (-1, count, length, query.shape[-1]), slice(start, start + length * count)
+            context, _ = kernel(
+                module,
+                query[0, :, places].view(shape).transpose(0, 1),  # (count, H, length, D)
+                key[0, :, places].view(shape).transpose(0, 1),
+                value[0, :, places].view(shape).transpose(0, 1),
+                None,
+                dropout=dropout,
+                **kwargs,
+            )
+            contexts.append(context.flatten(0, 1))
+            start = places.stop
+        return torch.cat(contexts)[None], None
+
+    def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last hidden states as they are returned, `(B, T, C)`, zero at padding; and those whose position 0 is the
+        first token of each sequence, for the pooler: `(S, 1, C)` for packed sequences."""
+        if self.indices is not None:
+            hidden_states = scatter_rows(
+                hidden_states[0], copy_to_device(self.indices, hidden_states.device), self.shape
+            )
         if self.starts is None:
-            return hidden_states
-        return hidden_states[0].index_select(0, copy_to_device(self.starts, hidden_states.device))[:, None]
+            return hidden_states, hidden_states
+        starts = copy_to_device(self.starts, hidden_states.device)
+        return hidden_states, hidden_states[0].index_select(0, starts)[:, None]
 
     def sequence_ids(self) -> torch.Tensor:
         """The number of the sequence of each token, from 1: `(N,)`."""
         row = torch.arange(self.num_tokens, device=self.cu_seqlens.device, dtype=torch.int32)
         return torch.searchsorted(self.cu_seqlens, row, right=True)
-
-    def default_position_ids(self) -> torch.Tensor:
-        """`(1, N)`: the position in the padded row, or in the packed sequence."""
-        if self.starts is None and self.indices is not None:
-            return (self.indices % self.shape[1])[None]
-        row = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
-        return (row - self.cu_seqlens[self.sequence_ids() - 1])[None]
 
     def attention_mask(self) -> torch.Tensor:
         """The sequences as a full mask, `(1, 1, N, N)`: True within a sequence."""
@@ -153,42 +274,233 @@ class UnpaddedBatch:
         return [UnpaddedBatch(cumulative(part).int(), max(part), (1, sum(part)), None, part) for part in parts]
 
 
-def attend_within_sequences(
-    attend, implementation: str, query, key, value, unpadded: UnpaddedBatch, dropout: float
-) -> torch.Tensor:
-    """Attention of each sequence to itself: `(1, H, N, D)` → `(1, N, H, D)`. `attend` takes query, key, value and mask
-    as a kernel of `transformers`' attention interface does, and `implementation` is the name of that kernel."""
-    if implementation.startswith("flash"):
-        cu_seqlens = copy_to_device(unpadded.cu_seqlens, query.device)
-        lengths = {"max_length_q": unpadded.max_seqlen, "max_length_k": unpadded.max_seqlen}
-        return attend(query, key, value, None, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, **lengths)[0]
-    heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # each (N, H, D)
-    if supports_varlen(heads[0], dropout):
-        cu_seqlens = copy_to_device(unpadded.cu_seqlens, query.device)
-        return varlen_attn(*heads, cu_seqlens, cu_seqlens, unpadded.max_seqlen, unpadded.max_seqlen)[None]
-    if not has_values(query):  # while tracing, the lengths cannot be read
-        return attend(query, key, value, unpadded.attention_mask())[0]
-    contexts, start = [], 0
-    for length, count in unpadded.runs:
-        end = start + length * count
-        run = (tensor[start:end].unflatten(0, (count, length)).transpose(1, 2) for tensor in heads)
-        contexts.append(attend(*run, None)[0].flatten(0, 1))
-        start = end
-    return torch.cat(contexts)[None]
+class MaskedSequences(PaddedBatch):
+    """Packed sequences that are computed as one row with a full mask, because a block or a kernel may not support an
+    `UnpaddedBatch`, or because attention weights, `(1, H, N, N)`, are requested."""
+
+    def __init__(self, sequences: UnpaddedBatch):
+        super().__init__(sequences.attention_mask())
+        self.unpad, self.restore = sequences.unpad, sequences.restore  # type: ignore[method-assign]
 
 
-def run_encoder(encoder, hidden_states: torch.Tensor, unpadded: UnpaddedBatch, width: int, records, **kwargs):
-    """`encoder(hidden_states, unpadded=unpadded, …)`, `(1, N, C)`. On a CPU without autograd, the sequences are
-    computed in parts, so that no tensor exceeds `MAX_TENSOR_BYTES`; unless a hook, or the caller (`records`), would see
-    it. `width` is that of the feed-forward, which has the largest tensors."""
-    max_tokens = MAX_TENSOR_BYTES // (width * hidden_states.element_size())
-    is_small = hidden_states.shape[1] <= max_tokens or hidden_states.device.type != "cpu"
-    if is_small or records or torch.is_grad_enabled() or not has_values(hidden_states) or is_observed(encoder):
-        return encoder(hidden_states, unpadded=unpadded, **kwargs)
-    parts = unpadded.split(max_tokens)
-    states = hidden_states.split([part.num_tokens for part in parts], dim=1)
-    results = [encoder(part, unpadded=batch, **kwargs) for part, batch in zip(states, parts, strict=True)]
-    return torch.cat(results, dim=1)
+# --------------------------------------------------------------------------------------------------------- the decision
+
+
+def choose_batch(
+    model, tokens: torch.Tensor, attention_mask, position_ids, records: bool | None, eager: bool | None, options: Any
+) -> PaddedBatch | UnpaddedBatch:
+    """Decide whether a batch is unpadded: the only place that does.
+
+    Args:
+        model: a `ScratchBertModel`.
+        tokens: `(B, T)` or `(B, T, C)`.
+        records: whether hidden states or attention weights are requested; `eager`: whether attention weights are.
+        options: of the forward pass. `padding_free` and the lengths of packed sequences are taken out of it.
+    """
+    config, padding_free = model.config, options.pop("padding_free", None)
+    if config.is_decoder:
+        return PaddedBatch(attention_mask)
+    is_shipped, is_flash = has_shipped_kernel(config), config._attn_implementation.startswith("flash")
+    if is_shipped or config._attn_implementation in ("eager", "sdpa", "flex_attention"):
+        packed = packed_sequences(tokens, attention_mask, position_ids, config, options)
+        if packed is not None:
+            # While tracing, neither modules nor lengths can be read; the flash kernels need no lengths.
+            is_traced = not has_values(packed[0])
+            are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect(model)
+            sequences = UnpaddedBatch.from_packed(*packed, sort=are_unobserved and not records)
+            if eager or not is_shipped or not are_known or (is_traced and not is_flash):
+                return MaskedSequences(sequences)
+            sequences.max_width = config.intermediate_size if are_unobserved and not records else 0
+            return sequences
+    is_enabled = config.padding_free if padding_free is None else padding_free
+    is_readable = is_padding_mask(attention_mask) and attention_mask.shape == tokens.shape[:2]
+    if not is_enabled or records or not is_readable or not is_shipped:
+        return PaddedBatch(attention_mask)
+    mask = attention_mask.bool()
+    # One transfer from the device, because each one waits for it.
+    num_first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
+    if min(lengths) == mask.shape[1]:
+        return PaddedBatch(attention_mask)
+    are_known, are_unobserved = inspect(model)
+    if not are_known and not padding_free:
+        return PaddedBatch(attention_mask)
+    reads_padding = model.pooler is not None and num_first_tokens < len(lengths)
+    # `chunk_size_feed_forward` must divide the length.
+    if not any(lengths) or reads_padding or config.chunk_size_feed_forward or not (are_unobserved or padding_free):
+        return PaddedBatch(attention_mask, ~mask[..., None])
+    batch = UnpaddedBatch.from_mask(mask, lengths)
+    batch.max_width = config.intermediate_size if are_unobserved else 0
+    return batch
+
+
+def choose_tokens(model, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
+    """Decide whether a language-model head scores the non-padding tokens alone: return their positions in the flattened
+    batch, `(N,)`, or None to score all tokens."""
+    states, config = outputs.last_hidden_state, model.config
+    is_enabled = config.padding_free if padding_free is None else padding_free
+    is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
+    is_readable = is_padding_mask(attention_mask) and attention_mask.shape == states.shape[:2]
+    if not is_enabled or is_recorded or config.is_decoder or not is_readable:
+        return None
+    indices = attention_mask.flatten().nonzero()[:, 0].to(states.device)
+    is_whole = len(indices) in (0, attention_mask.numel())
+    return None if is_whole or not (padding_free or all(model.inspection(model.lm_head))) else indices
+
+
+def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config, options: Any) -> tuple | None:
+    """The packed sequences in a row of `tokens`, as the first arguments of `UnpaddedBatch.from_packed`; None if it has
+    none. They are marked by `cu_seq_lens_q` in `options`, or by `position_ids`, `(1, N)`, that restart at 0. All-zero
+    positions are one sequence."""
+    names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
+    cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
+    if cu_seqlens is not None:
+        check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
+        return cu_seqlens, max_seqlen, tokens, True
+    if attention_mask is not None or position_ids is None or len(tokens) != 1:
+        return None
+    positions = position_ids[0].cpu() if has_values(position_ids) else position_ids[0]
+    starts = positions == 0
+    counts_on = pad(positions.diff() == 1, (1, 0), value=False)
+    is_packed = (starts | counts_on).all() & ~starts.all()
+    if has_values(position_ids):
+        if not bool(is_packed) or starts.sum() < 2:
+            return None
+        cu_seqlens = pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).int()
+        check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
+        return cu_seqlens, None, tokens, True
+    # While tracing, the number of sequences is not known: empty ones at the end make N of them.
+    places = torch.arange(starts.shape[0], device=starts.device)
+    end = places[-1:] + 1
+    first = torch.where((starts & is_packed) | (places == 0), places, end).sort().values
+    return torch.cat([first, end]).int(), None, tokens, False
+
+
+def inspect(model) -> tuple[bool, bool]:
+    """The `Inspection` of the modules that see an unpadded batch."""
+    return model.inspection(model.embeddings, model.encoder)
+
+
+def has_shipped_kernel(config) -> bool:
+    """Whether the attention implementation needs no mask for one sequence, and is the function that transformers
+    ships: another may be registered under its name."""
+    name = config._attn_implementation
+    return name in UNPADDING_KERNELS and ALL_ATTENTION_FUNCTIONS.get(name) is UNPADDING_KERNELS[name]
+
+
+# ---------------------------------------------------------------------------------------------------- what is known
+
+# From each class whose modules support unpadded batches to the methods that make it so.
+KNOWN_CLASSES: dict[type, dict[str, Any]] = {}
+
+
+def supports_unpadding(cls: type, *methods: str) -> type:
+    """Register a class whose modules support unpadded batches: they treat tokens one by one, or are attention that
+    calls the kernel of the batch. Used as a decorator of our own classes, of which all methods are recorded."""
+    own = [name for name, value in vars(cls).items() if callable(value) and not name.startswith("__")]
+    KNOWN_CLASSES[cls] = {name: vars(cls)[name] for name in methods or own if name in vars(cls)}
+    return cls
+
+
+ELEMENTWISE = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()} - {nn.PReLU}
+ELEMENTWISE |= {nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid}
+OTHERS = {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity}  # norms: of the last dimension
+CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict}
+for _class in (*ELEMENTWISE, *OTHERS, *CONTAINERS):
+    supports_unpadding(_class, "forward")  # type: ignore[arg-type]
+
+# Weights of other classes may be quantised, with numbers that depend on the shape of the batch.
+KNOWN_TENSORS = ("torch.nn.parameter", "torch.distributed", "torchao")
+# Where hooks and replaced methods come from that compute the same on unpadded batches: devices, sharding, output
+# recording, calibration.
+NEUTRAL_ORIGINS = (
+    "torch.distributed", "torch.nn.utils", "torch.utils", "accelerate", "deepspeed", "transformers.distributed",
+    "transformers.utils.output_capturing", "modeling_scratchbert.cpu",
+)  # fmt: skip
+HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Inspection:
+    """Whether modules support unpadded batches, and whether hooks would see a difference.
+
+    All modules are read once. Later calls compare what could change the answer: the modules, their classes, the methods
+    of these classes, the attributes of the modules, and the number of hooks that were ever registered.
+    """
+
+    def __init__(self):
+        self._known = None, [], []
+
+    def __reduce__(self):
+        return type(self), ()  # a copy of the model has other modules
+
+    def __call__(self, *roots: nn.Module) -> tuple[bool, bool]:
+        """Whether all modules in `roots` are known to support unpadded batches, and whether no hook of other code sees
+        their tensors."""
+        key = (RemovableHandle.next_id, *roots)
+        if self._is_unchanged(key):
+            return True, True
+        modules = [module for root in roots for module in root.modules()]
+        registries = [getattr(global_hooks, f"_global{name}") for name in HOOK_REGISTRIES]
+        registries += [getattr(module, name) for module in modules for name in HOOK_REGISTRIES]
+        are_unobserved = not any(is_foreign(hook) for registry in registries for hook in registry.values())
+        are_known = all(map(is_known, modules))
+        if are_known and are_unobserved:
+            states = [(m, type(m), vars(m), len(vars(m)), m._modules, list(m._modules.values())) for m in modules]
+            methods: list[tuple] = [(vars(m), *replaced) for m in modules for replaced in replaced_methods(m)]
+            for cls in {original_class(type(module)) for module in modules}:
+                methods += [(vars(cls), *method) for method in KNOWN_CLASSES.get(cls, {}).items()]
+            self._known = key, states, methods
+        return are_known, are_unobserved
+
+    def _is_unchanged(self, key: tuple) -> bool:
+        known_key, states, methods = self._known
+        if known_key != key:
+            return False
+        for module, cls, state, size, modules, children in states:
+            if type(module) is not cls or len(state) != size or (children and list(modules.values()) != children):
+                return False
+        return not [name for attributes, name, method in methods if attributes.get(name) is not method]
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module, leaving its children aside, is known to support unpadded batches. A class that is not listed
+    here may declare in its own `__dict__` `is_position_wise = True`: it treats tokens one by one."""
+    cls = original_class(type(module))
+    if not vars(cls).get("is_position_wise") and not cls.__module__.startswith("peft."):
+        methods = KNOWN_CLASSES.get(cls, {"forward": None})
+        if any(vars(cls).get(name) is not method for name, method in methods.items()):
+            return False
+    is_compiled = vars(module).get("_compiled_call_impl") is not None
+    tensors = [type(tensor).__module__ for tensor in module._parameters.values() if tensor is not None]
+    are_plain = all(origin.startswith(KNOWN_TENSORS) for origin in tensors)
+    if is_compiled or not are_plain or len(getattr(module, "normalized_shape", (1,))) != 1:
+        return False
+    return not any(is_foreign(method) for _, method in replaced_methods(module))
+
+
+def is_foreign(function) -> bool:
+    """Whether a hook, or a method that replaces one, comes from none of `NEUTRAL_ORIGINS`, and may depend on the shape
+    of its arguments."""
+    while isinstance(function, partial):
+        function = function.func
+    if vars(type(function)).get("is_position_wise") is True:
+        return False
+    origin = getattr(function, "__module__", None) or ""
+    if origin == "transformers.modeling_utils":  # of its hooks, only this one is neutral
+        return "enable_input_require_grads" not in getattr(function, "__qualname__", "")
+    return not any(origin == name or origin.startswith(f"{name}.") for name in NEUTRAL_ORIGINS)
+
+
+def original_class(cls: type) -> type:
+    """The class from which FSDP derived `cls`."""
+    return cls.__bases__[-1] if cls.__module__.startswith("torch.distributed.") else cls
+
+
+def replaced_methods(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module that hide a method of its class."""
+    return [(name, value) for name, value in vars(module).items() if callable(getattr(type(module), name, None))]
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
 
 
 def labels_include_padding(attention_mask, labels) -> bool:
@@ -206,70 +518,13 @@ def is_padding_mask(mask) -> bool:
     return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() > 0 and has_values(mask)
 
 
-def is_own(part: nn.Module | None, own: type[nn.Module]) -> bool:
-    """Whether `part` is of our class `own`. FSDP and `optimize_for_inference` create classes that derive from ours and
-    compute the same."""
-    origin = type(part).__module__
-    is_neutral = origin.startswith("torch.") or origin == f"{PACKAGE}.inference"
-    return type(part) is own or (isinstance(part, own) and is_neutral)
-
-
-def is_observed(*roots: nn.Module) -> bool:
-    """Whether a hook or a replaced `forward` of other code sees the tensors of these modules, or a part is compiled."""
-    registries = [getattr(global_hooks, f"_global{name}") for name in HOOK_REGISTRIES]
-    for root in roots:
-        for module in root.modules():
-            state = module.__dict__
-            is_compiled = state.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
-            if is_compiled or ("forward" in state and is_foreign(state["forward"])):
-                return True
-            registries.extend(filter(None, map(state.get, HOOK_REGISTRIES)))
-    return any(is_foreign(hook) for registry in registries for hook in registry.values())
-
-
-def is_foreign(function) -> bool:
-    """Whether a hook is defined outside of `NEUTRAL_MODULES`, and may depend on the shape of what it is given."""
-    while isinstance(function, partial):
-        function = function.func
-    origin = getattr(function, "__module__", None) or ""
-    if origin == "transformers.modeling_utils":  # of its hooks, only this one is neutral
-        return "enable_input_require_grads" not in getattr(function, "__qualname__", "")
-    return not any(origin == name or origin.startswith(f"{name}.") for name in NEUTRAL_MODULES)
-
-
-def packed_sequences(
-    tokens: torch.Tensor, attention_mask, position_ids, cu_seqlens, max_seqlen, sort: bool
-) -> UnpaddedBatch | None:
-    """The packed sequences in a row of `tokens`, by `cu_seqlens`, or by `position_ids`, `(1, N)`, that restart at 0;
-    None if it has none. All-zero positions are one sequence."""
-    if cu_seqlens is not None:
-        return UnpaddedBatch.from_packed(cu_seqlens, max_seqlen, tokens, sort)
-    if attention_mask is not None or position_ids is None or len(tokens) != 1:
-        return None
-    positions = position_ids[0].cpu() if has_values(position_ids) else position_ids[0]
-    starts = positions == 0
-    counts_on = pad(positions.diff() == 1, (1, 0), value=False)
-    is_packed = (starts | counts_on).all() & ~starts.all()
-    if has_values(position_ids):
-        if not bool(is_packed) or starts.sum() < 2:
-            return None
-        cu_seqlens = pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).int()
-        return UnpaddedBatch.from_packed(cu_seqlens, None, tokens, sort)
-    # While tracing, the number of sequences is not known: empty ones at the end make N of them, and the pooler reads
-    # the first token of the row only.
-    places = torch.arange(starts.shape[0], device=starts.device)
-    end = places[-1:] + 1
-    first = torch.where((starts & is_packed) | (places == 0), places, end).sort().values
-    return UnpaddedBatch(torch.cat([first, end]).int(), starts.shape[0], (1, starts.shape[0]))
-
-
 def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tensor:
     """`rows`, `(N, …)`, at `indices` of a flattened batch of `shape` `(B, T)`, zeros elsewhere: `(B, T, …)`."""
     flat = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
     return flat.index_copy_(0, indices, rows).unflatten(0, shape)
 
 
-def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def additive_mask(mask: Any, dtype: torch.dtype) -> Any:
     """A boolean mask as one that is added to the scores; any other is returned unchanged."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         return mask
@@ -287,13 +542,7 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def supports_varlen(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's variable-length kernel supports these heads, `(N, H, D)`: on CUDA, in half precision, without
+    """Whether torch's variable-length kernel supports these heads, `(…, D)`: on CUDA, in half precision, without
     dropout, and a width that is a multiple of 8."""
-    return (
-        varlen_attn is not None
-        and query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and not dropout
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
-    )
+    is_half, width = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
+    return varlen_attn is not None and query.is_cuda and is_half and not dropout and width % 8 == 0 and width <= 256

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from modeling_scratchbert.attention import MultiHeadAttention
 from support.folders import DATA
 from support.models import NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
+from support.unpadded import observed_shapes
 
 # Nearly all models here are tiny, and threads would only wait for one another; pytest-xdist runs one process a core.
 torch.set_num_threads(1)
@@ -89,17 +90,10 @@ def pair(tmp_path):
 
 
 @pytest.fixture
-def kernel_shapes(monkeypatch):
-    """The shapes of the queries that the attention kernels are given."""
-    seen = []
-    split = MultiHeadAttention._split_heads
-
-    def spy(self, projected):
-        seen.append(tuple(projected.shape))
-        return split(self, projected)
-
-    monkeypatch.setattr(MultiHeadAttention, "_split_heads", spy)
-    return seen
+def kernel_shapes():
+    """The shapes of the hidden states that attention is given."""
+    with observed_shapes(MultiHeadAttention.forward) as seen:
+        yield seen
 
 
 @pytest.fixture

@@ -14,17 +14,19 @@ from transformers.utils import cached_file
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.bert_configuration import scratchbert_fields
-from modeling_scratchbert.bert_weights import (
+from modeling_scratchbert.bert.fields import scratchbert_fields
+from modeling_scratchbert.bert.names import (
     OTHER_REFERENCES,
     OUTPUT_BIAS_ALIAS,
     reference_class,
     to_bert,
     to_scratchbert,
 )
-from modeling_scratchbert.checkpoints import WEIGHT_FILES, raw_config, tensor_names, weight_files
+from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names, weight_files
+from modeling_scratchbert.checkpoints import raw_config
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-from modeling_scratchbert.probe import check_probe, probe_name, read_probe
+from modeling_scratchbert.probe.comparison import check_probe, read_probe
+from modeling_scratchbert.probe.recording import probe_name
 from toolkit.hub import check_source, has_tokenizer
 
 __all__ = [

@@ -25,7 +25,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert.pretrained import NOT_IN_BERT
+from modeling_scratchbert.bert.export import NOT_IN_BERT
 from toolkit.checkpoint import (
     OUTPUT_BIAS_ALIAS,
     class_name,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
-from modeling_scratchbert.bert_weights import (
+from modeling_scratchbert.bert.names import (
     BERT_TO_SCRATCHBERT,
     OUTPUT_BIAS,
     OUTPUT_BIAS_ALIAS,

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from modeling_scratchbert.checkpoints import staged, tensor_names
+from modeling_scratchbert.bert.files import tensor_names
+from modeling_scratchbert.checkpoints import staged
 from support.checkpoint_kinds import CONTAINERS, write_hub_cache, write_weights
 
 TENSORS = {f"block.{i}.weight": torch.arange(4000.0).view(50, 80) + i for i in range(6)}

@@ -18,7 +18,7 @@ from modeling_scratchbert import (
     ScratchBertModel,
     ScratchBertPreTrainedModel,
 )
-from modeling_scratchbert.bert_weights import to_scratchbert
+from modeling_scratchbert.bert.names import to_scratchbert
 from support.checkpoint_kinds import (
     CONTAINERS,
     DECODER_BIAS,

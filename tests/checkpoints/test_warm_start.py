@@ -10,7 +10,7 @@ import transformers
 from torch.testing import assert_close
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
-from modeling_scratchbert.bert_weights import to_scratchbert
+from modeling_scratchbert.bert.names import to_scratchbert
 from support.checkpoint_kinds import (
     CONTAINERS,
     DECODER_BIAS,

@@ -26,8 +26,8 @@ from transformers.utils import is_peft_available
 
 import convert_checkpoint
 import modeling_scratchbert
-from modeling_scratchbert.bert_weights import OUTPUT_BIAS_ALIAS, to_bert, to_scratchbert
-from modeling_scratchbert.pretrained import NOT_IN_BERT
+from modeling_scratchbert.bert.export import NOT_IN_BERT
+from modeling_scratchbert.bert.names import OUTPUT_BIAS_ALIAS, to_bert, to_scratchbert
 from support.checkpoint_kinds import assert_same_outputs, change_config
 from support.folders import SCRIPTS
 from support.models import (

@@ -12,7 +12,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, 
 from peft.utils import constants
 from safetensors.torch import load_file
 
-from modeling_scratchbert.bert_weights import to_scratchbert
+from modeling_scratchbert.bert.names import to_scratchbert
 from support.models import (
     NO_DROPOUT,
     OURS,

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from modeling_scratchbert import unpadding
 from support.comparison import assert_same_gradients, assert_same_tensors
 from support.models import VOCABULARY
 from support.unpadded import draw
@@ -130,12 +129,17 @@ FOREIGN = {
 }
 
 
+def inspect(model) -> tuple[bool, bool]:
+    """Whether the modules, and the hooks, allow an unpadded batch."""
+    return model.inspection(model.embeddings, model.encoder)
+
+
 @pytest.mark.parametrize("hook", FOREIGN.values(), ids=FOREIGN)
 def test_any_callable_is_a_hook(hook, pair):
     ours, _ = pair()
-    assert not unpadding.is_observed(ours.embeddings, ours.encoder)
+    assert inspect(ours) == (True, True)
     ours.encoder.blocks[1].feed_forward.output.register_forward_hook(hook)
-    assert unpadding.is_observed(ours.embeddings, ours.encoder)
+    assert inspect(ours) == (True, False)
 
 
 def test_the_hooks_of_the_libraries_around_it_do_not_count(pair, kernel_shapes):
@@ -145,9 +149,9 @@ def test_the_hooks_of_the_libraries_around_it_do_not_count(pair, kernel_shapes):
     assert any(block._forward_hooks for block in ours.encoder.blocks)
     add_hook_to_module(ours.encoder.blocks[0], AlignDevicesHook())
     assert "forward" in vars(ours.encoder.blocks[0])
-    ours.encoder.blocks[1].register_forward_pre_hook(functools.partial(torch.is_tensor))
+    ours.encoder.blocks[1].register_forward_pre_hook(functools.partial(torch.distributed.is_available))
     kernel_shapes.clear()
-    assert not unpadding.is_observed(ours.embeddings, ours.encoder)
+    assert inspect(ours) == (True, True)
     ours.encoder.blocks[1]._forward_pre_hooks.clear()
     ours(**draw())
     assert set(kernel_shapes) == {(1, sum(LENGTHS), 32)}

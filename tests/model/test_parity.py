@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from transformers.cache_utils import DynamicCache
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-from modeling_scratchbert.bert_weights import to_scratchbert
+from modeling_scratchbert.bert.names import to_scratchbert
 from support import comparison
 from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, at_tokens, flat
 from support.models import BERTS, NEEDS, OURS, REFERENCES, randomise, tiny_config

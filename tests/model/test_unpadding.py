@@ -1,6 +1,7 @@
 """Unpadding: the numbers of the padded pass, which are those of `BertModel` (`test_parity`), and when a batch stays
 padded."""
 
+import contextlib
 import copy
 import traceback
 from pathlib import Path
@@ -13,31 +14,22 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_scratchbert import ScratchBertModel, ScratchBertPreTrainedModel, unpadding
+from modeling_scratchbert import ScratchBertModel, unpadding
 from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
 from support.models import HEADS, NEEDS, NO_DROPOUT, OURS, REFERENCES, VOCABULARY, inputs_for, randomise, tiny_config
-from support.unpadded import FLASH, LENGTHS, draw, flattened, make
+from support.unpadded import FLASH, LENGTHS, draw, flattened, make, observed_shapes
 
 
 @pytest.fixture
-def shapes_seen(monkeypatch):
-    """Records the shapes that a model's first block is given, without a hook, which would keep the batch padded."""
-
-    def record(model: ScratchBertPreTrainedModel) -> list[tuple]:
-        seen, block, forward = [], model.base_model.encoder.blocks[0], TransformerBlock.forward
-
-        def spy(self, hidden_states, *args, **kwargs):
-            if self is block:
-                seen.append(tuple(hidden_states.shape))
-            return forward(self, hidden_states, *args, **kwargs)
-
-        monkeypatch.setattr(TransformerBlock, "forward", spy)
-        return seen
-
-    return record
+def shapes_seen():
+    """Records the shapes that a model's first block is given."""
+    with contextlib.ExitStack() as stack:
+        yield lambda model: stack.enter_context(
+            observed_shapes(TransformerBlock.forward, model.base_model.encoder.blocks[0])
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,15 +115,11 @@ def test_chunks_compute_the_padding_and_return_zeros_there(head, shapes_seen):
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
-def test_the_vocabulary_is_scored_for_the_tokens_in_chunks(head, monkeypatch):
+def test_the_vocabulary_is_scored_for_the_tokens_in_chunks(head):
     ours, batch = make(OURS[head]), draw()
-    shapes, forward = [], LanguageModelHead.forward
-    monkeypatch.setattr(
-        LanguageModelHead, "forward", lambda self, states: shapes.append(tuple(states.shape)) or forward(self, states)
-    )
     batch = {name: tensor.repeat(30, 1) for name, tensor in batch.items()}
     real = batch["attention_mask"].bool()
-    with torch.no_grad():
+    with torch.no_grad(), observed_shapes(LanguageModelHead.forward) as shapes:
         outputs, padded = ours(**batch), ours(**batch, padding_free=False)
     assert_same_tensors(flat(outputs), flat(padded), real)
     assert shapes == [(256, 32), (256, 32), (real.sum() - 512, 32), (150, 9, 32)]
@@ -252,12 +240,11 @@ def test_gradient_checkpointing(reentrant, shapes_seen):
 
 
 def test_256_short_sequences_are_not_256_calls(monkeypatch):
-    calls = []
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS._global_mapping,
-        "sdpa",
-        lambda module, query, *args, **kwargs: calls.append(query.shape) or sdpa(module, query, *args, **kwargs),
+    calls, sdpa = [], nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(args[0].shape) or sdpa(*args, **kwargs),
     )
     ours = make(num_hidden_layers=1)
     lengths = torch.randint(5, 9, (256, 1))
@@ -405,6 +392,8 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
     ours, batch = make(), draw()
     expected = ours(**batch).last_hidden_state
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
+    monkeypatch.setitem(unpadding.UNPADDING_KERNELS, "flash_attention_2", flash)
+    monkeypatch.setattr(unpadding, "flash_attention_forward", flash)
     ours.config._attn_implementation = "flash_attention_2"
     assert_same_tensors({"": ours(**batch).last_hidden_state}, {"": expected})
 
@@ -418,12 +407,12 @@ def test_one_kernel_call_for_each_run_of_a_length():
     calls, lengths = [], [2, 2, 0, 1, 4]
     batch = unpadding.UnpaddedBatch(unpadding.cumulative(lengths), 4, (1, 9), None, lengths)
 
-    def attend(query, key, value, mask):
+    def attend(module, query, key, value, mask, **options):
         calls.append((tuple(query.shape), mask))
         return 2 * query.transpose(1, 2), None
 
     heads = torch.arange(9.0).view(1, 1, 9, 1)
-    result = unpadding.attend_within_sequences(attend, "sdpa", heads, heads, heads, batch, 0.0)
+    result, _ = batch.kernel(attend)(None, heads, heads, heads)
     assert calls == [((count, 1, length, 1), None) for length, count in ((2, 2), (1, 1), (4, 1))]
     assert torch.equal(result, 2 * heads.transpose(1, 2))
 
@@ -594,7 +583,7 @@ def test_a_row_without_a_token_is_the_same_in_eager_and_sdpa(head):
 # The frames from the model to the kernel
 
 
-@pytest.mark.parametrize(("batch", "most"), [("padded", 6), ("unpadded", 7)])
+@pytest.mark.parametrize(("batch", "most"), [("padded", 4), ("unpadded", 6)])
 def test_few_frames(batch, most, monkeypatch):
     """Our own frames above `scaled_dot_product_attention`; those of torch and transformers are not counted."""
     ours, folder, counts = make(), str(Path(unpadding.__file__).parent), []

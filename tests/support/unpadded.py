@@ -1,5 +1,9 @@
 """Batches with padding, and the same sequences packed."""
 
+import contextlib
+import inspect
+import sys
+
 import torch
 from transformers import DataCollatorWithFlattening
 
@@ -35,3 +39,25 @@ def flattened(batch: dict, **options) -> dict:
 
 
 FLASH = {"return_flash_attn_kwargs": True}
+
+
+@contextlib.contextmanager
+def observed_shapes(method, module: torch.nn.Module | None = None, modules: list | None = None):
+    """The shapes of the `hidden_states` that a method, or that of one module, is called with; the modules are added to
+    `modules`. Nothing is patched or hooked, because the batch would then stay padded."""
+    seen: list[tuple] = []
+    code = inspect.unwrap(method).__code__
+
+    def record(frame, event, _):
+        is_call = event == "call" and frame.f_code is code
+        if is_call and (module is None or frame.f_locals["self"] is module):
+            seen.append(tuple(frame.f_locals["hidden_states"].shape))
+            if modules is not None:
+                modules.append(frame.f_locals["self"])
+
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)

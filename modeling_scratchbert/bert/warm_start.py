@@ -7,8 +7,9 @@ import torch
 from transformers import AutoTokenizer
 from transformers.modeling_utils import load_state_dict
 
-from .bert_weights import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, check_tensor_names, to_scratchbert
-from .checkpoints import has_tokenizer, hub_options, tensor_names, weight_files
+from ..checkpoints import hub_options
+from .files import has_tokenizer, tensor_names, weight_files
+from .names import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, check_tensor_names, to_scratchbert
 
 
 def seq2seq_start(config_class, source, **kwargs) -> tuple:

@@ -27,10 +27,10 @@ OUTPUT_FIELDS = ("return_dict", "output_hidden_states", "output_attentions")
 TOKEN_FIELDS = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def scratchbert_fields(fields: dict, source, own_type: str = "scratchbert") -> dict:
-    """Return the fields of a `ScratchBertConfig`, or of a class of the model type `own_type` that derives from it, for
-    the raw fields of `source`. Raise ValueError if it is another kind of model, or a BERT with relative positions."""
-    if fields.get("model_type") in ("scratchbert", own_type):
+def scratchbert_fields(fields: dict, source) -> dict:
+    """Return the fields of a `ScratchBertConfig` for the raw fields of `source`. Raise ValueError if it is another kind
+    of model, or a BERT with relative positions."""
+    if fields.get("model_type") == "scratchbert":
         return fields
     if fields.get("model_type") == "encoder-decoder":
         return _fields_of_encoder_decoder(fields, source)

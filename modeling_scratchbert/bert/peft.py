@@ -2,7 +2,7 @@
 
 import sys
 
-from .bert_weights import BERT_TO_SCRATCHBERT
+from .names import BERT_TO_SCRATCHBERT
 
 
 def add_default_target_modules(model_type: str) -> None:

@@ -1,0 +1,1 @@
+"""BERT's checkpoints: their names and fields, loading, export, and what starts from one. Installed, never copied."""

@@ -1,0 +1,45 @@
+"""The one way from the files that a saved model carries to the rest of the package, which is only installed: loading
+and exporting BERT checkpoints, inference on a CPU, and verification."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+# Raised whenever these files and the installed part expect something else of one another.
+INTERFACE_VERSION = 1
+
+
+def installed(name: str) -> Any:
+    """Return the module `modeling_scratchbert.<name>` of the installed package.
+
+    Raises:
+        ImportError: the package is not installed, is of another version, or a saved model hides it.
+    """
+    package = "modeling_scratchbert"
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ImportError(
+            f"{package}.{name} is not in the folder of a saved model; expected the installed package. Install it with "
+            "`pip install scratchbert`."
+        )
+    if spec.submodule_search_locations is None:
+        raise ImportError(
+            f"{spec.origin} is a file of a saved model; expected the installed package {package}. Start Python in "
+            "another folder; `pip install scratchbert` installs the package."
+        )
+    try:
+        version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION
+    except ModuleNotFoundError:  # version 0.1.0
+        version = 0
+    if version != INTERFACE_VERSION:
+        advice = "Upgrade the package with `pip install --upgrade scratchbert`."
+        if version > INTERFACE_VERSION:
+            advice = "Import modeling_scratchbert first, load the model without trust_remote_code, and save it again."
+        raise ImportError(
+            f"The installed {package} has interface version {version}; the code of this model expects "
+            f"{INTERFACE_VERSION}. {advice}"
+        )
+    return importlib.import_module(f"{package}.{name}")
