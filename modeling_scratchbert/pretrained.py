@@ -33,7 +33,7 @@ from .checkpoints import (
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
 from .embeddings import SinusoidalPositions, sinusoidal_table
 from .inference import InferenceMixin
-from .probe import check_probe, make_probe, probe_name, read_probe, why_unverifiable
+from .installed import installed
 from .transformer import TransformerBlock
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,14 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         with explain_unreachable_hub(source, options.get("revision")):
             model_class, kind = cls._find_checkpoint(source, options)
             variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
-            probe = read_probe(source, variant, **options) if verify else None
+            probe = installed("probe.comparison").read_probe(source, variant, **options) if verify else None
             names, key_mapping = model_class._map_names(source, kind, key_mapping, options, kwargs)
             kwargs |= {**options, "config": config, "key_mapping": key_mapping}
             result = model_class._load(source, kind, names, *model_args, **kwargs)
             if probe is not None:
                 model = result[0] if isinstance(result, tuple) else result
-                check_probe(model, probe, source, weight_files(source, variant, use_safetensors, **options) or [])
+                files = weight_files(source, variant, use_safetensors, **options) or []
+                installed("probe.comparison").check_probe(model, probe, source, files)
             return result
 
     @classmethod
@@ -210,7 +211,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         place when all are complete.
 
         The arguments are those of `PreTrainedModel.save_pretrained`. There is no probe.json if `state_dict` is given,
-        because the model may have other weights, or if the model is quantised, sharded over processes or offloaded.
+        because the model may have other weights; or, with a warning, if the model is quantised, sharded over processes
+        or offloaded.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
@@ -219,9 +221,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as folder:
-            if state_dict is None and self.should_save_on_this_rank(is_main_process) and not why_unverifiable(self):
-                text = json.dumps(make_probe(self), indent=1) + "\n"
-                (folder / probe_name(variant)).write_text(text, encoding="utf-8")
+            if state_dict is None and self.should_save_on_this_rank(is_main_process):
+                installed("probe.recording").write_probe(self, folder, variant)
             options = is_main_process, state_dict, push_to_hub, max_shard_size, variant
             super().save_pretrained(folder, *options, *args, **kwargs)
             if (folder / "config.json").exists():

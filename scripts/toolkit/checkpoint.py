@@ -24,7 +24,8 @@ from modeling_scratchbert.bert_weights import (
 )
 from modeling_scratchbert.checkpoints import WEIGHT_FILES, raw_config, tensor_names, weight_files
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-from modeling_scratchbert.probe import check_probe, probe_name, read_probe
+from modeling_scratchbert.probe.comparison import check_probe, read_probe
+from modeling_scratchbert.probe.recording import probe_name
 from toolkit.hub import check_source, has_tokenizer
 
 __all__ = [
