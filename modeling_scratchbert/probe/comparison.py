@@ -60,7 +60,7 @@ def check_probe(model, probe: dict, source, files: list[str]) -> None:
         files: the files of weights that the model was loaded from.
     """
     if reason := why_unverifiable(model):
-        raise ValueError(f"The model {reason}; verify=True expects a plain one. Load it without verify=True.")
+        raise ValueError(f"The model {reason}; verify=True expects floats in memory. Load it without verify=True.")
     stored = _check_files({name: held for file in files for name, held in load_state_dict(file).items()}, probe, source)
     _check_outputs(model, probe, _check_tensors(model, stored, source), source)
 
@@ -98,8 +98,7 @@ def _check_tensors(model, stored: dict[str, torch.Tensor], source) -> dict[str, 
         )
     saved = {name: stored[names[name]] for name in state}
     # Bytes, because NaN is not equal to itself.
-    same = {name: torch.equal(to_bytes(each), to_bytes(saved[name].to(each.dtype))) for name, each in state.items()}
-    if wrong := [name for name in state if not same[name]]:
+    if wrong := [n for n, held in state.items() if not torch.equal(to_bytes(held), to_bytes(saved[n].to(held.dtype)))]:
         raise ValueError(
             f"{_listed(wrong)} differ{'' if wrong[1:] else 's'} in the loaded model from the files of {source}; "
             f"expected the same values. {_advice(model)}"
@@ -109,11 +108,13 @@ def _check_tensors(model, stored: dict[str, torch.Tensor], source) -> dict[str, 
 
 def _check_outputs(model, probe: dict, saved: dict[str, torch.Tensor], source) -> None:
     """Raise ValueError unless the model returns the recorded outputs. With custom modules, log a warning instead."""
-    if custom := custom_modules(model) or probe["custom_modules"]:
-        reason = f"the saved or the loaded model has modules of other code ({', '.join(custom)})"
+    class_name, custom, expected = type(model).__name__, custom_modules(model), probe["custom_modules"]
+    if class_name == probe["class"] and bool(custom) != bool(expected):
+        raise ValueError(f"{class_name} has custom modules {custom}; expected {expected}. Load it without verify=True.")
+    if custom or expected:
+        reason = f"the saved or the loaded model has modules of other code ({', '.join(custom or expected)})"
         logger.warning(f"verify=True compared the tensors of {source}, and not the outputs: {reason}.")
         return
-    class_name = type(model).__name__
     try:
         computed = compute_outputs(model, probe["inputs"], saved, with_head=class_name == probe["class"])
         recorded = {name: probe["outputs"][name] for name in computed}

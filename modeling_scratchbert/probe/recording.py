@@ -36,11 +36,11 @@ def why_unverifiable(model) -> str | None:
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return "is offloaded or has no values"
-    flags = [getattr(model, name, None) for name in ("hf_quantizer", "_hf_peft_config_loaded", "_tp_size")]
+    flags: list = [getattr(model, name, None) for name in ("hf_quantizer", "_hf_peft_config_loaded", "_tp_size")]
     flags += [type(module).__module__.startswith("torch.distributed.") for module in model.modules()]
     # A parameter of DeepSpeed has an id.
     flags += [type(each) not in (torch.nn.Parameter, torch.Tensor) or hasattr(each, "ds_id") for each in tensors]
-    return "is quantised, sharded over processes or has adapters" if any(flags) else None
+    return "is quantised or sharded over processes, or has adapters" if any(flags) else None
 
 
 # ----------------------------------------------------------------------------------------------------------- the probe
@@ -124,8 +124,7 @@ def compute_outputs(model, inputs: dict[str, list], tensors: dict[str, torch.Ten
         if type(model).__name__.endswith("ForMultipleChoice"):
             batch = {name: rows[None] for name, rows in batch.items()}
         outputs |= model(**batch, **options) if with_head else {}
-    tables = {name: table for name, table in outputs.items() if isinstance(table, torch.Tensor)}
-    rows = {name: (table[:, last] if table.ndim == 3 else table).tolist() for name, table in tables.items()}
+    rows = {n: (t[:, last] if t.ndim == 3 else t).tolist() for n, t in outputs.items() if isinstance(t, torch.Tensor)}
     return {name: [[round(x, 6) for x in row[: last + 1]] for row in table] for name, table in rows.items()}
 
 

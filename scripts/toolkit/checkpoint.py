@@ -22,7 +22,13 @@ from modeling_scratchbert.bert_weights import (
     to_bert,
     to_scratchbert,
 )
-from modeling_scratchbert.checkpoints import WEIGHT_FILES, raw_config, tensor_names, weight_files
+from modeling_scratchbert.checkpoints import (
+    WEIGHT_FILES,
+    explain_unreachable_hub,
+    raw_config,
+    tensor_names,
+    weight_files,
+)
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from modeling_scratchbert.probe.comparison import check_probe, read_probe
 from modeling_scratchbert.probe.recording import probe_name
@@ -212,7 +218,8 @@ def verification(source: str) -> dict[str, bool]:
     Raises:
         OSError: it has none. A class of transformers, which opens a BERT, does not have the argument.
     """
-    read_probe(source)
+    with explain_unreachable_hub(source):
+        read_probe(source)
     return {"verify": True}
 
 
