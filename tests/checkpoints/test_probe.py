@@ -96,10 +96,7 @@ def test_outputs_are_those_of_the_reference(tmp_path, head, fields):
     with torch.no_grad():
         expected = dict(reference.base_model(**rows, **cross)) | dict(reference(**batch, **cross))
     assert (probe["class"], probe["custom_modules"]) == (type(model).__name__, [])
-    pairs = {"prediction_logits", "seq_relationship_logits"}, {"start_logits", "end_logits"}
-    names = {"ForPreTraining": pairs[0], "ForQuestionAnswering": pairs[1], "Model": {"pooler_output"}}
-    names["Seq2SeqModel"] = {"encoder_last_hidden_state"}
-    assert {"last_hidden_state", *names.get(head, {"logits"})} <= set(probe["outputs"])
+    assert set(probe["outputs"]) == {name for name, value in expected.items() if isinstance(value, torch.Tensor)}
     for name, numbers in probe["outputs"].items():
         table = expected[name][:, LAST] if expected[name].ndim == 3 else expected[name]
         torch.testing.assert_close(torch.tensor(numbers), table[:, : LAST + 1], rtol=0, atol=1e-5)
@@ -203,12 +200,12 @@ def test_parametrisations(tmp_path, name):
     assert refused(tmp_path, "ForMaskedLM").startswith("model.encoder.blocks.0.attention.query.weight is not in")
 
 
-@pytest.mark.parametrize("head", ["ForMaskedLM", "ForConditionalGeneration"])
-def test_a_smaller_table_of_words(tmp_path, head):
-    model = random_scratchbert(head)
-    model.set_input_embeddings(nn.Embedding(5, 32))
-    model.save_pretrained(tmp_path)
-    assert max(map(max, probe_of(tmp_path)["inputs"]["input_ids"])) < 5
+def test_a_smaller_table_of_words(tmp_path):
+    for head in ("ForMaskedLM", "ForConditionalGeneration"):
+        model = random_scratchbert(head)
+        model.set_input_embeddings(nn.Embedding(5, 32))
+        model.save_pretrained(tmp_path)
+        assert max(map(max, probe_of(tmp_path)["inputs"]["input_ids"])) < 5
 
 
 @pytest.mark.parametrize("version", ["this one", "an earlier one"])
