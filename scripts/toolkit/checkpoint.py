@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.bert.fields import scratchbert_fields
+from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names, weight_files
 from modeling_scratchbert.bert.names import (
     OTHER_REFERENCES,
     OUTPUT_BIAS_ALIAS,
@@ -22,8 +23,7 @@ from modeling_scratchbert.bert.names import (
     to_bert,
     to_scratchbert,
 )
-from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names, weight_files
-from modeling_scratchbert.checkpoints import raw_config
+from modeling_scratchbert.checkpoints import explained, raw_config
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from modeling_scratchbert.probe.comparison import check_probe, read_probe
 from modeling_scratchbert.probe.recording import probe_name
@@ -213,7 +213,8 @@ def verification(source: str) -> dict[str, bool]:
     Raises:
         OSError: it has none. A class of transformers, which opens a BERT, does not have the argument.
     """
-    read_probe(source)
+    with explained(source, {}):
+        read_probe(source)
     return {"verify": True}
 
 
