@@ -841,6 +841,7 @@ class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
         """As `PreTrainedModel.resize_token_embeddings`, for encoder, decoder and head."""
+        self._refuse_if_optimized("resize_token_embeddings()")
         encoder, decoder = self.get_encoder(), self.get_decoder()
         if not self.config.share_embeddings:
             decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)

@@ -214,7 +214,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
+            RuntimeError: the model is optimised for inference.
         """
+        self._refuse_if_optimized("save_pretrained()")
         self.config.auto_map = self._auto_map()
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
@@ -256,7 +258,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         Raises:
             ValueError: BERT does not have this configuration, class or tensor, or a tensor is quantised, distributed or
                 without values.
+            RuntimeError: the model is optimised for inference.
         """
+        self._refuse_if_optimized("save_as_bert()")
         fields, tensors = self._bert_fields(), self._bert_tensors()
         with staged(save_directory) as folder:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

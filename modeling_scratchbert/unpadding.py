@@ -32,12 +32,10 @@ PACKED_KERNELS = (*UNPADDING_KERNELS, "flex_attention")
 # larger saves 11 % of the time (2 Intel cores).
 MAX_TENSOR_BYTES = 32 * 2**20
 
-PACKAGE = __name__.rpartition(".")[0]
-
 # Modules whose hooks do not depend on the shape of what they are given: devices, sharding, output recording.
 NEUTRAL_MODULES = (
     "torch", "accelerate", "deepspeed", "transformers.distributed", "transformers.utils.output_capturing",
-    f"{PACKAGE}.calibration",
+    "modeling_scratchbert.cpu",
 )  # fmt: skip
 HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -207,11 +205,8 @@ def is_padding_mask(mask) -> bool:
 
 
 def is_own(part: nn.Module | None, own: type[nn.Module]) -> bool:
-    """Whether `part` is of our class `own`. FSDP and `optimize_for_inference` create classes that derive from ours and
-    compute the same."""
-    origin = type(part).__module__
-    is_neutral = origin.startswith("torch.") or origin == f"{PACKAGE}.inference"
-    return type(part) is own or (isinstance(part, own) and is_neutral)
+    """Whether `part` is of our class `own`. FSDP creates classes that derive from ours and compute the same."""
+    return type(part) is own or (isinstance(part, own) and type(part).__module__.startswith("torch."))
 
 
 def is_observed(*roots: nn.Module) -> bool:
