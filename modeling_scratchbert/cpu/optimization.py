@@ -164,10 +164,7 @@ def _replace_layers(groups: Sequence[LayerGroup], dtype: Any, factors: Factors) 
     for group in groups:
         if group.key != key:
             matrix, key = _prepack(group.layers, dtype, factors.get(group.name)), group.key
-        for part, (name, layer) in enumerate(zip(group.names, group.layers, strict=True)):
-            setattr(group.parent, name, PrepackedLinear(layer, matrix, part, dtype))
-            _page_out(layer.weight)
-        _fuse(group.parent, group.names)
+        _replace_group(group, matrix, dtype)
 
 
 def _prepack(layers: Sequence[nn.Linear], dtype: Any, factors: torch.Tensor | None) -> PackedMatrix:
@@ -176,11 +173,15 @@ def _prepack(layers: Sequence[nn.Linear], dtype: Any, factors: torch.Tensor | No
     return Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
 
 
-def _fuse(parent: Any, names: tuple[str, ...]) -> None:
-    """Hides the method of `parent` that calls these layers by one with fewer calls."""
+def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
+    """Replaces the layers, and the method of their parent that calls them, by one with fewer products."""
+    parent, names = group.parent, group.names
+    for part, (name, layer) in enumerate(zip(names, group.layers, strict=True)):
+        setattr(parent, name, PrepackedLinear(layer, matrix, part, dtype))
+        _page_out(layer.weight)
     if names == QUERY_KEY_VALUE:
         parent.project = JointProjection(parent, names)
-    if names == ("intermediate",) and _has_method(parent, "FeedForward.formula"):
+    elif names == ("intermediate",) and _has_method(parent, "FeedForward.formula"):
         form = GELU_FORMS.get(type(parent.activation))
         if form is not None:
             parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)

@@ -170,19 +170,6 @@ def test_a_replaced_forward_is_not_called(tmp_path):
     verified(tmp_path, "Model")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head", ["ForMaskedLM", "ForConditionalGeneration"])
-def test_prepacked_weights(tmp_path, head, dtype):
-    model = random_scratchbert(head).to(dtype)
-    model.save_pretrained(tmp_path / "before")
-    model.optimize_for_inference().save_pretrained(tmp_path / "after")
-    before, after = probe_of(tmp_path / "before"), probe_of(tmp_path / "after")
-    assert after["tensors"] == before["tensors"]
-    for name, numbers in before["outputs"].items():
-        torch.testing.assert_close(torch.tensor(after["outputs"][name]), torch.tensor(numbers), rtol=0, atol=1e-5)
-    verified(tmp_path / "after", head)
-
-
 # --- what is accepted
 
 
