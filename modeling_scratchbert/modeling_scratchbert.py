@@ -398,6 +398,9 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
         return self._outputs(loss=loss, logits=logits, **recorded(outputs))
 
+    classifier: Any
+    dropout: Any
+
     def _logits(self, outputs) -> torch.Tensor:
         """The scores of the classes of a sequence, `(B, L)`, from its pooled [CLS]."""
         return self.classifier(self.dropout(outputs.pooler_output))
@@ -633,6 +636,7 @@ class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
         """As `PreTrainedModel.resize_token_embeddings`, for encoder, decoder and head."""
+        self._refuse_if_optimized("resize_token_embeddings()")
         encoder, decoder = self.get_encoder(), self.get_decoder()
         if not self.config.share_embeddings:
             decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -809,9 +813,10 @@ class ScratchBertForConditionalGeneration(
                     decoder_attention_mask = torch.cat([cached, decoder_attention_mask], dim=1)
         num_items = kwargs.get("num_items_in_batch")
         inputs = input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
-        kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "use_cache": use_cache}
-        kwargs |= {"decoder_position_ids": decoder_position_ids, "decoder_token_type_ids": decoder_token_type_ids}
-        outputs = self.model(*inputs, inputs_embeds, decoder_inputs_embeds, return_dict=True, **kwargs)
+        options: dict[str, Any] = {**kwargs, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        options |= {"decoder_position_ids": decoder_position_ids, "decoder_token_type_ids": decoder_token_type_ids}
+        options |= {"use_cache": use_cache, "return_dict": True}
+        outputs = self.model(*inputs, inputs_embeds, decoder_inputs_embeds, **options)
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:

@@ -163,7 +163,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
+            RuntimeError: the model is optimised for inference.
         """
+        self._refuse_if_optimized("save_pretrained()")
         self.config.auto_map = self._auto_map()
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
@@ -207,7 +209,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         Raises:
             ValueError: BERT does not have this configuration, class or tensor, or a tensor is quantised, distributed or
                 without values.
+            RuntimeError: the model is optimised for inference.
         """
+        self._refuse_if_optimized("save_as_bert()")
         installed("bert.export").save_as_bert(self, save_directory)
 
 

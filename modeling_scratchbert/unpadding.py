@@ -307,7 +307,7 @@ def choose_batch(
             # While tracing, neither modules nor lengths can be read; the flash kernels need no lengths.
             is_traced = not has_values(packed[0])
             are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect(model)
-            sequences = UnpaddedBatch.from_packed(*packed, sort=are_unobserved and not records)
+            sequences = UnpaddedBatch.from_packed(*packed, are_unobserved and not records)
             if eager or not is_shipped or not are_known or (is_traced and not is_flash):
                 return MaskedSequences(sequences)
             sequences.max_width = config.intermediate_size if are_unobserved and not records else 0

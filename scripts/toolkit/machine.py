@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
-from modeling_scratchbert.prepacking import multiplies_natively
+from modeling_scratchbert.cpu.matrices import multiplies_natively
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_INFO = Path("/proc/cpuinfo")

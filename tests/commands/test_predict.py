@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, pipeline
 
 import predict
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.prepacking import multiplies_int8
+from modeling_scratchbert.cpu.matrices import multiplies_int8
 from support.corpora import reference_of, save_model, texts, write_rows
 from toolkit.corpus.batching import batches_by_length, packed
 

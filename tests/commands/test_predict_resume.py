@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import BertConfig, BertForQuestionAnswering
 
 import predict
-from modeling_scratchbert.prepacking import multiplies_int8
+from modeling_scratchbert.cpu.matrices import multiplies_int8
 from support.corpora import WORDS, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from support.models import tiny_config
@@ -259,9 +259,7 @@ def test_results_do_not_depend_on_what_a_process_computed_before(model, here):
     forward, backward = Worker(job), Worker(job)
     first = {part.number: forward.compute(part)[0]["embedding"].tobytes() for part in parts}
     assert first == {part.number: backward.compute(part)[0]["embedding"].tobytes() for part in parts[::-1]}
-    counts = [
-        module.prepacked._exact_row_counts for module in forward.task.model.modules() if hasattr(module, "prepacked")
-    ]
+    counts = [module.matrix._exact_row_counts for module in forward.task.model.modules() if hasattr(module, "matrix")]
     assert counts
     assert all(count == counts[0] and max(count) < 64 for count in counts)
 

@@ -4,18 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_scratchbert.inference import PrepackedLinear
 from support.comparison import assert_same_tensors
 from support.models import inputs_for
-from support.prepacked import another_copy, compute, every_model, make, record_row_counts
+from support.prepacked import compute, every_model, make, prepack, record_row_counts
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_row_counts_that_onednn_computes_are_bounded(dtype, compiled):
     layer = nn.Linear(36, 5).to(dtype)
-    prepacked = PrepackedLinear(layer, keeps_weight=True).prepack()
-    recorded = record_row_counts(prepacked.prepacked)
+    prepacked = prepack(layer)
+    recorded = record_row_counts(prepacked.matrix)
     run = torch.compile(prepacked, backend="eager", dynamic=True) if compiled else prepacked
     x = torch.randn(1, 1024, 36, dtype=dtype)
     for rows in range(1, 1025):
@@ -31,17 +30,30 @@ def test_the_row_counts_that_onednn_computes_are_bounded(dtype, compiled):
 
 
 @every_model
-def test_it_compiles_whole(head, fields):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_whole(head, fields, dynamic):
     model = make(head, **fields, use_cache=False, num_hidden_layers=1).optimize_for_inference()
-    compiled, inputs = torch.compile(model, fullgraph=True, backend="eager"), inputs_for(head)
+    compiled, inputs = torch.compile(model, fullgraph=True, backend="eager", dynamic=dynamic), inputs_for(head)
     assert_same_tensors(compute(compiled, inputs), compute(model, inputs))
+
+
+def test_a_compiled_model_sees_replaced_modules_and_hooks():
+    model, inputs = make("Model").optimize_for_inference(), inputs_for("Model")
+    compiled, block = torch.compile(model, fullgraph=True, backend="eager", dynamic=True), model.encoder.blocks[0]
+    before = compute(compiled, inputs)
+    block.attention.value = nn.Linear(36, 36)
+    block.feed_forward.activation = nn.ReLU()
+    block.attention.key.register_forward_hook(lambda layer, args, output: 2 * output)
+    after = compute(compiled, inputs)
+    assert_same_tensors(after, compute(model, inputs))
+    assert (after["last_hidden_state"] - before["last_hidden_state"]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiler_traces_and_the_operator_is_sound(dtype):
-    layer = PrepackedLinear(nn.Linear(36, 5, dtype=dtype), "none").prepack().requires_grad_(False)
-    inputs = (torch.randn(2, 3, 36, dtype=dtype), layer.bias, layer.prepacked.key, "none")
-    torch.library.opcheck(torch.ops.scratchbert.prepacked_linear, inputs)
+    layer = prepack(nn.Linear(36, 5, dtype=dtype))
+    inputs = (torch.randn(2, 3, 36, dtype=dtype), layer.matrix.key, "none")
+    torch.library.opcheck(torch.ops.scratchbert_cpu.linear, inputs)
     x = torch.randn(3, 2, 36).transpose(0, 1)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
@@ -53,22 +65,11 @@ def test_a_compiled_model_s_copy_computes_with_its_own_weights():
     compiled = {}
     for seed in (1, 2):
         torch.manual_seed(seed)
-        layer = PrepackedLinear(nn.Linear(4, 3)).prepack()
+        layer = prepack(nn.Linear(4, 3))
         compiled[layer] = torch.compile(layer, fullgraph=True, backend="eager")
     x = torch.randn(2, 4)
     for layer, graph in compiled.items():
         assert torch.equal(graph(x), layer(x))
-
-
-def test_two_copies_of_the_package_in_one_process(monkeypatch):
-    other = another_copy(monkeypatch, "another_copy")
-    assert other.PrepackedLinear is not PrepackedLinear
-    x = torch.randn(2, 4)
-    kinds = [PrepackedLinear, other.PrepackedLinear] * 2
-    made = [kind(nn.Linear(4, 3)).prepack() for kind in kinds]
-    assert len({layer.prepacked.key for layer in made}) == len(made)
-    for layer in made:
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
 
 
 def test_export_and_tracing_are_refused():

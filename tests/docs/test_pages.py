@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 import convert_checkpoint
-from modeling_scratchbert.prepacking import multiplies_int8
+from modeling_scratchbert.cpu.matrices import multiplies_int8
 from pages import FENCED, commands, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
 

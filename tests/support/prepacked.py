@@ -1,16 +1,12 @@
 """What the tests of `optimize_for_inference` share."""
 
-import importlib
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
+from torch import nn
 
-import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.inference import PrepackedLinear
+from modeling_scratchbert.cpu.layers import PrepackedLinear
+from modeling_scratchbert.cpu.matrices import FloatMatrix
 from support.comparison import flat
 from support.models import ENCODER_DECODERS, NEEDS, OURS, TINY, randomise
 
@@ -36,7 +32,11 @@ def layers(model):
 
 
 def all_prepacked(model):
-    return {layer.prepacked is not None for layer in layers(model)} == {True}
+    return bool(layers(model)) and not any(type(module) is nn.Linear for module in model.modules())
+
+
+def prepack(layer: nn.Linear) -> PrepackedLinear:
+    return PrepackedLinear(layer, FloatMatrix([layer.weight.detach()], [layer.bias]), 0, layer.weight.dtype)
 
 
 def compute(model, inputs):
@@ -46,12 +46,9 @@ def compute(model, inputs):
         return flat(model(**whole))
 
 
-def another_copy(monkeypatch, name: str) -> ModuleType:
-    """The module `inference` of another copy of the package, as code from a checkpoint's folder is."""
-    package = ModuleType(name)
-    package.__path__ = [str(Path(modeling_scratchbert.__file__).parent)]
-    monkeypatch.setitem(sys.modules, name, package)
-    return importlib.import_module(f"{name}.inference")
+def assert_equal_tensors(actual, expected):
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def record_row_counts(matrix) -> list[int]:

@@ -24,7 +24,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.prepacking import multiplies_int8, multiplies_natively
+from modeling_scratchbert.cpu.matrices import multiplies_int8, multiplies_natively
 from toolkit.benchmark.workloads import Batch, pad, random_rows
 from toolkit.cli import how_to_install
 from toolkit.hub import silence_libraries

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from modeling_scratchbert.prepacking import multiplies_int8
+from modeling_scratchbert.cpu.matrices import multiplies_int8
 from toolkit.corpus.sentence_folder import is_sentence_folder
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config
 from toolkit.remote_code import check_code, find, import_package

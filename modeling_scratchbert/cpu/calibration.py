@@ -1,0 +1,146 @@
+"""The factors of int8 inference: how much larger some channels of a layer's input are than others.
+
+A few channels of BERT's hidden states are many times larger than the rest, and the scale of a quantised row has to fit
+them. SmoothQuant divides the inputs by a factor for each channel, and multiplies the weights by it (Xiao et al. 2023).
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..checkpoints import staged
+from .layers import PrepackedLinear
+
+Factors = dict[str, torch.Tensor]
+Groups = dict[str, list[nn.Linear]]
+
+
+def calibrate(model, groups: Groups, calibration: Iterable[Mapping] | str | os.PathLike | None) -> Factors:
+    """Returns the factors of the layers in `groups`, by the names there, from batches, a file or random token ids."""
+    if isinstance(calibration, str | os.PathLike):
+        return load_factors(calibration, groups)
+    if calibration is None:
+        model, calibration = model.base_model, random_batches(model.config)
+    return find_factors(model, groups, calibration)
+
+
+def find_factors(model, groups: Groups, batches: Iterable[Mapping]) -> Factors:
+    """Returns the factors of the layers, from the largest absolute values that their inputs have at the tokens of these
+    batches: sqrt(max |x| / max |w|) for each channel, which is SmoothQuant with α = 0.5.
+
+    Raises:
+        TypeError: a batch is not a mapping of the model's arguments.
+        ValueError: there are no batches, or one has no tokens, or leads to numbers that are not finite.
+    """
+    weights = {name: tuple(id(layer.weight) for layer in layers) for name, layers in groups.items()}
+    recorder = InputRecorder()
+    with torch.no_grad(), ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+            if any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__):
+                undo.enter_context(module.register_forward_pre_hook(recorder.see_mask, with_kwargs=True))
+        for name, layers in groups.items():
+            # Before other hooks, because queries, keys and values have the same factors.
+            hook = partial(recorder.see_input, weights[name])
+            undo.enter_context(layers[0].register_forward_pre_hook(hook, prepend=True))
+        _run(model.eval(), batches, recorder)
+    factors = {}
+    for name, layers in groups.items():
+        of_weights = torch.cat([layer.weight.detach() for layer in layers]).float().abs().amax(dim=0)
+        of_inputs = recorder.largest.get(weights[name], of_weights)  # factors of 1 where no batch has an input
+        ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
+        factors[name] = ratios / ratios.mean()
+    return factors
+
+
+class InputRecorder:
+    """The largest absolute value of each channel of the inputs of layers, without padding: the hook of another library,
+    for example, keeps a batch padded."""
+
+    def __init__(self) -> None:
+        self.largest: dict[Any, torch.Tensor] = {}  # by the weights, because tied layers need the same factors
+        self.mask: Any = None  # which the encoder or decoder that runs was given
+
+    def see_mask(self, model, args, kwargs):
+        self.mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+
+    def see_input(self, weights: tuple[int, ...], layer, args):
+        x = args[0].detach().float()
+        is_padded = isinstance(self.mask, torch.Tensor) and self.mask.shape == x.shape[:-1]
+        tokens = x[self.mask.bool()] if is_padded else x.flatten(0, -2)
+        if len(tokens):
+            found = tokens.abs().amax(dim=0)
+            self.largest[weights] = torch.maximum(self.largest.get(weights, found), found)
+
+
+def random_batches(config) -> list[dict[str, torch.Tensor]]:
+    """Returns token ids drawn from the whole vocabulary, as batches of the base model. They show which channels are
+    large nearly as well as texts do."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(64, config.max_position_embeddings)
+    names = ["input_ids", "decoder_input_ids"] if config.is_encoder_decoder else ["input_ids"]
+    ids = [torch.randint(config.vocab_size, (8, length), generator=generator) for _ in range(4)]
+    return [dict.fromkeys(names, each) for each in ids]
+
+
+def _run(model, batches: Iterable[Mapping], recorder: InputRecorder) -> None:
+    number = 0
+    for number, batch in enumerate(batches, start=1):
+        if not isinstance(batch, Mapping):
+            fact = f"calibration has a {type(batch).__name__} as batch {number}"
+            raise TypeError(f"{fact}; expected a mapping of the model's arguments. Pass what the tokenizer returns.")
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        if any(not value.numel() or (name == "attention_mask" and not value.any()) for name, value in tensors.items()):
+            raise ValueError(f"calibration has no tokens in batch {number}; expected at least one. Leave it out.")
+        model(**batch)
+        if not all(of_inputs.isfinite().all() for of_inputs in recorder.largest.values()):
+            raise ValueError(f"calibration leads to NaN or infinity in batch {number}; expected finite numbers.")
+    if not number:
+        raise ValueError(
+            "calibration has no batches; expected at least one. Pass a few dozen texts like those to come."
+        )
+
+
+def save_calibration(model, path: str | os.PathLike) -> None:
+    """Writes the factors of an int8 model. See `InferenceMixin.save_calibration`."""
+    prefix = f"{model.base_model_prefix}."
+    factors = {
+        name.removeprefix(prefix): module.matrix.factors.clone()  # tied layers share them, which safetensors refuses
+        for name, module in model.named_modules()
+        if isinstance(module, PrepackedLinear) and module.part == 0 and module.matrix.factors is not None
+    }
+    if not factors:
+        raise RuntimeError("The model has no int8 layers; expected some. Call optimize_for_inference('int8') before.")
+    path = Path(path)
+    with staged(path.parent) as folder:  # a temporary name until the file is complete
+        save_file(factors, folder / path.name, metadata={"format": "pt"})
+
+
+def load_factors(path: str | os.PathLike, groups: Groups) -> Factors:
+    """Returns the factors that `save_calibration` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a file of factors, or those of another model.
+    """
+    try:
+        factors = load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error}); expected calibration factors.") from None
+    for name in sorted(factors.keys() | groups.keys()):
+        found = factors.get(name, torch.empty(0))
+        shape = (groups[name][0].in_features,) if name in groups else None
+        if found.shape != shape or not ((found > 0) & found.isfinite()).all():
+            raise ValueError(
+                f"{path} has missing, unexpected or invalid factors for {name}; expected those of this model, positive "
+                "and finite. Pass batches as calibration, or None."
+            )
+    return factors

@@ -1,0 +1,140 @@
+"""The modules and functions that `optimize_for_inference` puts in place of others."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..inference import refusal
+from .matrices import PackedMatrix
+
+
+class PrepackedLinear(nn.Module):
+    """x Wᵀ + b with a prepacked weight. Weight and bias are in a `PackedMatrix`, which never changes.
+
+    Args:
+        layer: the layer to replace, whose hooks are taken over.
+        matrix: a matrix with its weight and bias, and perhaps others.
+        part: which of the weights in `matrix`.
+        optimized_for: the argument of `optimize_for_inference`: a dtype or "int8".
+    """
+
+    is_prepacked = True  # by which the code in a saved model recognises this class
+    is_position_wise = True  # treats each token alone, for unpadding
+    in_features: int
+    out_features: int
+
+    def __init__(self, layer: nn.Linear, matrix: PackedMatrix, part: int, optimized_for: Any):
+        super().__init__()
+        take_over_attributes(self, layer)
+        self.matrix, self.part, self.optimized_for = matrix, part, optimized_for
+        self.rows = None if len(matrix.heights) == 1 else matrix.rows_of(part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(…, in)` → `(…, out)`, in the weight's dtype. Raises RuntimeError for gradients and export."""
+        matrix = self.matrix
+        if matrix.multiplies_dense(x):
+            bias = matrix.bias if matrix.bias is None or self.rows is None else matrix.bias[self.rows]
+            return nn.functional.linear(x, matrix.mapped[self.part], bias)
+        y = matrix.linear(x)
+        return y if self.rows is None else y[..., self.rows]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise AttributeError(refusal(f"reading the {name} of a layer"))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias"):
+            raise AttributeError(refusal(f"assigning the {name} of a layer"))
+        super().__setattr__(name, value)
+
+    def _apply(self, fn, recurse: bool = True):
+        after = fn(torch.empty(0, dtype=self.matrix.dtype))
+        if after.dtype != self.matrix.dtype or after.device.type != "cpu":
+            raise refusal(f"a conversion to {after.dtype} on {after.device}")
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        raise refusal("state_dict() or load_state_dict()")
+
+    _load_from_state_dict = _save_to_state_dict
+
+    def extra_repr(self) -> str:
+        kind = "int8" if self.matrix.is_int8 else self.matrix.dtype
+        has_bias = self.matrix.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, prepacked={kind}"
+
+
+class FusedMethod:
+    """A method of a module in which children of it are computed by one product, as long as nothing replaces or hooks
+    these. Otherwise it does what the method of the class does. It hides that method as an attribute of the instance.
+
+    Args:
+        parent: the module.
+        names: the children of it that are not called, of which the first has the matrix.
+        gelu_form: of the activation among them; see `PackedMatrix.linear`.
+    """
+
+    is_position_wise = True
+
+    def __init__(self, parent: Any, names: tuple[str, ...], gelu_form: str | None = None):
+        self.parent, self.gelu_form = parent, gelu_form
+        self.children = tuple((name, parent._modules[name]) for name in names)
+        self.matrix = self.children[0][1].matrix
+
+    def applies_to(self, x: torch.Tensor) -> bool:
+        # Called twice in each block. Attributes of modules are slow, and so is a generator.
+        modules = self.parent._modules
+        for name, child in self.children:
+            own = child.__dict__
+            if modules.get(name) is not child or "forward" in own:
+                return False
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+            ):
+                return False
+        return not (_has_any_global_hook() or self.matrix.multiplies_dense(x))
+
+
+class JointProjection(FusedMethod):
+    """`MultiHeadAttention.project`, with one product for queries, keys and values."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.applies_to(hidden_states):
+            return self.matrix.linear(hidden_states).split(self.matrix.heights, dim=-1)
+        return type(self.parent).project(self.parent, hidden_states)
+
+
+class FusedFeedForward(FusedMethod):
+    """`FeedForward.formula`, with GELU computed by oneDNN at the end of the first product."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.applies_to(x):
+            return self.parent.output(self.matrix.linear(x, self.gelu_form))
+        return type(self.parent).formula(self.parent, x)
+
+
+class InferenceDropout(nn.Dropout):
+    """Dropout that returns its input directly, unless it is in training mode, as for Monte Carlo dropout. Between
+    products of a few rows, the calls that this leaves out take 2 % of the time."""
+
+    is_position_wise = True
+
+    def __init__(self, dropout: nn.Dropout):
+        super().__init__()
+        take_over_attributes(self, dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else x
+
+
+def take_over_attributes(module: nn.Module, replaced: nn.Module) -> None:
+    """Gives `module` the hooks of the module that it replaces, in the same dictionaries, so that their handles remain
+    valid; and its other attributes, apart from parameters, buffers and submodules."""
+    own = ("_parameters", "_buffers", "_modules")
+    vars(module).update({name: value for name, value in vars(replaced).items() if name not in own})

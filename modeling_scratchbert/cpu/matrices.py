@@ -1,0 +1,276 @@
+"""Weights in the layouts of oneDNN's matrix products on a CPU: of float32, bfloat16 or int8.
+
+A `FloatMatrix` computes the same products as the weights it is made of; an `Int8Matrix` computes them in int8.
+"""
+
+import functools
+import platform
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..inference import refusal
+
+# oneDNN caches about 0.5 MiB for each row count of a layer, so a matrix is multiplied by a bounded set of row counts.
+MAX_EXACT_ROW_COUNTS = 48
+# On Intel's processors, MKL multiplies up to this many rows by dense weights faster than oneDNN by prepacked ones.
+MAX_DENSE_ROWS = 2
+# The bytes after each quantised row: its scale and its minimum, each a float32.
+ROW_PARAMETERS = 8
+
+# `torch.compile` does not accept prepacked tensors, so its operator looks the matrix up by a key.
+MATRICES_BY_KEY: weakref.WeakValueDictionary[str, "PackedMatrix"] = weakref.WeakValueDictionary()
+
+
+class PackedMatrix:
+    """One or several weights `(out, in)` of the same `in`, one below the other, in a layout of oneDNN's, with their
+    biases. It never changes: copies of a layer share it. Pickles hold the weights, and prepack them when restored.
+
+    Args:
+        weights: the weights, in a dtype that `can_prepack`.
+        biases: the bias of each, or None for each.
+
+    Attributes:
+        dtype: of the weights and of the results.
+        heights: the number of rows of each weight.
+        bias: `(out,)` of all weights together, or None.
+        key: identifies the matrix in the process.
+    """
+
+    is_int8 = False
+    factors: Tensor | None = None
+    _pack: Callable[[Tensor], None]
+    _unpack: Callable[[], Tensor]
+    _compute: Callable[[Tensor, str | None], Tensor]
+    mapped: Sequence[Tensor] = ()  # the weights themselves, if they stay in a mapped file
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]):
+        self.dtype, self.width = weights[0].dtype, weights[0].shape[1]
+        self.heights = [len(weight) for weight in weights]
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
+
+    def _hold(self, values: Tensor) -> None:
+        """Prepacks the values of all weights, `(out, …)`."""
+        self._exact_row_counts = set(range(17))
+        self.key = uuid.uuid4().hex
+        MATRICES_BY_KEY[self.key] = self
+        self._pack(values)
+
+    def __deepcopy__(self, memo) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("dtype", "width", "heights", "bias", "factors", "scales")
+        return {"values": self._unpack(), **{name: value for name, value in vars(self).items() if name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = state.pop("values")
+        vars(self).update(state)
+        if not (multiplies_int8() if self.is_int8 else can_prepack(values)):
+            raise RuntimeError(
+                f"The pickled model has prepacked weights of {values.dtype}; expected a CPU and a build of torch that "
+                "multiply them. Load the checkpoint on this machine and call optimize_for_inference()."
+            )
+        self._hold(values)
+
+    def linear(self, x: Tensor, gelu_form: str | None = None) -> Tensor:
+        """Returns act(x Wᵀ + b), `(…, in)` → `(…, out)`, in `self.dtype`; act is GELU, with `gelu_form` "none" for the
+        exact one and "tanh" for the approximation, or the identity. Raises RuntimeError for gradients and export."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise refusal("computing gradients", "Call the model under torch.no_grad()")
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            if getattr(torch.compiler, "is_exporting", bool)() or torch.jit.is_tracing():  # not in torch 2.6
+                raise refusal("export")
+            return torch.ops.scratchbert_cpu.linear(x, self.key, gelu_form)
+        rows = x.numel() // x.shape[-1]
+        if rows in self._exact_row_counts or (computed_rows := self._round_row_count(rows)) == rows:
+            return self._compute(x, gelu_form)
+        extended = extend_rows(x.reshape(rows, -1), computed_rows)
+        return self._compute(extended, gelu_form)[:rows].view(*x.shape[:-1], -1)
+
+    def empty_output(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], sum(self.heights)), dtype=self.dtype)
+
+    def rows_of(self, part: int) -> slice:
+        """Returns the rows of one of the weights."""
+        start = sum(self.heights[:part])
+        return slice(start, start + self.heights[part])
+
+    def multiplies_dense(self, x: Tensor) -> bool:
+        """Whether the weights in `mapped` multiply `x` faster. They must not be used for anything else."""
+        if not self.mapped or x.numel() > MAX_DENSE_ROWS * self.width or x.dtype != self.dtype:
+            return False
+        is_recorded = x.requires_grad or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        return not (is_recorded or torch.is_autocast_enabled("cpu"))
+
+    def _round_row_count(self, rows: int) -> int:
+        """Returns the number of rows to compute for `rows` rows. The first row counts of a matrix are exact, so that
+        batches of a few fixed shapes are never copied; others are rounded up, by a sixteenth at most from 128 rows."""
+        if len(self._exact_row_counts) < MAX_EXACT_ROW_COUNTS:
+            self._exact_row_counts.add(rows)
+            return rows
+        power_of_two = 2 ** (rows - 1).bit_length()
+        step = max(power_of_two // 32, min(power_of_two // 16, 8))
+        return -(-rows // step) * step
+
+
+torch.library.custom_op(
+    "scratchbert_cpu::linear",
+    lambda x, key, gelu_form: MATRICES_BY_KEY[key].linear(x, gelu_form),
+    mutates_args=(),
+    schema="(Tensor x, str key, str? gelu_form) -> Tensor",
+).register_fake(lambda x, key, gelu_form: MATRICES_BY_KEY[key].empty_output(x))
+
+
+class FloatMatrix(PackedMatrix):
+    """Weights of float32 or bfloat16, whose values can be restored bit for bit.
+
+    On a CPU without instructions for bfloat16, bfloat16 weights are held and multiplied in float32, which takes more
+    memory and a quarter of the time. The results are bfloat16.
+
+    On Intel's processors, float32 weights in a mapped file stay mapped, which takes no memory of the process, and are
+    multiplied as they are by one or two rows: a step of greedy decoding.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]):
+        super().__init__(weights, biases)
+        weights = [weight.detach() for weight in weights]
+        self._hold(weights[0] if len(weights) == 1 else torch.cat(weights))
+        if self.dtype == torch.float32 and is_intel() and all(map(is_mapped, weights)):
+            self.mapped = weights
+
+    def _pack(self, values):
+        held = self.dtype if multiplies_natively(self.dtype) else torch.float32
+        self._held_bias = None if self.bias is None else self.bias.to(held)
+        self._blocked = torch.ops.mkldnn._reorder_linear_weight(values.to(held), 32)  # rows; fast for any number
+        self._operator = torch.ops.mkldnn._linear_pointwise.default
+
+    def _unpack(self):
+        return self._blocked.to_dense().to(self.dtype)
+
+    def _compute(self, x, gelu_form):
+        held = self._blocked.dtype
+        if x.dtype != held:  # oneDNN crashes
+            x = x.to(held)
+        activation, form = ("none", "") if gelu_form is None else ("gelu", gelu_form)
+        y = self._operator(x, self._blocked, self._held_bias, activation, [], form)
+        return y if held == self.dtype else y.to(self.dtype)
+
+
+class Int8Matrix(PackedMatrix):
+    """Weights of int8 with a scale for each row, multiplied by inputs that are quantised to 8 bits as they come, with a
+    scale and a minimum for each row (Zafrir et al. 2019, section 3, with the granularity of Dettmers et al. 2022).
+
+    Args:
+        weights: the weights to quantise.
+        biases: the bias of each, or None.
+        factors: `(in,)`, by which inputs are divided and weights multiplied before quantisation (Xiao et al. 2023,
+            SmoothQuant, equation 3); None for ones.
+    """
+
+    is_int8 = True
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], factors: Tensor | None = None):
+        super().__init__(weights, biases)
+        self.factors = factors
+        # Zeros where a quantised row has its parameters: a product with the whole row needs no copy of it.
+        values = torch.zeros(sum(self.heights), self.width + ROW_PARAMETERS, dtype=torch.int8)
+        self.scales = torch.empty(len(values))
+        parts = zip(weights, values[:, : self.width].split(self.heights), self.scales.split(self.heights), strict=True)
+        for part in parts:
+            quantize_rows(factors, *part)
+        self._hold(values)
+
+    def _pack(self, values):
+        self._blocked = torch.ops.onednn.qlinear_prepack(values, None)
+        self._row_sums = values.sum(dim=1, dtype=torch.float32) * self.scales
+        self._zero_points = torch.zeros(len(values), dtype=torch.int64)
+        self._float_bias = None if self.bias is None else self.bias.float()
+        self._inverse_factors = None if self.factors is None else 1 / self.factors
+        self._quantize = torch.ops.quantized.embedding_bag_byte_prepack.default
+        self._operator = torch.ops.onednn.qlinear_pointwise.default
+
+    def _unpack(self):
+        return self._blocked.to_dense().t().contiguous()
+
+    def _compute(self, x, gelu_form):
+        shape = x.shape
+        x = x.reshape(-1, shape[-1]).float()
+        if len(x) == 0:  # the kernel that quantises expects rows
+            return self.empty_output(x).view(*shape[:-1], len(self.scales))
+        if self._inverse_factors is not None:
+            x = x * self._inverse_factors
+        # x ≈ scale · q + minimum, with q in 0 … 255: the kernel for rows of an embedding table quantises rows of x.
+        quantized = self._quantize(x)
+        parameters = quantized[:, -ROW_PARAMETERS:]
+        if shape[-1] % 4:
+            parameters = parameters.clone(memory_format=torch.contiguous_format)  # one row is contiguous as it is
+        scale, minimum = parameters.view(torch.float32).split(1, dim=1)
+        product = self._operator(
+            quantized, 1.0, 0, self._blocked, self.scales, self._zero_points,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        bias = self._float_bias
+        y = minimum * self._row_sums if bias is None else torch.addcmul(bias, minimum, self._row_sums)
+        y = y.addcmul_(product, scale)
+        if gelu_form is not None:
+            y = nn.functional.gelu(y, approximate=gelu_form)
+        return y.to(self.dtype).view(*shape[:-1], -1)
+
+
+@torch.no_grad()
+def quantize_rows(factors: Tensor | None, weight: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Writes the int8 values and the scales of the rows of a weight. A few rows at a time: a float copy of a whole
+    weight would raise the peak of memory."""
+    for start in range(0, len(weight), 1024):
+        rows = slice(start, start + 1024)
+        part = weight[rows].float() if factors is None else weight[rows].float() * factors
+        scales[rows] = part.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        values[rows] = (part / scales[rows, None]).round().to(torch.int8)
+
+
+def extend_rows(x: Tensor, rows: int) -> Tensor:
+    """Appends rows of any values, `(N, in)` → `(rows, in)`, without a copy if the storage of `x` has as many rows."""
+    if x.is_contiguous() and (x.storage_offset() + rows * x.shape[1]) * x.itemsize <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, x.shape[1]), (x.shape[1], 1))
+    return torch.cat([x, x[: rows - len(x)]])
+
+
+def is_mapped(weight: Tensor) -> bool:
+    """Whether the weight is in a file that is mapped into memory, as safetensors opens one."""
+    return not weight.untyped_storage().resizable()  # torch's own memory is
+
+
+@functools.cache
+def is_intel() -> bool:
+    """Whether this is one of Intel's processors, for which MKL, torch's library of dense products, is made."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+
+
+def can_prepack(weight: Tensor) -> bool:
+    """Whether this build of torch has products of prepacked weights of this dtype, on this device."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if is_bfloat16 else weight.dtype == torch.float32
+
+
+def multiplies_natively(dtype: torch.dtype) -> bool:
+    """Whether the CPU has instructions that multiply numbers of this dtype. Without, oneDNN computes bfloat16 at a
+    quarter of float32's speed."""
+    is_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype != torch.bfloat16 or not is_x86 or has_bfloat16
+
+
+def multiplies_int8() -> bool:
+    """Whether the CPU has instructions that multiply int8 numbers (VNNI), and this build of torch has products that use
+    them."""
+    engines = torch.backends.quantized.supported_engines
+    return torch.backends.mkldnn.is_available() and "onednn" in engines and torch.cpu._is_vnni_supported()

@@ -1,0 +1,209 @@
+"""`optimize_for_inference`: replaces the linear layers of a model by prepacked ones."""
+
+import ctypes
+import mmap
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
+from transformers.utils import logging
+
+from .calibration import Factors, calibrate
+from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
+from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, is_mapped, multiplies_int8
+
+logger = logging.get_logger(__name__)
+
+GELU_FORMS: dict[type, str] = {GELUActivation: "none", NewGELUActivation: "tanh", GELUTanh: "tanh"}
+QUERY_KEY_VALUE: tuple[str, ...] = ("query", "key", "value")
+SMOOTHED = (QUERY_KEY_VALUE, ("intermediate",))
+# A layer with fewer outputs, as model heads may have, is too small to gain from int8.
+MIN_INT8_OUTPUTS = 32
+# Two threads may optimise the same model.
+LOCK = threading.RLock()
+
+
+class LayerGroup(NamedTuple):
+    """Linear layers of one input that become one matrix. It does not hold them, so that each weight can be freed.
+
+    Attributes:
+        name: the path of the first layer in the base model, which is the same with any model head.
+        parent: the module that has the layers.
+        names: their names in it.
+        key: the ids of their weights and biases. Groups of the same share a matrix.
+    """
+
+    name: str
+    parent: Any
+    names: tuple[str, ...]
+    key: tuple[int, ...]
+
+    @property
+    def layers(self) -> list[nn.Linear]:
+        return [self.parent._modules[name] for name in self.names]
+
+
+def optimize(model, dtype: Any, calibration: Any) -> None:
+    """See `InferenceMixin.optimize_for_inference`."""
+    if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
+        raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
+    if calibration is not None and dtype != "int8":
+        raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
+    with LOCK:
+        converted, dtype = dtype, _check_model(model, dtype, calibration)
+        if isinstance(converted, torch.dtype):
+            model.to(converted)
+        groups, factors = _layer_groups(model), {}
+        if dtype == "int8":
+            for name, weight in model.named_parameters():
+                if not weight.isfinite().all():  # which int8 would turn into numbers
+                    raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
+            # Those that follow a layer norm, in whose output a few channels are much larger than the others.
+            after_norms = {group.name: group.layers for group in groups if group.names in SMOOTHED}
+            factors = calibrate(model, after_norms, calibration) if after_norms else {}
+        if groups:
+            _replace_layers(groups, dtype, factors)
+            _replace_others(model.requires_grad_(False), groups)
+        model.eval()
+        _warn_of_no_effect(model, dtype)
+
+
+def _check_model(model, dtype: Any, calibration) -> Any:
+    """Returns the dtype to optimise for, or "int8". Raises RuntimeError if the model is quantised or offloaded, has
+    adapters, or is already optimised for another dtype or with another calibration."""
+    expected = "optimize_for_inference() expects dense weights in memory, without adapters"
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):  # PEFT's name for the layer that it adapts
+            raise RuntimeError(f"{name} has an adapter; {expected}. Call merge_and_unload() of the PeftModel first.")
+        if hasattr(module, "_hf_hook") or any(tensor.is_meta for tensor in module.parameters(recurse=False)):
+            raise RuntimeError(f"{name or 'The model'} is offloaded; {expected}. Load the model without device_map.")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise RuntimeError(f"The model is quantised; {expected}. Load it without quantization_config.")
+    if dtype == "int8" and (model.device.type != "cpu" or not multiplies_int8()):
+        fact = f"The model has {model.dtype} weights on {model.device}"
+        logger.warning_once(f"{fact}, and keeps that dtype; int8 requires a CPU with VNNI instructions.")
+        dtype, calibration = model.dtype, None
+    layers = _prepacked_layers(model)
+    before = [layer.optimized_for for layer in layers] or [model.dtype]
+    dtype = before[0] if dtype is None else dtype
+    if layers and (others := set(before) - {dtype}):
+        raise RuntimeError(
+            f"The model is optimised for {others.pop()}; expected {dtype}. Load it again to change this."
+        )
+    if calibration is not None and any(layer.matrix.is_int8 for layer in layers):
+        raise RuntimeError("calibration was given for a model that is int8; expected None. Load the model again first.")
+    return dtype
+
+
+def _warn_of_no_effect(model, dtype: Any) -> None:
+    layers = _prepacked_layers(model)
+    if not layers:
+        fact = f"optimize_for_inference() kept weights dense that are {model.dtype} on {model.device}"
+        logger.warning_once(f"{fact}; prepacking requires oneDNN, a CPU, and float32 or (on many CPUs) bfloat16.")
+    elif dtype == "int8" and not any(layer.matrix.is_int8 for layer in layers):
+        fact = f"No linear layer of the model has {MIN_INT8_OUTPUTS} outputs"
+        logger.warning_once(f"{fact}; smaller ones gain nothing from int8. Their weights stay {model.dtype}.")
+
+
+def _prepacked_layers(model) -> list[PrepackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PrepackedLinear)]
+
+
+def _layer_groups(model) -> list[LayerGroup]:
+    """Returns the layers to replace. Groups that share weights follow one another, so that these are freed after the
+    last."""
+    groups = []
+    for path, parent in model.named_modules():
+        plain = {name: child for name, child in parent._modules.items() if _is_plain_linear(child)}
+        joint = [QUERY_KEY_VALUE] if _can_join(path, parent, plain) else []
+        for names in [*joint, *((name,) for name in plain if not joint or name not in QUERY_KEY_VALUE)]:
+            key = tuple(id(tensor) for name in names for tensor in plain[name]._parameters.values())
+            first = f"{path}.{names[0]}".removeprefix(f"{model.base_model_prefix}.").removeprefix(".")
+            groups.append(LayerGroup(first, parent, names, key))
+    return sorted(groups, key=lambda group: group.key)
+
+
+def _is_plain_linear(module: nn.Module | None) -> bool:
+    """Whether this is torch's linear layer, as torch makes it, and can be prepacked."""
+    if type(module) is not nn.Linear or _is_patched(module) or module._buffers or module._modules:
+        return False
+    has_own_weight = list(module._parameters) == ["weight", "bias"] and type(module.weight) is nn.Parameter
+    return has_own_weight and can_prepack(module.weight)
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Whether an attribute of the module hides one of its class, for example its own `forward`."""
+    return any(hasattr(type(module), name) for name in vars(module))
+
+
+def _can_join(path: str, parent: nn.Module, plain: dict[str, Any]) -> bool:
+    """Whether this is self-attention whose queries, keys and values can be one product."""
+    layers = {id(plain[name]): plain[name] for name in QUERY_KEY_VALUE if name in plain}
+    is_like = len({(each.in_features, each.weight.dtype, each.bias is None) for each in layers.values()}) == 1
+    is_self_attention = path.rpartition(".")[2] == "attention" and _has_method(parent, "MultiHeadAttention.project")
+    return len(layers) == 3 and is_like and is_self_attention
+
+
+def _has_method(module: nn.Module, path: str) -> bool:
+    """Whether the class of the module has the method `path`, "Class.method" of ours, and that of its instance and
+    `forward` are not replaced. By name, because the class may be of another copy of the code."""
+    owner, _, name = path.partition(".")
+    methods = [getattr(type(module), each, None) for each in (name, "forward")]
+    names = [getattr(method, "__qualname__", None) for method in methods]
+    return names == [path, f"{owner}.forward"] and name not in vars(module)
+
+
+def _replace_layers(groups: Sequence[LayerGroup], dtype: Any, factors: Factors) -> None:
+    """Replaces the linear layers, a group at a time."""
+    matrix: Any = None
+    key: tuple[int, ...] = ()
+    for group in groups:
+        if group.key != key:
+            matrix, key = _prepack(group.layers, dtype, factors.get(group.name)), group.key
+        _replace_group(group, matrix, dtype)
+
+
+def _prepack(layers: Sequence[nn.Linear], dtype: Any, factors: torch.Tensor | None) -> PackedMatrix:
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    is_int8 = dtype == "int8" and sum(map(len, weights)) >= MIN_INT8_OUTPUTS
+    return Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
+
+
+def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
+    """Replaces the layers, and the method of their parent that calls them, by one with fewer products."""
+    parent, names = group.parent, group.names
+    for part, (name, layer) in enumerate(zip(names, group.layers, strict=True)):
+        setattr(parent, name, PrepackedLinear(layer, matrix, part, dtype))
+        _page_out(layer.weight)
+    if names == QUERY_KEY_VALUE:
+        parent.project = JointProjection(parent, names)
+    elif names == ("intermediate",) and _has_method(parent, "FeedForward.formula"):
+        form = GELU_FORMS.get(type(parent.activation))
+        if form is not None:
+            parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)
+
+
+def _replace_others(model, groups: Sequence[LayerGroup]) -> None:
+    """Replaces the dropouts, and turns parameters that other modules share with the layers into buffers: as parameters,
+    word embeddings that are tied to the output matrix could be changed for one of the two."""
+    prepacked = {each for group in groups for each in group.key}
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if type(child) is nn.Dropout and not _is_patched(child):
+                setattr(module, name, InferenceDropout(child))
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in prepacked:
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach(), persistent=False)
+
+
+def _page_out(weight: torch.Tensor) -> None:
+    """Takes the pages of a mapped file, as safetensors opens one, out of memory. Reading them loads them again."""
+    if sys.platform == "linux" and is_mapped(weight):
+        # BERT-base from a file takes 747 MiB of resident memory instead of 1,073, Python's 394 included.
+        start, end = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, weight.data_ptr() + weight.nbytes
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 21)  # MADV_PAGEOUT
