@@ -305,12 +305,14 @@ def choose_batch(
         packed = packed_sequences(tokens, attention_mask, position_ids, config, options)
         if packed is not None:
             # While tracing, neither modules nor lengths can be read; the flash kernels need no lengths.
-            is_traced = not has_values(packed[0])
+            cu_seqlens, max_seqlen, has_starts = packed
+            is_traced = not has_values(cu_seqlens)
             are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect(model)
-            sequences = UnpaddedBatch.from_packed(*packed, are_unobserved and not records)
+            is_whole = bool(records) or not are_unobserved
+            sequences = UnpaddedBatch.from_packed(cu_seqlens, max_seqlen, tokens, has_starts, sort=not is_whole)
             if eager or not is_shipped or not are_known or (is_traced and not is_flash):
                 return MaskedSequences(sequences)
-            sequences.max_width = config.intermediate_size if are_unobserved and not records else 0
+            sequences.max_width = 0 if is_whole else config.intermediate_size
             return sequences
     is_enabled = config.padding_free if padding_free is None else padding_free
     is_readable = is_padding_mask(attention_mask) and attention_mask.shape == tokens.shape[:2]
@@ -348,14 +350,14 @@ def choose_tokens(model, outputs, attention_mask, padding_free: bool | None) -> 
 
 
 def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config, options: Any) -> tuple | None:
-    """The packed sequences in a row of `tokens`, as the first arguments of `UnpaddedBatch.from_packed`; None if it has
-    none. They are marked by `cu_seq_lens_q` in `options`, or by `position_ids`, `(1, N)`, that restart at 0. All-zero
+    """`cu_seqlens`, `max_seqlen` and `has_starts` (see `UnpaddedBatch.from_packed`) of the packed sequences in a row of
+    `tokens`; None if it has none. They are marked by `cu_seq_lens_q` in `options`, or by `position_ids`, `(1, N)`, that restart at 0. All-zero
     positions are one sequence."""
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
     if cu_seqlens is not None:
         check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
-        return cu_seqlens, max_seqlen, tokens, True
+        return cu_seqlens, max_seqlen, True
     if attention_mask is not None or position_ids is None or len(tokens) != 1:
         return None
     positions = position_ids[0].cpu() if has_values(position_ids) else position_ids[0]
@@ -367,12 +369,12 @@ def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config,
             return None
         cu_seqlens = pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).int()
         check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
-        return cu_seqlens, None, tokens, True
+        return cu_seqlens, None, True
     # While tracing, the number of sequences is not known: empty ones at the end make N of them.
     places = torch.arange(starts.shape[0], device=starts.device)
     end = places[-1:] + 1
     first = torch.where((starts & is_packed) | (places == 0), places, end).sort().values
-    return torch.cat([first, end]).int(), None, tokens, False
+    return torch.cat([first, end]).int(), None, False
 
 
 def inspect(model) -> tuple[bool, bool]:
