@@ -48,10 +48,8 @@ def scaled_dot_product_attention(
     elif mask is not None and mask.is_floating_point():
         scores, hidden = scores + mask.to(scores.dtype), mask <= torch.finfo(mask.dtype).min
     elif mask is not None:
-        raise ValueError(
-            f"mask has dtype {mask.dtype}; expected torch.bool (True: may attend) or a floating dtype (added to the "
-            "scores). Pass a padding mask of 0 and 1 as key_mask."
-        )
+        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool (True: may attend) or a floating dtype "
+                         "(added to the scores). Pass a padding mask of 0 and 1 as key_mask.")  # fmt: skip
     if query_mask is not None:
         hidden = hidden | ~query_mask.bool()[..., :, None]
     if key_mask is not None:

@@ -94,10 +94,8 @@ def copy_code(folder) -> None:
     # Also from a zip file, as Spark's addPyFile imports one.
     files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".py")]
     if not any(file.name == "modeling_scratchbert.py" for file in files):
-        raise OSError(
-            f"The installed {__package__} has no source files; expected them, because they are saved beside the model. "
-            "Install the package with its sources, or save with save_as_bert()."
-        )
+        raise OSError(f"The installed {__package__} has no source files; expected them, because they are saved beside "
+                      "the model. Install the package with its sources, or save with save_as_bert().")  # fmt: skip
     for file in files:
         if file.name != "__init__.py":
             Path(folder, file.name).write_bytes(file.read_bytes())

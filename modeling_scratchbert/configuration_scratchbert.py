@@ -18,20 +18,17 @@ if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all 
     from .modeling_scratchbert import ScratchBertModel  # noqa: F401
 
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.
-AUTO_MAP = {
-    "AutoConfig": "configuration_scratchbert.ScratchBertConfig",
-    "AutoModel": "modeling_scratchbert.ScratchBertModel",
-    "AutoModelForTextEncoding": "modeling_scratchbert.ScratchBertModel",
-    "AutoModelForPreTraining": "modeling_scratchbert.ScratchBertForPreTraining",
-    "AutoModelForMaskedLM": "modeling_scratchbert.ScratchBertForMaskedLM",
-    "AutoModelForCausalLM": "modeling_scratchbert.ScratchBertForCausalLM",
-    "AutoModelForSeq2SeqLM": "modeling_scratchbert.ScratchBertForConditionalGeneration",
-    "AutoModelForNextSentencePrediction": "modeling_scratchbert.ScratchBertForNextSentencePrediction",
-    "AutoModelForSequenceClassification": "modeling_scratchbert.ScratchBertForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_scratchbert.ScratchBertForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_scratchbert.ScratchBertForQuestionAnswering",
-    "AutoModelForMultipleChoice": "modeling_scratchbert.ScratchBertForMultipleChoice",
-}
+AUTO_MAP = {"AutoConfig": "configuration_scratchbert.ScratchBertConfig"} | {
+    auto_class: f"modeling_scratchbert.ScratchBert{name}" for auto_class, name in {
+        "AutoModel": "Model", "AutoModelForTextEncoding": "Model", "AutoModelForPreTraining": "ForPreTraining",
+        "AutoModelForMaskedLM": "ForMaskedLM", "AutoModelForCausalLM": "ForCausalLM",
+        "AutoModelForSeq2SeqLM": "ForConditionalGeneration",
+        "AutoModelForNextSentencePrediction": "ForNextSentencePrediction",
+        "AutoModelForSequenceClassification": "ForSequenceClassification",
+        "AutoModelForTokenClassification": "ForTokenClassification",
+        "AutoModelForQuestionAnswering": "ForQuestionAnswering", "AutoModelForMultipleChoice": "ForMultipleChoice",
+    }.items()
+}  # fmt: skip
 
 
 @strict

@@ -26,11 +26,9 @@ class ScratchBertGenerationMixin(GenerationMixin):
         if generation_config.max_length > limit:
             remedies = [f"set max_new_tokens to {new_tokens} or less"] if new_tokens > 0 else []
             remedies += ["shorten the prompt"] if input_ids_length > 1 else []
-            raise ValueError(
-                f"max_length is {generation_config.max_length}, {input_ids_length} tokens of which are the prompt; "
-                f"expected at most {limit}, because max_position_embeddings is {limit - 1}. To generate, "
-                f"{', or '.join(remedies)}."
-            )
+            raise ValueError(f"max_length is {generation_config.max_length}, {input_ids_length} tokens of which are "
+                             f"the prompt; expected at most {limit}, because max_position_embeddings is {limit - 1}. "
+                             f"To generate, {', or '.join(remedies)}.")  # fmt: skip
 
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
         ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)

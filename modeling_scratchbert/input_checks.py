@@ -11,6 +11,12 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
+DTYPES = {
+    "integer": "torch.long or torch.int",
+    "floating": "a floating dtype",
+    "mask": "torch.bool or a floating dtype",
+}
+
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether values may be read now: not while tracing, under a transform of `torch.func`, or on the meta device."""
@@ -30,21 +36,14 @@ def check_tensor(name: str, tensor, *shape, dtype: str | None = None, note: str 
         raise ValueError(
             f"{name} is a {type(tensor).__name__}; expected a tensor. Tokenizers return one with return_tensors='pt'."
         )
-    allowed = {
-        "integer": ("torch.long or torch.int", tensor.dtype in (torch.long, torch.int)),
-        "floating": ("a floating dtype", tensor.is_floating_point()),
-        "mask": ("torch.bool or a floating dtype", tensor.dtype == torch.bool or tensor.is_floating_point()),
-        None: ("any dtype", True),
-    }
-    expected, is_allowed = allowed[dtype]
-    if not is_allowed:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; expected {expected}.")
+    is_integer, is_floating = tensor.dtype in (torch.long, torch.int), tensor.is_floating_point()
+    is_allowed = {"integer": is_integer, "floating": is_floating, "mask": is_floating or tensor.dtype == torch.bool}
+    if dtype is not None and not is_allowed[dtype]:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected {DTYPES[dtype]}.")
     sizes = [size if isinstance(size, tuple) else (size,) for size in shape]
-    fits = tensor.ndim == len(sizes) and all(
-        isinstance(allowed[0], str) or actual in allowed for actual, allowed in zip(tensor.shape, sizes, strict=True)
-    )
-    if not fits:
-        expected = ", ".join(str(allowed[0]) for allowed in sizes)
+    fits = [isinstance(size[0], str) or n in size for n, size in zip(tensor.shape, sizes, strict=False)]
+    if tensor.ndim != len(sizes) or not all(fits):
+        expected = ", ".join(str(size[0]) for size in sizes)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({expected}){note}.")
 
 
@@ -95,10 +94,8 @@ def check_inputs(
     if not has_own_positions and isinstance(past_length, int) and past_length + length > limit:
         cached = f" after {past_length} in the cache" if past_length else ""
         truncate = f"Truncate it with tokenizer(text, truncation=True, max_length={limit})"
-        raise ValueError(
-            f"The sequence has {length} tokens{cached}; max_position_embeddings is {limit}. "
-            f"{'Generate fewer tokens, or shorten the prompt' if past_length else truncate}."
-        )
+        raise ValueError(f"The sequence has {length} tokens{cached}; max_position_embeddings is {limit}. "
+                         f"{'Generate fewer tokens, or shorten the prompt' if past_length else truncate}.")  # fmt: skip
     for name, field in (("token_type_ids", "type_vocab_size"), ("position_ids", "max_position_embeddings")):
         if ids[name] is not None:
             check_ids(name, ids[name], (batch, 1), length, field=field, size=getattr(config, field))
@@ -108,17 +105,18 @@ def check_inputs(
     check_mask("attention_mask", attention_mask, batch, config.num_attention_heads, length, keys, slots, note)
 
 
-def check_encoder_inputs(config, encoder_hidden_states, encoder_attention_mask, hidden_states: torch.Tensor) -> None:
-    """Checks the arguments for the cross-attention of a decoder whose tokens are `hidden_states`, `(B, T, C)`."""
-    batch, queries, _ = hidden_states.shape
+def check_encoder_inputs(
+    config, states, mask, batch, queries: int, name: str = "encoder_hidden_states", mask_name="encoder_attention_mask"
+) -> None:
+    """Checks the arguments for the cross-attention of a decoder with `batch` sequences of `queries` tokens. `batch` is
+    a name if the number is not known."""
     if not config.add_cross_attention:
         raise ValueError(
             "encoder_hidden_states was given, and config.add_cross_attention is False; expected a model with "
             "cross-attention. Create it with is_decoder=True and add_cross_attention=True."
         )
-    check_tensor("encoder_hidden_states", encoder_hidden_states, batch, "length", config.hidden_size, dtype="floating")
-    keys = encoder_hidden_states.shape[1]
-    check_mask("encoder_attention_mask", encoder_attention_mask, batch, config.num_attention_heads, queries, keys)
+    check_tensor(name, states, batch, "length", config.hidden_size, dtype="floating")
+    check_mask(mask_name, mask, states.shape[0], config.num_attention_heads, queries, states.shape[1])
 
 
 def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_ids, config) -> None:
@@ -142,10 +140,8 @@ def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_i
         )
     longest, limit = max(end - start for start, end in pairwise(starts)), config.max_position_embeddings
     if position_ids is None and longest > limit:  # positions are to be counted
-        raise ValueError(
-            f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {limit}. Split it, or pass "
-            "position_ids."
-        )
+        raise ValueError(f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {limit}. Split "
+                         "it, or pass position_ids.")  # fmt: skip
 
 
 def cache_lengths(cache, mask=None, options: Any = None) -> tuple[int | torch.Tensor, int | None]:
@@ -155,10 +151,8 @@ def cache_lengths(cache, mask=None, options: Any = None) -> tuple[int | torch.Te
     if cache is None:
         return 0, paged
     if not isinstance(cache, Cache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward pass with "
-            "use_cache=True returns."
-        )
+        raise ValueError(f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward "
+                         "pass with use_cache=True returns.")  # fmt: skip
     return cache.get_seq_length(), paged or (cache.get_max_length() if cache.is_compileable else None)
 
 
@@ -182,10 +176,9 @@ def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
         length = encoder_hidden_states.shape[1] if kind and encoder_hidden_states is not None else shapes[0][2]
         expected = (batch, own_heads, length, width)
         if len(shapes) != config.num_hidden_layers or shapes[0] != expected:
-            raise ValueError(
-                f"past_key_values{kind} has {len(shapes)} layers of {shapes[0]} (sequences, heads, positions, width); "
-                f"expected {config.num_hidden_layers} of {expected}. Leave it out to start from an empty cache."
-            )
+            raise ValueError(f"past_key_values{kind} has {len(shapes)} layers of {shapes[0]} (sequences, heads, "
+                             f"positions, width); expected {config.num_hidden_layers} of {expected}. Leave it out to "
+                             "start from an empty cache.")  # fmt: skip
 
 
 def check_labels(labels, decoder_inputs) -> None:

@@ -21,15 +21,11 @@ def installed(name: str) -> Any:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ImportError(
-            f"{package}.{name} is not in the folder of a saved model; expected the installed package. Install it with "
-            "`pip install scratchbert`."
-        )
+        raise ImportError(f"{package}.{name} is not in the folder of a saved model; expected the installed package. "
+                          "Install it with `pip install scratchbert`.")  # fmt: skip
     if spec.submodule_search_locations is None:
-        raise ImportError(
-            f"{spec.origin} is a file of a saved model; expected the installed package {package}. Start Python in "
-            "another folder; `pip install scratchbert` installs the package."
-        )
+        raise ImportError(f"{spec.origin} is a file of a saved model; expected the installed package {package}. Start "
+                          "Python in another folder; `pip install scratchbert` installs the package.")  # fmt: skip
     try:
         version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION
     except ModuleNotFoundError:  # version 0.1.0
@@ -38,8 +34,6 @@ def installed(name: str) -> Any:
         advice = "Upgrade the package with `pip install --upgrade scratchbert`."
         if version > INTERFACE_VERSION:
             advice = "Import modeling_scratchbert first, load the model without trust_remote_code, and save it again."
-        raise ImportError(
-            f"The installed {package} has interface version {version}; the code of this model expects "
-            f"{INTERFACE_VERSION}. {advice}"
-        )
+        raise ImportError(f"The installed {package} has interface version {version}; the code of this model expects "
+                          f"{INTERFACE_VERSION}. {advice}")  # fmt: skip
     return importlib.import_module(f"{package}.{name}")

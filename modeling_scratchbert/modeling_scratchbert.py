@@ -26,39 +26,35 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
 from .generation import ScratchBertGenerationMixin, no_start_id
-from .input_checks import (
-    cache_lengths,
-    check_cache,
-    check_choices,
-    check_encoder_inputs,
-    check_inputs,
-    check_labels,
-    check_mask,
-    check_tensor,
-    has_values,
-)
+from .input_checks import cache_lengths, check_cache, check_choices, check_encoder_inputs, check_inputs, check_labels
 from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
-from .unpadding import choose_batch, choose_tokens, labels_include_padding, scatter_rows, supports_unpadding
+from .unpadding import (
+    choose_batch,
+    choose_tokens,
+    is_selectable,
+    labels_include_padding,
+    scatter_rows,
+    supports_unpadding,
+)
 
 logger = logging.getLogger(__name__)
 
 OptionalTensor = torch.Tensor | None
 
 
+# The options of every forward pass: see `ScratchBertModel.forward`, and `average` for `num_items_in_batch`.
 class ForwardOptions(TypedDict, total=False):
-    """The options of every forward pass: see `ScratchBertModel.forward`, and `average` for `num_items_in_batch`."""
-
     output_attentions: bool | None
     output_hidden_states: bool | None
     return_dict: bool | None
     padding_free: bool
-    cu_seq_lens_q: torch.Tensor | None
-    cu_seq_lens_k: torch.Tensor | None
+    cu_seq_lens_q: OptionalTensor
+    cu_seq_lens_k: OptionalTensor
     max_length_q: int | None
     max_length_k: int | None
-    num_items_in_batch: int | torch.Tensor | None
+    num_items_in_batch: int | torch.Tensor | None  # fmt: skip
 
 
 def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
@@ -170,7 +166,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         )
         hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
         if encoder_hidden_states is not None:
-            check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, hidden_states)
+            check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, *hidden_states.shape[:2])
             if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
         check_cache(self.config, past_key_values, len(hidden_states), encoder_hidden_states)
@@ -244,8 +240,7 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
         if labels is not None and self.config.sparse_prediction:
             labels = labels.reshape(shape)
             labelled = labels != -100
-            # While tracing, no hook is there to see the difference.
-            is_sparse = padding_free or not has_values(labels) or all(self.inspection(self.lm_head))
+            is_sparse = is_selectable(self, labels, padding_free)
             logits = self.lm_head(hidden_states[labelled]) if is_sparse else self.lm_head(hidden_states)[labelled]
             return logits, logits, labels[labelled]
         indices = choose_tokens(self, outputs, attention_mask, padding_free)
@@ -463,10 +458,9 @@ class ScratchBertForSequenceClassification(ScratchBertClassifier):
             return super()._loss(logits, labels, num_items)
         if self.config.problem_type == "multi_label_classification":
             return average(binary_cross_entropy_with_logits, logits, labels, num_items)
-        raise ValueError(
-            f"config.problem_type is {self.config.problem_type!r}; expected 'regression', "
-            "'single_label_classification', 'multi_label_classification', or None to derive it from the labels."
-        )
+        raise ValueError(f"config.problem_type is {self.config.problem_type!r}; expected 'regression', "
+                         "'single_label_classification', 'multi_label_classification', or None to derive it from the "
+                         "labels.")  # fmt: skip
 
 
 class ScratchBertForTokenClassification(ScratchBertClassifier):
@@ -627,20 +621,16 @@ class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
 
     _is_encoder_decoder = True
     # An EncoderDecoderModel stores a pooler of the encoder, which it does not use.
-    _keys_to_ignore_on_load_unexpected = [
-        *ScratchBertPreTrainedModel._keys_to_ignore_on_load_unexpected,
-        r"^(model\.)?encoder\.pooler\.",
-    ]
+    _ignored = ScratchBertPreTrainedModel._keys_to_ignore_on_load_unexpected
+    _keys_to_ignore_on_load_unexpected = [*_ignored, r"^(model\.)?encoder\.pooler\."]
 
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Embedding:
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """As `PreTrainedModel.resize_token_embeddings`, for encoder, decoder and head."""
         self._refuse_if_optimized("resize_token_embeddings()")
         encoder, decoder = self.get_encoder(), self.get_decoder()
         if not self.config.share_embeddings:
-            decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+            decoder.resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
         encoder.config.vocab_size = decoder.config.vocab_size = self.config.vocab_size
         return embeddings
 
@@ -707,10 +697,8 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
             ValueError: an argument has a wrong shape, dtype or value.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
-            raise ValueError(
-                "decoder_input_ids and decoder_inputs_embeds: neither was given; expected one of them. "
-                "ScratchBertForConditionalGeneration derives decoder_input_ids from labels."
-            )
+            raise ValueError("decoder_input_ids and decoder_inputs_embeds: neither was given; expected one of them. "
+                             "ScratchBertForConditionalGeneration derives decoder_input_ids from labels.")  # fmt: skip
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         if encoder_outputs is None:
@@ -735,11 +723,11 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
     def _given_encoder_outputs(self, outputs, attention_mask) -> modeling_outputs.BaseModelOutput:
         if isinstance(outputs, (list, tuple)):
             outputs = modeling_outputs.BaseModelOutput(*outputs)
-        states: Any = getattr(outputs, "last_hidden_state", None)
-        name, width = "encoder_outputs.last_hidden_state", self.config.hidden_size
-        check_tensor(name, states, "batch", "length", width, dtype="floating")
-        batch, keys, _ = states.shape
-        check_mask("attention_mask", attention_mask, batch, self.config.num_attention_heads, 1, keys)
+        states, names = (
+            getattr(outputs, "last_hidden_state", None),
+            ("encoder_outputs.last_hidden_state", "attention_mask"),
+        )
+        check_encoder_inputs(self.decoder.config, states, attention_mask, "batch", 1, *names)
         return outputs
 
 
@@ -836,9 +824,7 @@ class ScratchBertForConditionalGeneration(
         if self.config.decoder_start_token_id is None:
             raise no_start_id("config")
         if self.config.pad_token_id is None:
-            raise ValueError(
-                "config.pad_token_id is None; expected an id to replace labels of -100. Set it to the tokenizer's "
-                "pad_token_id."
-            )
+            raise ValueError("config.pad_token_id is None; expected an id to replace labels of -100. Set it to the "
+                             "tokenizer's pad_token_id.")  # fmt: skip
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)

@@ -55,10 +55,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
 
     def __init__(self, config: ScratchBertConfig, *args, **kwargs):
         if not _is_our_config(config):
-            raise TypeError(
-                f"config is a {type(config).__name__}; expected a ScratchBertConfig. Convert a BertConfig with "
-                "ScratchBertConfig.from_bert(config)."
-            )
+            raise TypeError(f"config is a {type(config).__name__}; expected a ScratchBertConfig. Convert a BertConfig "
+                            "with ScratchBertConfig.from_bert(config).")  # fmt: skip
         config.check()
         _check_class(type(self), config.is_encoder_decoder, "config")
         super().__init__(config, *args, **kwargs)
@@ -229,11 +227,10 @@ def _check_blocks(model, info: dict, source) -> None:
     """Raise ValueError if every block was left random although the checkpoint has tensors of other names."""
     blocks = {name for name, _ in model.named_parameters() if ".blocks." in name}
     if blocks and blocks <= info["missing_keys"] and info["unexpected_keys"]:
-        raise ValueError(
-            f"{source or 'state_dict'} has {min(info['unexpected_keys'])!r} and no {min(blocks)!r}; expected the names "
-            f"of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in a derived class, "
-            f"base_model_prefix, here {model.base_model_prefix!r}, must name the attribute that holds the encoder."
-        )
+        raise ValueError(f"{source or 'state_dict'} has {min(info['unexpected_keys'])!r} and no {min(blocks)!r}; "
+                         f"expected the names of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in "
+                         f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
+                         "attribute that holds the encoder.")  # fmt: skip
 
 
 def _check_class(cls: type[ScratchBertPreTrainedModel], is_encoder_decoder: bool, source) -> None:
@@ -243,7 +240,5 @@ def _check_class(cls: type[ScratchBertPreTrainedModel], is_encoder_decoder: bool
         advice = "Load it with ScratchBertForConditionalGeneration or AutoModel; get_encoder() returns the encoder."
         if not is_encoder_decoder:
             advice = "Start a model from a single BERT with ScratchBertForConditionalGeneration.from_bert(…)."
-        raise ValueError(
-            f"is_encoder_decoder is {is_encoder_decoder} in {source}; {cls.__name__} expected "
-            f"{cls._is_encoder_decoder}. {advice}"
-        )
+        raise ValueError(f"is_encoder_decoder is {is_encoder_decoder} in {source}; {cls.__name__} expected "
+                         f"{cls._is_encoder_decoder}. {advice}")  # fmt: skip

@@ -216,23 +216,15 @@ class UnpaddedBatch:
             kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             kwargs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
             return kernel(module, query, key, value, None, dropout=dropout, **kwargs)[0], None
-        if query.is_cuda and supports_varlen(query, dropout):
+        if supports_varlen(query, dropout):
             cu_seqlens = copy_to_device(self.cu_seqlens, query.device)
             heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # each (N, H, D)
             return varlen_attn(*heads, cu_seqlens, cu_seqlens, self.max_seqlen, self.max_seqlen)[None], None
         contexts, start = [], 0
         for length, count in self.runs:
             shape, places = (-1, count, length, query.shape[-1]), slice(start, start + length * count)
-            context, _ = kernel(
-                module,
-                query[0, :, places].view(shape).transpose(0, 1),  # (count, H, length, D)
-                key[0, :, places].view(shape).transpose(0, 1),
-                value[0, :, places].view(shape).transpose(0, 1),
-                None,
-                dropout=dropout,
-                **kwargs,
-            )
-            contexts.append(context.flatten(0, 1))
+            run = [heads[0, :, places].view(shape).transpose(0, 1) for heads in (query, key, value)]
+            contexts.append(kernel(module, *run, None, dropout=dropout, **kwargs)[0].flatten(0, 1))
             start = places.stop
         return torch.cat(contexts)[None], None
 
@@ -240,9 +232,8 @@ class UnpaddedBatch:
         """The last hidden states as they are returned, `(B, T, C)`, zero at padding; and those whose position 0 is the
         first token of each sequence, for the pooler: `(S, 1, C)` for packed sequences."""
         if self.indices is not None:
-            hidden_states = scatter_rows(
-                hidden_states[0], copy_to_device(self.indices, hidden_states.device), self.shape
-            )
+            indices = copy_to_device(self.indices, hidden_states.device)
+            hidden_states = scatter_rows(hidden_states[0], indices, self.shape)
         if self.starts is None:
             return hidden_states, hidden_states
         starts = copy_to_device(self.starts, hidden_states.device)
@@ -346,13 +337,18 @@ def choose_tokens(model, outputs, attention_mask, padding_free: bool | None) -> 
         return None
     indices = attention_mask.flatten().nonzero()[:, 0].to(states.device)
     is_whole = len(indices) in (0, attention_mask.numel())
-    return None if is_whole or not (padding_free or all(model.inspection(model.lm_head))) else indices
+    return None if is_whole or not is_selectable(model, attention_mask, padding_free) else indices
+
+
+def is_selectable(model, tensor: torch.Tensor, padding_free: bool | None) -> bool:
+    """Whether the language-model head may be given some of the tokens. While tracing, no hook sees the difference."""
+    return padding_free or not has_values(tensor) or all(model.inspection(model.lm_head))
 
 
 def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config, options: Any) -> tuple | None:
-    """`cu_seqlens`, `max_seqlen` and `has_starts` (see `UnpaddedBatch.from_packed`) of the packed sequences in a row of
-    `tokens`; None if it has none. They are marked by `cu_seq_lens_q` in `options`, or by `position_ids`, `(1, N)`, that restart at 0. All-zero
-    positions are one sequence."""
+    """`cu_seqlens`, `max_seqlen` and `has_starts` for `UnpaddedBatch.from_packed`, if `tokens` are a row of packed
+    sequences; otherwise None. They are marked by `cu_seq_lens_q` in `options`, or by `position_ids`, `(1, N)`, that
+    restart at 0. All-zero positions are one sequence."""
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
     if cu_seqlens is not None:
