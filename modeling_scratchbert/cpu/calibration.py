@@ -23,23 +23,21 @@ Factors = dict[str, torch.Tensor]
 Groups = dict[str, list[nn.Linear]]
 
 
-def calibrate(model, groups: Groups, calibration: Iterable[Mapping] | str | os.PathLike | None) -> Factors:
-    """Returns the factors of the layers in `groups`, by the names there, from batches, a file or random token ids."""
+def find_factors(model, groups: Groups, calibration: Iterable[Mapping] | str | os.PathLike | None) -> Factors:
+    """Returns the factors of the layers in `groups`, by the names there, from batches, a file or random token ids.
+
+    With |x| the absolute values of a layer's inputs at the tokens of all batches, a factor is sqrt(max |x| / max |w|)
+    for each channel, which is SmoothQuant with α = 0.5.
+
+    Raises:
+        TypeError: a batch is not a mapping of the model's arguments.
+        ValueError: there are no batches, or one has no tokens, NaN or infinity; or the file is invalid.
+        OSError: the file cannot be read.
+    """
     if isinstance(calibration, str | os.PathLike):
         return load_factors(calibration, groups)
     if calibration is None:
         model, calibration = model.base_model, random_batches(model.config)
-    return find_factors(model, groups, calibration)
-
-
-def find_factors(model, groups: Groups, batches: Iterable[Mapping]) -> Factors:
-    """Returns the factors of the layers, from the largest absolute values that their inputs have at the tokens of these
-    batches: sqrt(max |x| / max |w|) for each channel, which is SmoothQuant with α = 0.5.
-
-    Raises:
-        TypeError: a batch is not a mapping of the model's arguments.
-        ValueError: there are no batches, or one has no tokens, or leads to numbers that are not finite.
-    """
     weights = {name: tuple(id(layer.weight) for layer in layers) for name, layers in groups.items()}
     recorder = InputRecorder()
     with torch.no_grad(), ExitStack() as undo:
@@ -51,7 +49,7 @@ def find_factors(model, groups: Groups, batches: Iterable[Mapping]) -> Factors:
             # Before other hooks, because queries, keys and values have the same factors.
             hook = partial(recorder.see_input, weights[name])
             undo.enter_context(layers[0].register_forward_pre_hook(hook, prepend=True))
-        _run(model.eval(), batches, recorder)
+        recorder.run(model.eval(), calibration)
     factors = {}
     for name, layers in groups.items():
         of_weights = torch.cat([layer.weight.detach() for layer in layers]).float().abs().amax(dim=0)
@@ -59,26 +57,6 @@ def find_factors(model, groups: Groups, batches: Iterable[Mapping]) -> Factors:
         ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
         factors[name] = ratios / ratios.mean()
     return factors
-
-
-class InputRecorder:
-    """The largest absolute value of each channel of the inputs of layers, without padding: the hook of another library,
-    for example, keeps a batch padded."""
-
-    def __init__(self) -> None:
-        self.largest: dict[Any, torch.Tensor] = {}  # by the weights, because tied layers need the same factors
-        self.mask: Any = None  # which the encoder or decoder that runs was given
-
-    def see_mask(self, model, args, kwargs):
-        self.mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-
-    def see_input(self, weights: tuple[int, ...], layer, args):
-        x = args[0].detach().float()
-        is_padded = isinstance(self.mask, torch.Tensor) and self.mask.shape == x.shape[:-1]
-        tokens = x[self.mask.bool()] if is_padded else x.flatten(0, -2)
-        if len(tokens):
-            found = tokens.abs().amax(dim=0)
-            self.largest[weights] = torch.maximum(self.largest.get(weights, found), found)
 
 
 def random_batches(config) -> list[dict[str, torch.Tensor]]:
@@ -91,22 +69,37 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
     return [dict.fromkeys(names, each) for each in ids]
 
 
-def _run(model, batches: Iterable[Mapping], recorder: InputRecorder) -> None:
-    number = 0
-    for number, batch in enumerate(batches, start=1):
-        if not isinstance(batch, Mapping):
-            fact = f"calibration has a {type(batch).__name__} as batch {number}"
-            raise TypeError(f"{fact}; expected a mapping of the model's arguments. Pass what the tokenizer returns.")
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        if any(not value.numel() or (name == "attention_mask" and not value.any()) for name, value in tensors.items()):
-            raise ValueError(f"calibration has no tokens in batch {number}; expected at least one. Leave it out.")
-        model(**batch)
-        if not all(of_inputs.isfinite().all() for of_inputs in recorder.largest.values()):
-            raise ValueError(f"calibration leads to NaN or infinity in batch {number}; expected finite numbers.")
-    if not number:
-        raise ValueError(
-            "calibration has no batches; expected at least one. Pass a few dozen texts like those to come."
-        )
+class InputRecorder:
+    """The largest absolute value of each channel of the inputs of layers, without padding: the hook of another library,
+    for example, keeps a batch padded."""
+
+    def __init__(self) -> None:
+        self.largest: dict[Any, torch.Tensor] = {}  # by the weights, because tied layers need the same factors
+        self.mask: Any = None  # which the encoder or decoder that runs was given
+        self.number = 0  # of the batch
+
+    def run(self, model, batches: Iterable[Mapping]) -> None:
+        for self.number, batch in enumerate(batches, start=1):
+            if not isinstance(batch, Mapping):
+                fact = f"calibration has a {type(batch).__name__} as batch {self.number}"
+                raise TypeError(
+                    f"{fact}; expected a mapping of the model's arguments. Pass what the tokenizer returns."
+                )
+            model(**batch)
+        if not self.number:
+            raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")
+
+    def see_mask(self, model, args, kwargs):
+        self.mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+
+    def see_input(self, weights: tuple[int, ...], layer, args):
+        x = args[0].detach().float()
+        tokens = x[self.mask.bool()] if getattr(self.mask, "shape", None) == x.shape[:-1] else x.flatten(0, -2)
+        if not len(tokens) or not tokens.isfinite().all():
+            fact = f"calibration has {'NaN or infinity' if len(tokens) else 'no tokens'} in batch {self.number}"
+            raise ValueError(f"{fact}; expected tokens with finite numbers. Leave the batch out.")
+        found = tokens.abs().amax(dim=0)
+        self.largest[weights] = torch.maximum(self.largest.get(weights, found), found)
 
 
 def save_calibration(model, path: str | os.PathLike) -> None:
@@ -119,9 +112,8 @@ def save_calibration(model, path: str | os.PathLike) -> None:
     }
     if not factors:
         raise RuntimeError("The model has no int8 layers; expected some. Call optimize_for_inference('int8') before.")
-    path = Path(path)
-    with staged(path.parent) as folder:  # a temporary name until the file is complete
-        save_file(factors, folder / path.name, metadata={"format": "pt"})
+    with staged(Path(path).parent) as folder:  # a temporary name until the file is complete
+        save_file(factors, folder / Path(path).name, metadata={"format": "pt"})
 
 
 def load_factors(path: str | os.PathLike, groups: Groups) -> Factors:

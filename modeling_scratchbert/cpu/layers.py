@@ -22,21 +22,19 @@ class PrepackedLinear(nn.Module):
 
     is_prepacked = True  # by which the code in a saved model recognises this class
     is_position_wise = True  # treats each token alone, for unpadding
-    in_features: int
-    out_features: int
 
     def __init__(self, layer: nn.Linear, matrix: PackedMatrix, part: int, optimized_for: Any):
         super().__init__()
         take_over_attributes(self, layer)
         self.matrix, self.part, self.optimized_for = matrix, part, optimized_for
-        self.rows = None if len(matrix.heights) == 1 else matrix.rows_of(part)
+        start = sum(matrix.heights[:part])
+        self.rows = slice(start, start + self.out_features) if len(matrix.heights) > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(…, in)` → `(…, out)`, in the weight's dtype. Raises RuntimeError for gradients and export."""
         matrix = self.matrix
         if matrix.multiplies_dense(x):
-            bias = matrix.bias if matrix.bias is None or self.rows is None else matrix.bias[self.rows]
-            return nn.functional.linear(x, matrix.mapped[self.part], bias)
+            return nn.functional.linear(x, *matrix.mapped[self.part])
         y = matrix.linear(x)
         return y if self.rows is None else y[..., self.rows]
 
@@ -63,8 +61,7 @@ class PrepackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         kind = "int8" if self.matrix.is_int8 else self.matrix.dtype
-        has_bias = self.matrix.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, prepacked={kind}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, prepacked={kind}"
 
 
 class FusedMethod:

@@ -32,7 +32,7 @@ class PackedMatrix:
     biases. It never changes: copies of a layer share it. Pickles hold the weights, and prepack them when restored.
 
     Args:
-        weights: the weights, in a dtype that `can_prepack`.
+        weights: the weights, without gradients, in a dtype that `can_prepack`.
         biases: the bias of each, or None for each.
 
     Attributes:
@@ -47,12 +47,12 @@ class PackedMatrix:
     _pack: Callable[[Tensor], None]
     _unpack: Callable[[], Tensor]
     _compute: Callable[[Tensor, str | None], Tensor]
-    mapped: Sequence[Tensor] = ()  # the weights themselves, if they stay in a mapped file
+    mapped: Sequence[tuple[Tensor, Tensor | None]] = ()  # weights and biases, if the weights stay in a mapped file
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]):
+    def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None]):
         self.dtype, self.width = weights[0].dtype, weights[0].shape[1]
         self.heights = [len(weight) for weight in weights]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
+        self.bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
 
     def _hold(self, values: Tensor) -> None:
         """Prepacks the values of all weights, `(out, …)`."""
@@ -96,11 +96,6 @@ class PackedMatrix:
     def empty_output(self, x: Tensor) -> Tensor:
         return x.new_empty((*x.shape[:-1], sum(self.heights)), dtype=self.dtype)
 
-    def rows_of(self, part: int) -> slice:
-        """Returns the rows of one of the weights."""
-        start = sum(self.heights[:part])
-        return slice(start, start + self.heights[part])
-
     def multiplies_dense(self, x: Tensor) -> bool:
         """Whether the weights in `mapped` multiply `x` faster. They must not be used for anything else."""
         if not self.mapped or x.numel() > MAX_DENSE_ROWS * self.width or x.dtype != self.dtype:
@@ -137,12 +132,11 @@ class FloatMatrix(PackedMatrix):
     multiplied as they are by one or two rows: a step of greedy decoding.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]):
+    def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None]):
         super().__init__(weights, biases)
-        weights = [weight.detach() for weight in weights]
         self._hold(weights[0] if len(weights) == 1 else torch.cat(weights))
         if self.dtype == torch.float32 and is_intel() and all(map(is_mapped, weights)):
-            self.mapped = weights
+            self.mapped = list(zip(weights, biases, strict=True))
 
     def _pack(self, values):
         held = self.dtype if multiplies_natively(self.dtype) else torch.float32
@@ -175,7 +169,7 @@ class Int8Matrix(PackedMatrix):
 
     is_int8 = True
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], factors: Tensor | None = None):
+    def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None], factors: Tensor | None = None):
         super().__init__(weights, biases)
         self.factors = factors
         # Zeros where a quantised row has its parameters: a product with the whole row needs no copy of it.
@@ -190,7 +184,7 @@ class Int8Matrix(PackedMatrix):
         self._blocked = torch.ops.onednn.qlinear_prepack(values, None)
         self._row_sums = values.sum(dim=1, dtype=torch.float32) * self.scales
         self._zero_points = torch.zeros(len(values), dtype=torch.int64)
-        self._float_bias = None if self.bias is None else self.bias.float()
+        self._float_bias = torch.zeros(len(values)) if self.bias is None else self.bias.float()
         self._inverse_factors = None if self.factors is None else 1 / self.factors
         self._quantize = torch.ops.quantized.embedding_bag_byte_prepack.default
         self._operator = torch.ops.onednn.qlinear_pointwise.default
@@ -215,15 +209,12 @@ class Int8Matrix(PackedMatrix):
             quantized, 1.0, 0, self._blocked, self.scales, self._zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        bias = self._float_bias
-        y = minimum * self._row_sums if bias is None else torch.addcmul(bias, minimum, self._row_sums)
-        y = y.addcmul_(product, scale)
+        y = torch.addcmul(self._float_bias, minimum, self._row_sums).addcmul_(product, scale)
         if gelu_form is not None:
             y = nn.functional.gelu(y, approximate=gelu_form)
         return y.to(self.dtype).view(*shape[:-1], -1)
 
 
-@torch.no_grad()
 def quantize_rows(factors: Tensor | None, weight: Tensor, values: Tensor, scales: Tensor) -> None:
     """Writes the int8 values and the scales of the rows of a weight. A few rows at a time: a float copy of a whole
     weight would raise the peak of memory."""

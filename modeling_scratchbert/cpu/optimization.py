@@ -1,10 +1,10 @@
 """`optimize_for_inference`: replaces the linear layers of a model by prepacked ones."""
 
 import ctypes
+import itertools
 import mmap
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.utils import logging
 
-from .calibration import Factors, calibrate
+from .calibration import Factors, find_factors
 from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
 from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, is_mapped, multiplies_int8
 
@@ -64,7 +64,7 @@ def optimize(model, dtype: Any, calibration: Any) -> None:
                     raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
             # Those that follow a layer norm, in whose output a few channels are much larger than the others.
             after_norms = {group.name: group.layers for group in groups if group.names in SMOOTHED}
-            factors = calibrate(model, after_norms, calibration) if after_norms else {}
+            factors = find_factors(model, after_norms, calibration) if after_norms else {}
         if groups:
             _replace_layers(groups, dtype, factors)
             _replace_others(model.requires_grad_(False), groups)
@@ -152,23 +152,22 @@ def _has_method(module: nn.Module, path: str) -> bool:
     """Whether the class of the module has the method `path`, "Class.method" of ours, and that of its instance and
     `forward` are not replaced. By name, because the class may be of another copy of the code."""
     owner, _, name = path.partition(".")
-    methods = [getattr(type(module), each, None) for each in (name, "forward")]
-    names = [getattr(method, "__qualname__", None) for method in methods]
+    names = [getattr(getattr(type(module), each, None), "__qualname__", None) for each in (name, "forward")]
     return names == [path, f"{owner}.forward"] and name not in vars(module)
 
 
-def _replace_layers(groups: Sequence[LayerGroup], dtype: Any, factors: Factors) -> None:
+def _replace_layers(groups: list[LayerGroup], dtype: Any, factors: Factors) -> None:
     """Replaces the linear layers, a group at a time."""
-    matrix: Any = None
-    key: tuple[int, ...] = ()
-    for group in groups:
-        if group.key != key:
-            matrix, key = _prepack(group.layers, dtype, factors.get(group.name)), group.key
-        _replace_group(group, matrix, dtype)
+    for _, tied in itertools.groupby(groups, key=lambda group: group.key):
+        matrix = None
+        for group in tied:
+            matrix = matrix or _prepack(group.layers, dtype, factors.get(group.name))
+            _replace_group(group, matrix, dtype)
 
 
-def _prepack(layers: Sequence[nn.Linear], dtype: Any, factors: torch.Tensor | None) -> PackedMatrix:
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+def _prepack(layers: list[nn.Linear], dtype: Any, factors: torch.Tensor | None) -> PackedMatrix:
+    weights = [layer.weight.detach() for layer in layers]
+    biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
     is_int8 = dtype == "int8" and sum(map(len, weights)) >= MIN_INT8_OUTPUTS
     return Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
 
@@ -181,13 +180,12 @@ def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
         _page_out(layer.weight)
     if names == QUERY_KEY_VALUE:
         parent.project = JointProjection(parent, names)
-    elif names == ("intermediate",) and _has_method(parent, "FeedForward.formula"):
-        form = GELU_FORMS.get(type(parent.activation))
-        if form is not None:
-            parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)
+    form = GELU_FORMS.get(type(getattr(parent, "activation", None)))
+    if form is not None and names == ("intermediate",) and _has_method(parent, "FeedForward.formula"):
+        parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)
 
 
-def _replace_others(model, groups: Sequence[LayerGroup]) -> None:
+def _replace_others(model, groups: list[LayerGroup]) -> None:
     """Replaces the dropouts, and turns parameters that other modules share with the layers into buffers: as parameters,
     word embeddings that are tied to the output matrix could be changed for one of the two."""
     prepacked = {each for group in groups for each in group.key}

@@ -13,7 +13,7 @@ from support.folders import ROOT
 SCRIPTS = ROOT / "scripts"
 COMMANDS = {path.stem: path for path in sorted(SCRIPTS.glob("*.py")) if path.name != "__main__.py"}
 TOOLKIT = sorted((SCRIPTS / "toolkit").rglob("*.py"))
-PACKAGE = sorted((ROOT / "modeling_scratchbert").glob("*.py"))
+PACKAGE = sorted((ROOT / "modeling_scratchbert").rglob("*.py"))
 
 # What the package may move or rename is imported by one module of the toolkit only.
 IMPORTED_ONCE = {

@@ -260,16 +260,13 @@ def test_tied_embeddings_are_no_parameter_but_can_be_replaced():
     model.optimize_for_inference()
     assert model.get_input_embeddings() is words
     assert not list(words.parameters())
-    assert {name.rpartition(".")[0] for name, _ in model.named_parameters() if "embeddings" in name} == {
-        f"model.embeddings.{name}" for name in ("position_embeddings", "token_type_embeddings", "norm")
-    }
     words.weight = nn.Parameter(table)
     other.tie_weights = lambda: None
     other.set_input_embeddings(nn.Embedding.from_pretrained(table))
     assert_same_tensors(compute(model, {"input_ids": ids}), compute(other, {"input_ids": ids}))
-    optimised = make()
-    optimised.optimize_for_inference().set_input_embeddings(nn.Embedding.from_pretrained(table))
-    assert_same_tensors(compute(optimised, {"input_ids": ids}), compute(other, {"input_ids": ids}))
+    words.weight.data.zero_()
+    model.set_input_embeddings(other.get_input_embeddings())
+    assert_same_tensors(compute(model, {"input_ids": ids}), compute(other, {"input_ids": ids}))
 
 
 def test_self_attention_is_one_product_whatever_ran_before():
@@ -320,12 +317,8 @@ def through_torch(model):
     return torch.load(file, weights_only=False)
 
 
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 @every_model
-@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_torch])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_torch])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_are_prepacked_too(head, fields, way, dtype):
     model, inputs = make(head, **fields).optimize_for_inference(dtype), inputs_for(head)
@@ -433,15 +426,15 @@ REFUSED = {
 }
 
 
+PARTS = ("", "model", "model.encoder")
+
+
 @pytest.mark.parametrize("operation", REFUSED)
-@pytest.mark.parametrize("head", ["ForMaskedLM", "Model", "ForConditionalGeneration"])
-@pytest.mark.parametrize("part", ["", "base", "encoder"])
-def test_what_it_refuses_is_refused_before_anything_changed(tmp_path, operation, head, part):
+@pytest.mark.parametrize("place", ["Model/", "ForMaskedLM/model", *(f"{ENCODER_DECODERS[1]}/{part}" for part in PARTS)])
+def test_what_it_refuses_is_refused_before_anything_changed(tmp_path, operation, place):
+    head, part = place.split("/")
     model, inputs = make(head), inputs_for(head)
-    optimised = {"": model, "base": model.base_model, "encoder": getattr(model, "get_encoder", lambda: model)()}[part]
-    if part == "encoder" and head != "ForConditionalGeneration":
-        pytest.skip("has no encoder")
-    optimised.optimize_for_inference()
+    model.get_submodule(part).optimize_for_inference()
     expected, config = compute(model, inputs), copy.deepcopy(model.config.to_dict())
     with pytest.raises(RuntimeError, match=rf"optimised for inference; .*{operation}.* before optimize_for_inference"):
         REFUSED[operation](model, tmp_path)
@@ -473,8 +466,6 @@ def test_gradients_are_refused(monkeypatch, tmp_path, rows):
             layer(torch.randn(rows, layer.in_features, requires_grad=True))
     with torch.no_grad():
         model(inputs_embeds=embeds)
-    with torch.inference_mode():
-        model(inputs_embeds=embeds.detach())
     model(inputs_embeds=embeds.detach())
 
 
@@ -485,8 +476,7 @@ def test_moves_to_the_same_device_and_dtype_change_nothing():
     assert [layer.matrix for layer in layers(model)] == expected
     assert model.device == torch.device("cpu")
     assert model.dtype == torch.float32
-    assert model.num_parameters() > 0
-    assert model.get_memory_footprint() > 0
+    assert min(model.num_parameters(), model.get_memory_footprint()) > 0
 
 
 def test_twice_is_once_and_another_dtype_is_refused():

@@ -126,12 +126,8 @@ def test_generates():
     assert torch.equal(cached, not_cached)
 
 
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 @every_model
-@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_hold_int8(head, fields, way):
     model, inputs = make(head, **fields), inputs_for(head)
     model.optimize_for_inference("int8", calibration=[inputs])

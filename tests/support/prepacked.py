@@ -36,7 +36,7 @@ def all_prepacked(model):
 
 
 def prepack(layer: nn.Linear) -> PrepackedLinear:
-    return PrepackedLinear(layer, FloatMatrix([layer.weight.detach()], [layer.bias]), 0, layer.weight.dtype)
+    return PrepackedLinear(layer, FloatMatrix([layer.weight.detach()], [layer.bias.detach()]), 0, layer.weight.dtype)
 
 
 def compute(model, inputs):
