@@ -145,17 +145,15 @@ class UnpaddedBatch:
         return cls(copy_to_device(cu_seqlens.int(), device), max(lengths), shape, indices, ordered)
 
     @classmethod
-    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen, tokens, has_starts: bool, sort: bool) -> "UnpaddedBatch":
-        """Packed sequences, `tokens` `(1, N, …)`. With `sort`, they are reordered as in `from_lengths`. Without
-        `has_starts`, the pooler reads the first token of the row only."""
+    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens, sort: bool) -> "UnpaddedBatch":
+        """Packed sequences, `tokens` `(1, N, …)`. With `sort`, they are reordered as in `from_lengths`."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         # The lengths cannot be read while tracing, and need not be if the longest is known.
         if has_values(cu_seqlens) and (device.type == "cpu" or max_seqlen is None):
             batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device, sort)
         else:
             batch = cls(copy_to_device(cu_seqlens.int(), device), max_seqlen or shape[1], shape)
-        if has_starts:
-            batch.starts = copy_to_device(cu_seqlens[:-1].long().clamp(max=shape[1] - 1), device)
+        batch.starts = copy_to_device(cu_seqlens[:-1].long().clamp(max=shape[1] - 1), device)
         return batch
 
     @property
@@ -291,31 +289,27 @@ def choose_batch(
     config, padding_free = model.config, options.pop("padding_free", None)
     if config.is_decoder:
         return PaddedBatch(attention_mask)
-    is_shipped, is_flash = has_shipped_kernel(config), config._attn_implementation.startswith("flash")
+    inspect, is_shipped = partial(model.inspection, model.embeddings, model.encoder), has_shipped_kernel(config)
     if is_shipped or config._attn_implementation in ("eager", "sdpa", "flex_attention"):
         packed = packed_sequences(tokens, attention_mask, position_ids, config, options)
-        if packed is not None:
+        if isinstance(packed, tuple):
             # While tracing, neither modules nor lengths can be read; the flash kernels need no lengths.
-            cu_seqlens, max_seqlen, has_starts = packed
-            is_traced = not has_values(cu_seqlens)
-            are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect(model)
+            is_traced, is_flash = not has_values(packed[0]), config._attn_implementation.startswith("flash")
+            are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect()
             is_whole = bool(records) or not are_unobserved
-            sequences = UnpaddedBatch.from_packed(cu_seqlens, max_seqlen, tokens, has_starts, sort=not is_whole)
-            if eager or not is_shipped or not are_known or (is_traced and not is_flash):
-                return MaskedSequences(sequences)
+            sequences = UnpaddedBatch.from_packed(packed[0], packed[1], tokens, sort=not is_whole)
             sequences.max_width = 0 if is_whole else config.intermediate_size
-            return sequences
-    is_enabled = config.padding_free if padding_free is None else padding_free
-    is_readable = is_padding_mask(attention_mask) and attention_mask.shape == tokens.shape[:2]
-    if not is_enabled or records or not is_readable or not is_shipped:
+            is_masked = eager or not is_shipped or not are_known or (is_traced and not is_flash)
+            return MaskedSequences(sequences) if is_masked else sequences
+        if packed is not None:
+            return PaddedBatch(packed)
+    if records or not is_shipped or not has_removable_padding(config, attention_mask, tokens, padding_free):
         return PaddedBatch(attention_mask)
     mask = attention_mask.bool()
     # One transfer from the device, because each one waits for it.
     num_first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
-    if min(lengths) == mask.shape[1]:
-        return PaddedBatch(attention_mask)
-    are_known, are_unobserved = inspect(model)
-    if not are_known and not padding_free:
+    are_known, are_unobserved = (True, True) if min(lengths) == mask.shape[1] else inspect()
+    if min(lengths) == mask.shape[1] or not (are_known or padding_free):
         return PaddedBatch(attention_mask)
     reads_padding = model.pooler is not None and num_first_tokens < len(lengths)
     # `chunk_size_feed_forward` must divide the length.
@@ -329,13 +323,11 @@ def choose_batch(
 def choose_tokens(model, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
     """Decide whether a language-model head scores the non-padding tokens alone: return their positions in the flattened
     batch, `(N,)`, or None to score all tokens."""
-    states, config = outputs.last_hidden_state, model.config
-    is_enabled = config.padding_free if padding_free is None else padding_free
     is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
-    is_readable = is_padding_mask(attention_mask) and attention_mask.shape == states.shape[:2]
-    if not is_enabled or is_recorded or config.is_decoder or not is_readable:
+    is_padded = has_removable_padding(model.config, attention_mask, outputs.last_hidden_state, padding_free)
+    if is_recorded or model.config.is_decoder or not is_padded:
         return None
-    indices = attention_mask.flatten().nonzero()[:, 0].to(states.device)
+    indices = attention_mask.flatten().nonzero()[:, 0].to(outputs.last_hidden_state.device)
     is_whole = len(indices) in (0, attention_mask.numel())
     return None if is_whole or not is_selectable(model, attention_mask, padding_free) else indices
 
@@ -345,37 +337,38 @@ def is_selectable(model, tensor: torch.Tensor, padding_free: bool | None) -> boo
     return padding_free or not has_values(tensor) or all(model.inspection(model.lm_head))
 
 
-def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config, options: Any) -> tuple | None:
-    """`cu_seqlens`, `max_seqlen` and `has_starts` for `UnpaddedBatch.from_packed`, if `tokens` are a row of packed
-    sequences; otherwise None. They are marked by `cu_seq_lens_q` in `options`, or by `position_ids`, `(1, N)`, that
-    restart at 0. All-zero positions are one sequence."""
+def has_removable_padding(config, mask, tokens: torch.Tensor, padding_free: bool | None) -> bool:
+    """Whether padding is to be removed, and `mask` is a padding mask of `tokens`, `(B, T, …)`, that may be read."""
+    is_enabled = config.padding_free if padding_free is None else padding_free
+    return is_enabled and is_padding_mask(mask) and mask.shape == tokens.shape[:2]
+
+
+def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config, options: Any):
+    """The packed sequences in a row of `tokens`, marked by `cu_seq_lens_q` in `options`, or by `position_ids`,
+    `(1, N)`, that restart at 0. All-zero positions are one sequence.
+
+    Returns:
+        `cu_seqlens`, and the length of the longest sequence or None; or while tracing, if positions mark them, a full
+        mask, `(1, 1, N, N)`. None if there are none.
+    """
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
-    if cu_seqlens is not None:
-        check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
-        return cu_seqlens, max_seqlen, True
-    if attention_mask is not None or position_ids is None or len(tokens) != 1:
-        return None
-    positions = position_ids[0].cpu() if has_values(position_ids) else position_ids[0]
-    starts = positions == 0
-    counts_on = pad(positions.diff() == 1, (1, 0), value=False)
-    is_packed = (starts | counts_on).all() & ~starts.all()
-    if has_values(position_ids):
+    if cu_seqlens is None:
+        if attention_mask is not None or position_ids is None or len(tokens) != 1:
+            return None
+        positions = position_ids[0].cpu() if has_values(position_ids) else position_ids[0]
+        starts = positions == 0
+        counts_on = pad(positions.diff() == 1, (1, 0), value=False)
+        is_packed = (starts | counts_on).all() & ~starts.all()
+        if not has_values(position_ids):
+            sequence = starts.cumsum(0) * is_packed
+            is_flash = config._attn_implementation.startswith("flash")  # whose kernels read the positions
+            return None if is_flash else (sequence[:, None] == sequence)[None, None]
         if not bool(is_packed) or starts.sum() < 2:
             return None
         cu_seqlens = pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).int()
-        check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
-        return cu_seqlens, None, True
-    # While tracing, the number of sequences is not known: empty ones at the end make N of them.
-    places = torch.arange(starts.shape[0], device=starts.device)
-    end = places[-1:] + 1
-    first = torch.where((starts & is_packed) | (places == 0), places, end).sort().values
-    return torch.cat([first, end]).int(), None, False
-
-
-def inspect(model) -> tuple[bool, bool]:
-    """The `Inspection` of the modules that see an unpadded batch."""
-    return model.inspection(model.embeddings, model.encoder)
+    check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
+    return cu_seqlens, max_seqlen
 
 
 def has_shipped_kernel(config) -> bool:
@@ -399,12 +392,14 @@ def supports_unpadding(cls: type, *methods: str) -> type:
     return cls
 
 
-ELEMENTWISE = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()} - {nn.PReLU}
-ELEMENTWISE |= {nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid}
-OTHERS = {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity}  # norms: of the last dimension
-CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict}
-for _class in (*ELEMENTWISE, *OTHERS, *CONTAINERS):
-    supports_unpadding(_class, "forward")  # type: ignore[arg-type]
+# Elementwise activations, which PReLU is not; layers that treat tokens one by one; containers.
+_activations: list[Any] = [entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()]
+for _class in {*_activations} - {nn.PReLU} | {
+    nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
+    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity,
+    nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict,
+}:  # fmt: skip
+    supports_unpadding(_class, "forward")
 
 # Weights of other classes may be quantised, with numbers that depend on the shape of the batch.
 KNOWN_TENSORS = ("torch.nn.parameter", "torch.distributed", "torchao")
@@ -464,8 +459,8 @@ def is_known(module: nn.Module) -> bool:
     here may declare in its own `__dict__` `is_position_wise = True`: it treats tokens one by one."""
     cls = original_class(type(module))
     if not vars(cls).get("is_position_wise") and not cls.__module__.startswith("peft."):
-        methods = KNOWN_CLASSES.get(cls, {"forward": None})
-        if any(vars(cls).get(name) is not method for name, method in methods.items()):
+        methods = KNOWN_CLASSES.get(cls)
+        if methods is None or any(vars(cls).get(name) is not method for name, method in methods.items()):
             return False
     is_compiled = vars(module).get("_compiled_call_impl") is not None
     tensors = [type(tensor).__module__ for tensor in module._parameters.values() if tensor is not None]
