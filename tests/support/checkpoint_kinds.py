@@ -20,6 +20,9 @@ from support.models import random_bert, random_encoder_decoder
 DECODER_WEIGHT, DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 OUTPUT_BIAS = "cls.predictions.bias"
 
+# What `from_pretrained` reports if every tensor was found and used.
+NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+
 CONTAINERS = (
     "safetensors",
     "safetensors without metadata",
