@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import random
 import shutil
 from collections import OrderedDict
@@ -184,6 +185,20 @@ def change_config(folder: Path, **changes) -> None:
     fields = {**config_json(folder), **changes}
     fields = {name: value for name, value in fields.items() if value is not None or name not in changes}
     (folder / "config.json").write_text(json.dumps(fields))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+
+
+class Intruder:
+    """An object in a pickle that makes the folder `path` when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
 
 
 # --- the tests' own tools
