@@ -326,9 +326,7 @@ def test_matrices_that_the_config_ties_and_the_checkpoint_did_not_stay_apart(tmp
     model.save_pretrained(tmp_path / "ours")
     assert_same_outputs(ScratchBertForPreTraining.from_pretrained(tmp_path / "ours"), bert)
     model.save_as_bert(tmp_path / "out")
-    again, info = REFERENCES["ForPreTraining"].from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert info == NOTHING
-    assert_same_outputs(again, bert)
+    assert_bert(tmp_path / "out", bert, "ForPreTraining")
 
 
 # --- what lies in the folder already
@@ -458,6 +456,13 @@ def test_saving_changes_nothing_of_the_model(tmp_path):
 # --- as BERT
 
 
+def assert_bert(folder, model, head):
+    """The reference opens `folder` with no tensor missing or left over, and computes what `model` does."""
+    reference, info = REFERENCES[head].from_pretrained(folder, output_loading_info=True)
+    assert info == NOTHING
+    assert_same_outputs(reference, model)
+
+
 def canonical(folder, head, **fields):
     """The names under which `transformers` itself stores the reference."""
     REFERENCES[head](transformers.BertConfig(**TINY, **NEEDS.get(head, {}), **fields)).save_pretrained(folder)
@@ -470,10 +475,8 @@ def test_as_bert_every_class_and_its_reference(tmp_path, head, tied):
     model = random_scratchbert(head, tie_word_embeddings=tied, num_labels=2)
     with logged_warnings() as warnings:
         model.save_as_bert(tmp_path)
-        reference, info = REFERENCES[head].from_pretrained(tmp_path, output_loading_info=True)
-    assert info == NOTHING
+        assert_bert(tmp_path, model, head)
     assert not warnings
-    assert_same_outputs(reference, model)
     assert set(load_file(tmp_path / "model.safetensors")) == canonical(
         tmp_path / "reference", head, tie_word_embeddings=tied
     )
@@ -484,16 +487,12 @@ def test_as_bert_a_decoder(tmp_path, fields):
     fields = {"is_decoder": True, **fields}
     model = random_scratchbert("Model", **fields)
     model.save_as_bert(tmp_path)
-    reference, info = REFERENCES["Model"].from_pretrained(tmp_path, output_loading_info=True)
-    assert info == NOTHING
-    assert_same_outputs(reference, model)
+    assert_bert(tmp_path, model, "Model")
     assert set(load_file(tmp_path / "model.safetensors")) == canonical(tmp_path / "reference", "Model", **fields)
     for head in ("ForMaskedLM", "ForCausalLM"):
         causal = random_scratchbert(head, **fields)
         causal.save_as_bert(tmp_path / head)
-        reference, info = REFERENCES["ForCausalLM"].from_pretrained(tmp_path / head, output_loading_info=True)
-        assert info == NOTHING
-        assert_same_outputs(reference, causal)
+        assert_bert(tmp_path / head, causal, "ForCausalLM")
     assert config_json(tmp_path / "ForCausalLM")["architectures"] == ["BertLMHeadModel"]
     assert (
         type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ForCausalLM")) is REFERENCES["ForCausalLM"]
@@ -565,9 +564,7 @@ def test_as_bert_whatever_the_config_says_of_tying(tmp_path):
     model = random_scratchbert("ForMaskedLM")
     model.config.tie_word_embeddings = False
     model.save_as_bert(tmp_path)
-    reference, info = REFERENCES["ForMaskedLM"].from_pretrained(tmp_path, output_loading_info=True)
-    assert info == NOTHING
-    assert_same_outputs(reference, model)
+    assert_bert(tmp_path, model, "ForMaskedLM")
 
 
 class WithMore(ScratchBertModel):

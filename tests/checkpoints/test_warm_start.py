@@ -17,8 +17,8 @@ from support.checkpoint_kinds import (
     OUTPUT_BIAS,
     assert_same_outputs,
     bert_tensors,
+    every_form,
     logged_warnings,
-    pairwise,
     weight_files,
     write_bert,
     write_hub_cache,
@@ -159,18 +159,7 @@ def test_a_real_bert(real_bert):
     assert (written[:, 0] == 101).all()
 
 
-@pytest.mark.parametrize(
-    "form",
-    pairwise(
-        container=CONTAINERS,
-        dtype=(torch.float32, torch.float16, torch.bfloat16),
-        prefix=(True, False),
-        layer_norm=("weight", "gamma"),
-        decoder=("left out", "weight", "weight and bias"),
-        position_ids=(False, True),
-    ),
-    ids=lambda form: "-".join(map(str, form.values())).replace(" ", "_"),
-)
+@every_form(prefix=(True, False))
 def test_every_form_of_a_bert(tmp_path, form):
     form = dict(form)
     container, dtype = form.pop("container"), form["dtype"]

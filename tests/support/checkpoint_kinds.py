@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import combinations, product
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -165,6 +166,19 @@ def write_two_berts(folder: Path, model=None, container="safetensors", fields=No
     write_weights(folder, two_bert_tensors(model, **form), container)
     change_config(folder, **(fields or {}))
     return folder
+
+
+def every_form(**more):
+    """Parametrises a test with `form`: these and `more` properties of a BERT checkpoint, any two values together."""
+    forms = pairwise(
+        container=CONTAINERS,
+        dtype=(torch.float32, torch.float16, torch.bfloat16),
+        layer_norm=("weight", "gamma"),
+        decoder=("left out", "weight", "weight and bias"),
+        position_ids=(False, True),
+        **more,
+    )
+    return pytest.mark.parametrize("form", forms, ids=lambda form: "-".join(map(str, form.values())).replace(" ", "_"))
 
 
 def write_hub_cache(cache: Path, repo_id: str, folder: Path, revisions=("main",)) -> None:
