@@ -38,11 +38,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     config: ScratchBertConfig
     config_class: type[ScratchBertConfig]
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
+    supports_gradient_checkpointing = _supports_attention_backend = True
+    _supports_flash_attn = _supports_sdpa = _supports_flex_attn = True
     _no_split_modules = ["Embeddings", "TransformerBlock"]
     # Buffers of old BERT checkpoints, and the second name of the output bias (see `bert.names`).
     _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", r"^(decoder\.)?cls.predictions.bias$"]
@@ -58,7 +55,12 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             raise TypeError(f"config is a {type(config).__name__}; expected a ScratchBertConfig. Convert a BertConfig "
                             "with ScratchBertConfig.from_bert(config).")  # fmt: skip
         config.check()
-        _check_class(type(self), config.is_encoder_decoder, "config")
+        if self._is_encoder_decoder != config.is_encoder_decoder:
+            advice = "Start a model from a single BERT with ScratchBertForConditionalGeneration.from_bert(…)."
+            if config.is_encoder_decoder:
+                advice = "Load it with ScratchBertForConditionalGeneration or AutoModel, and call get_encoder()."
+            raise ValueError(f"is_encoder_decoder is {config.is_encoder_decoder} in the configuration; "
+                             f"{type(self).__name__} expected {self._is_encoder_decoder}. {advice}")  # fmt: skip
         super().__init__(config, *args, **kwargs)
         self.inspection = Inspection()
 
@@ -82,14 +84,10 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args,
-        config: PreTrainedConfig | str | os.PathLike | None = None,
-        key_mapping: dict[str, str] | None = None,
-        verify: bool = False,
-        **kwargs,
-    ) -> Self:
+        cls, pretrained_model_name_or_path: str | os.PathLike | None, *model_args,
+        config: PreTrainedConfig | str | os.PathLike | None = None, key_mapping: dict[str, str] | None = None,
+        verify: bool = False, **kwargs,
+    ) -> Self:  # fmt: skip
         """Load a ScratchBert checkpoint, or any BERT checkpoint, from a folder or a hub id.
 
         Weights that the checkpoint does not have are initialised and named in a warning. The other arguments are those
@@ -109,23 +107,19 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         with explained(source, kwargs | options):
             model_class, is_own = cls._class_of(source, options)
-            probe = (
-                installed("probe.comparison").read_probe(source, kwargs.get("variant"), **options) if verify else None
-            )
+            check_probe = installed("probe.comparison").probe_check(source, kwargs | options) if verify else None
             if not is_own:
                 arguments = model_class, source, is_own is not None, key_mapping, options, kwargs
                 key_mapping = installed("bert.loading").bert_key_mapping(*arguments)
             if isinstance(config, PreTrainedConfig) and not _is_our_config(config):
                 config = cls.config_class.from_bert(config)
-            kwargs |= {**options, "config": config, "key_mapping": key_mapping}
+            kwargs |= {**options, "config": config, "key_mapping": key_mapping, "output_loading_info": True}
             load: Any = super(ScratchBertPreTrainedModel, model_class).from_pretrained
-            model, info = load(source, *model_args, output_loading_info=True, **kwargs)
+            model, info = load(source, *model_args, **kwargs)
         _check_blocks(model, info, source)
         model._weight_conversions = []  # with which transformers would save under BERT's names again
-        if probe is not None:
-            located = kwargs.get("variant"), kwargs.get("use_safetensors")
-            files = installed("bert.files").weight_files(source, *located, **options) or []
-            installed("probe.comparison").check_probe(model, probe, source, files)
+        if check_probe is not None:
+            check_probe(model)
         return (model, info) if with_info else model  # type: ignore[return-value]
 
     @classmethod
@@ -141,12 +135,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             return cls, None
         fields, _ = raw_config(folder, **options)
         is_own = cls.config_class.is_own(fields)
-        if not is_own:
-            fields = installed("bert.fields").scratchbert_fields(fields, source)
-        is_encoder_decoder = bool(fields.get("is_encoder_decoder"))
-        model_class = cls._class_for(is_encoder_decoder)
-        _check_class(model_class, is_encoder_decoder, source)
-        return model_class, is_own
+        fields = fields if is_own else installed("bert.fields").scratchbert_fields(fields, source)
+        return cls._class_for(bool(fields.get("is_encoder_decoder"))), is_own
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, is_main_process: bool = True, state_dict: dict | None = None,
@@ -190,15 +180,13 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         ancestors = [cls for cls in type(self).__mro__ if issubclass(cls, ScratchBertPreTrainedModel)]
         # FSDP derives classes that change nothing in the model.
         derived = [cls for cls in ancestors if not _is_ours(cls) and not cls.__module__.startswith("torch.")]
-        if not derived:
-            return dict(AUTO_MAP)
-        if type(self)._auto_class is None:
+        if derived and type(self)._auto_class is None:
             logger.warning(
                 "%s is defined outside modeling_scratchbert, so only %s.from_pretrained can load what is saved here. "
                 "Call %s.register_for_auto_class('AutoModel…') before saving to let the Auto classes load it.",
                 *[derived[0].__name__] * 3,
             )
-        return {"AutoConfig": AUTO_MAP["AutoConfig"]}
+        return {"AutoConfig": AUTO_MAP["AutoConfig"]} if derived else dict(AUTO_MAP)
 
     def save_as_bert(self, save_directory: str | os.PathLike) -> None:
         """Save a BERT checkpoint: config.json and model.safetensors with BERT's names, which the `Bert…` class loads
@@ -231,14 +219,3 @@ def _check_blocks(model, info: dict, source) -> None:
                          f"expected the names of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in "
                          f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
                          "attribute that holds the encoder.")  # fmt: skip
-
-
-def _check_class(cls: type[ScratchBertPreTrainedModel], is_encoder_decoder: bool, source) -> None:
-    """Raise ValueError unless `cls` is for the kind of `source`, a checkpoint or a configuration: with or without a
-    decoder beside the encoder."""
-    if cls._is_encoder_decoder != is_encoder_decoder:
-        advice = "Load it with ScratchBertForConditionalGeneration or AutoModel; get_encoder() returns the encoder."
-        if not is_encoder_decoder:
-            advice = "Start a model from a single BERT with ScratchBertForConditionalGeneration.from_bert(…)."
-        raise ValueError(f"is_encoder_decoder is {is_encoder_decoder} in {source}; {cls.__name__} expected "
-                         f"{cls._is_encoder_decoder}. {advice}")  # fmt: skip

@@ -4,6 +4,7 @@ import csv
 import logging
 import os
 
+import huggingface_hub.constants
 import pytest
 import torch
 import transformers
@@ -27,6 +28,12 @@ settings.load_profile("repeatable")
 def seed():
     """The same random numbers in every run, whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """The Hub is not asked, not even for what does not exist."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

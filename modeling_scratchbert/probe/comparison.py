@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,6 +10,8 @@ import transformers
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file, logging
 
+from ..bert.files import weight_files
+from ..checkpoints import HUB_OPTIONS
 from .recording import compute_outputs, custom_modules, digest, probe_name, to_bytes, why_unverifiable
 
 logger = logging.get_logger(__name__)
@@ -48,6 +51,19 @@ def _check_structure(probe) -> None:
     is_typed = all(isinstance(text, str) for text in texts) and all(table.ndim == 2 for table in tables)
     if not is_typed or bool(probe["inputs"]) != bool(probe["outputs"]) or bool(tables) == bool(custom):
         raise ValueError("a field is incomplete")
+
+
+def probe_check(source, options: dict) -> Callable:
+    """Read the probe of `source`, and return the function that compares a loaded model with it. `options` are those of
+    `from_pretrained`."""
+    hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
+    probe = read_probe(source, options.get("variant"), **hub_options)
+
+    def check(model) -> None:
+        files = weight_files(source, options.get("variant"), options.get("use_safetensors"), **hub_options)
+        check_probe(model, probe, source, files or [])
+
+    return check
 
 
 def check_probe(model, probe: dict, source, files: list[str]) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 
-import huggingface_hub.constants
 import pytest
 import torch
 import transformers
@@ -18,24 +17,22 @@ from support.checkpoint_kinds import (
     OUTPUT_BIAS,
     assert_same_outputs,
     bert_tensors,
+    every_form,
     logged_warnings,
-    pairwise,
+    weight_files,
     write_bert,
     write_hub_cache,
     write_weights,
 )
 from support.models import TINY, random_bert, random_encoder_decoder, random_scratchbert
+from support.refusals import assert_mentions, refusal
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]])
 MASK = (IDS != 0).long()
 START_AND_END = {"decoder_start_token_id": 2, "eos_token_id": 3}  # of a vocabulary too small for Google's
 CROSS_ATTENTION = 10  # tensors of a block
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    """No test here may ask the Hub, not even for what does not exist."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 def start(source, **kwargs):
@@ -162,18 +159,7 @@ def test_a_real_bert(real_bert):
     assert (written[:, 0] == 101).all()
 
 
-@pytest.mark.parametrize(
-    "form",
-    pairwise(
-        container=CONTAINERS,
-        dtype=(torch.float32, torch.float16, torch.bfloat16),
-        prefix=(True, False),
-        layer_norm=("weight", "gamma"),
-        decoder=("left out", "weight", "weight and bias"),
-        position_ids=(False, True),
-    ),
-    ids=lambda form: "-".join(map(str, form.values())).replace(" ", "_"),
-)
+@every_form(prefix=(True, False))
 def test_every_form_of_a_bert(tmp_path, form):
     form = dict(form)
     container, dtype = form.pop("container"), form["dtype"]
@@ -197,13 +183,14 @@ def test_a_scratchbert_that_came_from_a_bert(tmp_path, kwargs):
     assert_same_outputs(model.get_encoder(), bert.bert, only="hidden_states", tolerance=1e-5)
 
 
-def test_a_hub_id_a_subfolder_and_a_variant(tmp_path):
+def test_a_hub_id_a_subfolder_a_variant_and_a_device_map(tmp_path):
     folder = write_bert(tmp_path / "folder", random_bert("ForMaskedLM", seed=1))
     write_bert(folder / "inner", random_bert("ForMaskedLM", seed=2), "sharded bin")
     write_weights(folder, bert_tensors(random_bert("ForMaskedLM", seed=3)), variant="best")
     write_hub_cache(tmp_path, "someone/a-bert", folder, revisions=("main", "v2"))
     for source, kwargs, seed in (
         (folder, {}, 1),
+        (folder, {"device_map": "cpu"}, 1),
         (str(folder), {"subfolder": "inner"}, 2),
         (folder, {"variant": "best"}, 3),
         ("someone/a-bert", {"cache_dir": tmp_path}, 1),
@@ -246,12 +233,9 @@ def test_a_decoder_of_another_depth_takes_the_first_blocks_or_has_more(tmp_path,
     model.generate(IDS, attention_mask=MASK, max_new_tokens=2, decoder_start_token_id=2)
 
 
-TIES = ("tie_encoder_decoder", "share_embeddings", "tie_word_embeddings")
-
-
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", TIES)
+@pytest.mark.parametrize("name", ["tie_encoder_decoder", "share_embeddings", "tie_word_embeddings"])
 def test_what_is_to_be_tied_is(tmp_path, name, tied, head):
     source = random_bert(head)
     source.save_pretrained(tmp_path)
@@ -290,13 +274,6 @@ def test_attention_and_other_fields(tmp_path, attention):
         assert part.config.hidden_dropout_prob == 0.25
     assert model.get_decoder().encoder.blocks[0].dropout.p == 0.25
     assert model.config.decoder_start_token_id == model.config.bos_token_id == 7
-
-
-def test_a_device_map(tmp_path):
-    source = random_bert("ForMaskedLM")
-    source.save_pretrained(tmp_path)
-    model, info, _ = start(tmp_path, device_map="cpu")
-    assert_started(model, info, tensors_of(source))
 
 
 # --- the ids that it starts, ends and pads with
@@ -369,10 +346,7 @@ def test_a_tokenizer_of_either_form(tmp_path, file):
 
 
 def assert_refused(source, *parts, error=ValueError, **kwargs):
-    with pytest.raises(error) as raised:
-        ScratchBertForConditionalGeneration.from_bert(source, **kwargs)
-    missing = [part for part in parts if str(part) not in str(raised.value)]
-    assert not missing, f"{missing} not in: {raised.value}"
+    assert_mentions(refusal(ScratchBertForConditionalGeneration.from_bert, source, error=error, **kwargs), *parts)
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "Electra"])
@@ -395,16 +369,13 @@ def test_relative_positions_are_refused(tmp_path):
     assert_refused(tmp_path, tmp_path, "'relative_key'", "absolute")
 
 
-def test_a_folder_without_weights_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "words"), [("config.json", "config.json"), ("model.safetensors", "no file of weights")]
+)
+def test_a_folder_without_a_configuration_or_weights_is_refused(tmp_path, file, words):
     write_bert(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert_refused(tmp_path, tmp_path, "no file of weights", error=OSError)
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    write_bert(tmp_path)
-    (tmp_path / "config.json").unlink()
-    assert_refused(tmp_path, tmp_path, "config.json", error=OSError)
+    (tmp_path / file).unlink()
+    assert_refused(tmp_path, tmp_path, words, error=OSError)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path, monkeypatch):
@@ -431,7 +402,7 @@ def test_unfit_fields_are_refused(tmp_path, arguments, words):
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_truncated_file_is_refused(tmp_path, container):
     write_bert(tmp_path, container=container)
-    file = sorted(path for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".bin"))[-1]
+    file = weight_files(tmp_path)[-1]
     file.write_bytes(file.read_bytes()[:1000])
     assert_refused(tmp_path, file, error=OSError)
 

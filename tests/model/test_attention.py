@@ -137,8 +137,8 @@ def as_mask(visible, kind, dtype=torch.float32):
 def test_equals_the_textbook(sizes, seed, kind, scaling, given_masks):
     query, key, value, visible = draw_tensors(sizes, seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    query_mask = torch.rand(query.shape[:-1], generator=generator) < 0.7
-    key_mask = torch.rand(key.shape[:-1], generator=generator) < 0.7
+    # Ones will do for True.
+    query_mask, key_mask = ((torch.rand(x.shape[:-1], generator=generator) < 0.7).long() for x in (query, key))
     bias = torch.randn(visible.shape, generator=generator)
     with_mask, with_query_mask, with_key_mask = given_masks
 
@@ -151,9 +151,9 @@ def test_equals_the_textbook(sizes, seed, kind, scaling, given_masks):
         if kind != "boolean":  # numbers hide some keys and shift the scores of others
             mask, added = mask + bias, added + bias
     if with_query_mask:
-        allowed = allowed & query_mask[..., :, None]
+        allowed = allowed & query_mask.bool()[..., :, None]
     if with_key_mask:
-        allowed = allowed & key_mask[..., None, :]
+        allowed = allowed & key_mask.bool()[..., None, :]
     expected_context, expected_weights = textbook(
         *(x.flatten(0, 1) for x in (query, key, value, allowed, added)),
         scaling=scaling or 1 / math.sqrt(query.shape[-1]),
@@ -185,41 +185,6 @@ def test_any_leading_dimensions(sizes, seed, lead):
     for actual, single in zip(scaled_dot_product_attention(*many, visible), expected, strict=True):
         assert actual.shape == (*lead, *single.shape)
         torch.testing.assert_close(actual, single.expand_as(actual), rtol=0, atol=1e-6)
-
-
-@some
-@given(sizes, seeds)
-def test_masks_of_every_kind_agree(sizes, seed):
-    query, key, value, visible = draw_tensors(sizes, seed)
-    expected = scaled_dot_product_attention(query, key, value, visible)
-    for kind in ("-inf", "lowest"):
-        assert_same_pair(scaled_dot_product_attention(query, key, value, as_mask(visible, kind)), expected)
-    # A mask of the keys alone, or of the queries alone, is a mask with equal rows or columns. Ones will do for True.
-    keys, queries = visible[:, :, 0, :], visible[:, :, :, 0]
-    assert_same_pair(
-        scaled_dot_product_attention(query, key, value, key_mask=keys.long()),
-        scaled_dot_product_attention(query, key, value, keys[:, :, None, :]),
-    )
-    assert_same_pair(
-        scaled_dot_product_attention(query, key, value, query_mask=queries.long()),
-        scaled_dot_product_attention(query, key, value, queries[:, :, :, None].expand_as(visible)),
-    )
-
-
-def assert_same_pair(actual, expected):
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@some
-@given(sizes, seeds)
-def test_the_order_of_the_keys_does_not_matter(sizes, seed):
-    query, key, value, visible = draw_tensors(sizes, seed)
-    order = torch.randperm(key.shape[-2], generator=torch.Generator().manual_seed(seed))
-    context, weights = scaled_dot_product_attention(query, key, value, visible)
-    shuffled = scaled_dot_product_attention(query, key[..., order, :], value[..., order, :], visible[..., order])
-    torch.testing.assert_close(shuffled[0], context, rtol=0, atol=1e-6)
-    torch.testing.assert_close(shuffled[1], weights[..., order], rtol=0, atol=1e-6)
 
 
 @some

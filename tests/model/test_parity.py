@@ -14,11 +14,11 @@ import transformers
 from transformers import AutoTokenizer, BertConfig, BertModel
 from transformers.cache_utils import DynamicCache
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
+from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.bert.names import to_scratchbert
 from support import comparison
 from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, at_tokens, flat
-from support.models import BERTS, NEEDS, OURS, REFERENCES, randomise, tiny_config
+from support.models import BERTS, NEEDS, NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
 
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
 
@@ -86,8 +86,11 @@ class Task:
     labels: object
     fields: dict = field(default_factory=dict)
 
+    def inputs_without_labels(self, config, padding="none") -> dict:
+        return draw_inputs(config, padding, choices=self.head == "ForMultipleChoice")
+
     def inputs(self, config, padding="none") -> dict:
-        inputs = draw_inputs(config, padding, choices=self.head == "ForMultipleChoice")
+        inputs = self.inputs_without_labels(config, padding)
         return {**inputs, **self.labels(config, inputs["attention_mask"].bool())}
 
 
@@ -199,16 +202,6 @@ def test_signatures(head):
     assert signature(ours.__init__) == signature(reference.__init__)
 
 
-def test_configuration_has_berts_fields_and_defaults():
-    ours, reference = ScratchBertConfig().to_dict(), BertConfig().to_dict()
-    own = {"model_type": "scratchbert", "norm_first": False, "position_embedding_type": "absolute"}
-    two_halves = {"num_decoder_layers": None, "tie_encoder_decoder": False, "share_embeddings": True}
-    speed = {"padding_free": True, "sparse_prediction": False}
-    assert ours == {**reference, **own, **speed, **two_halves, "decoder_start_token_id": None}
-    names = [f.name for f in dataclasses.fields(BertConfig)]
-    assert [f.name for f in dataclasses.fields(ScratchBertConfig) if f.name in names] == names
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Outputs and gradients
 
@@ -228,21 +221,26 @@ def test_outputs(task, padding, attention, references):
 @paddings
 @attentions
 def test_gradients(task, padding, attention, references):
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    ours, reference = references(task.head, attention, **task.fields, **no_dropout)
+    ours, reference = references(task.head, attention, **task.fields, **NO_DROPOUT)
     assert_same_gradients(ours.train(), reference.train(), task.inputs(reference.config, padding))
 
 
+@pytest.mark.parametrize("labels", [True, False])
 @tasks
-def test_output_classes(task, references):
+def test_output_classes(task, labels, references):
     ours, reference = references(task.head, **task.fields)
-    inputs = task.inputs(reference.config)
+    inputs = task.inputs(reference.config) if labels else task.inputs_without_labels(reference.config)
     mine, theirs = ours(**inputs), reference(**inputs)
+    assert list(mine) == list(theirs)
     fields = [[(f.name, f.default) for f in dataclasses.fields(outputs)] for outputs in (mine, theirs)]
     assert fields[0] == fields[1]
     assert type(mine) is type(theirs) or type(mine).__name__ == f"Scratch{type(theirs).__name__}"
-    as_tuples = [model(**inputs, return_dict=False, output_hidden_states=True) for model in (ours, reference)]
-    assert [type(part) for part in as_tuples[0]] == [type(part) for part in as_tuples[1]]
+    options = {"return_dict": False, "output_hidden_states": True, "output_attentions": True}
+    mine, theirs = (model(**inputs, **options) for model in (ours, reference))
+    assert [type(part) for part in mine] == [type(part) for part in theirs]
+    for part, expected in zip(mine, theirs, strict=True):
+        if isinstance(part, tuple | torch.Tensor):
+            torch.testing.assert_close(part, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +283,7 @@ SHAPES = {
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 @attentions
 def test_shapes(fields, attention, references):
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    ours, reference = references("ForPreTraining", attention, **fields, **no_dropout)
+    ours, reference = references("ForPreTraining", attention, **fields, **NO_DROPOUT)
     inputs = TASKS["pre-training"].inputs(reference.config, "right")
     assert_same_outputs(ours, reference, inputs, output_hidden_states=True, output_attentions=attention == "eager")
     assert_same_gradients(ours.train(), reference.train(), inputs)
@@ -401,14 +398,15 @@ def test_flex_attention(padding, is_decoder, references, uncompiled):
 
 
 @flex_warnings
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
 @pytest.mark.parametrize("how", ["argument", "configuration", "configuration from the start"])
 @paddings
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-def test_maps_are_true(attention, padding, how, references, uncompiled):
+def test_maps_are_true(attention, padding, how, head, references, uncompiled):
     """If the kernel does not return attention maps, a model that is asked for them computes them. The reference leaves
     them out, or raises."""
-    ours, reference = references("Model", attention)
-    _, eager = references("Model", "eager")
+    ours, reference = references(head, attention)
+    _, eager = references(head, "eager")
     inputs = draw_inputs(reference.config, padding)
     asked = {}
     if how == "argument":
@@ -420,7 +418,7 @@ def test_maps_are_true(attention, padding, how, references, uncompiled):
             reference.config.output_attentions = True
     else:
         weights = ours.state_dict()
-        ours = ScratchBertModel(tiny_config(attn_implementation=attention, output_attentions=True)).eval()
+        ours = OURS[head](tiny_config(attn_implementation=attention, output_attentions=True)).eval()
         ours.load_state_dict(weights)
         with pytest.raises(Exception, match="output_attentions"):
             tiny_config(BertConfig, attn_implementation=attention, output_attentions=True)
@@ -436,7 +434,7 @@ def test_maps_are_true(attention, padding, how, references, uncompiled):
         assert not weights[~inputs["attention_mask"].bool()[:, None, None, :].expand_as(weights)].any()
     plain = ours(**inputs, output_attentions=False, padding_free=False)
     assert "attentions" not in plain
-    torch.testing.assert_close(outputs.last_hidden_state, plain.last_hidden_state, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(outputs[0], plain[0], rtol=0, atol=TOLERANCE)
     assert ours.config._attn_implementation == attention
 
 
@@ -460,6 +458,9 @@ def test_half_precision(attention, padding, cast, dtype, references):
         mine, theirs, best = (at_tokens(x, real).double() for x in (actual[name], tensor, exact[name]))
         assert actual[name].dtype == tensor.dtype
         assert (mine - theirs).abs().max() <= (theirs - best).abs().max(), name
+    if cast == "whole model":
+        inputs |= TASKS["pre-training"].labels(reference.config, real)
+        assert all(gradient.isfinite().all() for gradient in gradients(ours, inputs).values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -489,6 +490,8 @@ def test_decoder_outputs_and_gradients(attention, padding, cross, head, referenc
     assert_same_outputs(ours, reference, inputs, **options)
     if head != "ForMaskedLM":
         assert_same_outputs(ours, reference, inputs, **options, use_cache=False)
+    as_tuples = [model(**inputs, **options, return_dict=False) for model in (ours, reference)]
+    assert [type(part) for part in as_tuples[0]] == [type(part) for part in as_tuples[1]]
     if head != "Model":
         inputs |= TASKS["next word"].labels(reference.config, inputs["attention_mask"].bool())
     assert_same_gradients(ours.train(), reference.train(), inputs)

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import random
 import shutil
 from collections import OrderedDict
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from itertools import combinations, product
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -19,6 +21,9 @@ from support.models import random_bert, random_encoder_decoder
 
 DECODER_WEIGHT, DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 OUTPUT_BIAS = "cls.predictions.bias"
+
+# What `from_pretrained` reports if every tensor was found and used.
+NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 
 CONTAINERS = (
     "safetensors",
@@ -163,6 +168,19 @@ def write_two_berts(folder: Path, model=None, container="safetensors", fields=No
     return folder
 
 
+def every_form(**more):
+    """Parametrises a test with `form`: these and `more` properties of a BERT checkpoint, any two values together."""
+    forms = pairwise(
+        container=CONTAINERS,
+        dtype=(torch.float32, torch.float16, torch.bfloat16),
+        layer_norm=("weight", "gamma"),
+        decoder=("left out", "weight", "weight and bias"),
+        position_ids=(False, True),
+        **more,
+    )
+    return pytest.mark.parametrize("form", forms, ids=lambda form: "-".join(map(str, form.values())).replace(" ", "_"))
+
+
 def write_hub_cache(cache: Path, repo_id: str, folder: Path, revisions=("main",)) -> None:
     """Lays `folder` into `cache` as huggingface_hub does with what it has downloaded of the repository `repo_id`."""
     repo, commit = cache / f"models--{repo_id.replace('/', '--')}", "c0ffee" + "0" * 34
@@ -181,6 +199,20 @@ def change_config(folder: Path, **changes) -> None:
     fields = {**config_json(folder), **changes}
     fields = {name: value for name, value in fields.items() if value is not None or name not in changes}
     (folder / "config.json").write_text(json.dumps(fields))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+
+
+class Intruder:
+    """An object in a pickle that makes the folder `path` when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
 
 
 # --- the tests' own tools
