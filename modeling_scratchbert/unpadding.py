@@ -488,8 +488,9 @@ def original_class(cls: type) -> type:
 
 
 def replaced_methods(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module that hide a method of its class."""
-    return [(name, value) for name, value in vars(module).items() if callable(getattr(type(module), name, None))]
+    """The attributes of a module that hide a method of its class by which it supports unpadded batches."""
+    names = KNOWN_CLASSES.get(original_class(type(module))) or ("forward",)
+    return [(name, vars(module)[name]) for name in names if name in vars(module)]
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
