@@ -136,7 +136,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             An encoder removes the padding, and `last_hidden_state` is zero there. Padding is computed, as in BERT, if
 
             - attention weights or hidden states are requested, or the mask is a full one;
-            - a block is replaced, or a hook of other code inside the model would see unpadded tensors;
+            - a module is not known to treat tokens one by one, or a hook of other code would see unpadded tensors;
             - the model, or a part of it, is compiled or exported.
 
             A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager
