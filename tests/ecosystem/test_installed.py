@@ -292,6 +292,7 @@ from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
 
 def registries():
     found = {
@@ -300,7 +301,8 @@ def registries():
         "masks": list(ALL_MASK_ATTENTION_FUNCTIONS.keys()),
         "activations": list(ACT2FN),
         "pickling": [str(cls) for cls in copyreg.dispatch_table if "scratchbert" in str(cls)],
-        "pytrees": [str(cls) for cls in torch.utils._pytree.SUPPORTED_NODES if "scratchbert" in str(cls)],
+        "pytrees": [str(cls) for cls in torch.utils._pytree.SUPPORTED_NODES
+                    if "scratchbert" in str(cls) and not issubclass(cls, ModelOutput)],  # transformers registers these
         "renaming": [str(get_checkpoint_conversion_mapping("scratchbert"))],
         "PEFT": [n for n, t in vars(peft_tables).items() if n.startswith("TRANSFORMERS") and "scratchbert" in t],
     }
