@@ -101,7 +101,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             ValueError: the checkpoint, or `config`, is of another kind of model or has relative positions; or with
                 `verify`, the model is not the one that was saved, or is quantised, sharded or offloaded.
             OSError: there is no such checkpoint, it has no config.json, or one of its files cannot be read; or with
-                `verify`, it has no probe.json.
+                `verify`, it has no probe.json, or a damaged one.
         """
         source, options = pretrained_model_name_or_path, hub_options(pretrained_model_name_or_path, kwargs)
         with_info = kwargs.pop("output_loading_info", False)
@@ -147,7 +147,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         place when all are complete.
 
         The arguments are those of `PreTrainedModel.save_pretrained`. There is no probe.json if `state_dict` is given,
-        because the model may have other weights, or if the model is quantised, sharded over processes or offloaded.
+        because the model may have other weights. With a warning, there is none if the model is quantised, sharded over
+        processes or offloaded, or if its forward pass fails.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.

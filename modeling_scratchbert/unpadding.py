@@ -420,7 +420,8 @@ class Inspection:
     """
 
     def __init__(self):
-        self._known = None, [], []
+        self._known: tuple | None = None
+        self._modules, self._attributes, self._children, self._methods = [], [], [], []
 
     def __reduce__(self):
         return type(self), ()  # a copy of the model has other modules
@@ -428,8 +429,7 @@ class Inspection:
     def __call__(self, *roots: nn.Module) -> tuple[bool, bool]:
         """Whether all modules in `roots` are known to support unpadded batches, and whether no hook of other code sees
         their tensors."""
-        key = (RemovableHandle.next_id, *roots)
-        if self._is_unchanged(key):
+        if self._known is not None and self._known == self._state(roots):
             return True, True
         modules = [module for root in roots for module in root.modules()]
         registries = [getattr(global_hooks, f"_global{name}") for name in HOOK_REGISTRIES]
@@ -437,21 +437,20 @@ class Inspection:
         are_unobserved = not any(is_foreign(hook) for registry in registries for hook in registry.values())
         are_known = all(map(is_known, modules))
         if are_known and are_unobserved:
-            states = [(m, type(m), vars(m), len(vars(m)), m._modules, list(m._modules.values())) for m in modules]
-            methods: list[tuple] = [(vars(m), *replaced) for m in modules for replaced in replaced_methods(m)]
-            for cls in {original_class(type(module)) for module in modules}:
-                methods += [(vars(cls), *method) for method in KNOWN_CLASSES.get(cls, {}).items()]
-            self._known = key, states, methods
+            self._modules, self._attributes = modules, list(map(vars, modules))
+            self._children = [module._modules for module in modules if module._modules]
+            self._methods = [(vars(module), name) for module in modules for name, _ in replaced_methods(module)]
+            classes = {original_class(type(module)) for module in modules}
+            self._methods += [(vars(cls), name) for cls in classes for name in KNOWN_CLASSES.get(cls, ())]
+            self._known = self._state(roots)
         return are_known, are_unobserved
 
-    def _is_unchanged(self, key: tuple) -> bool:
-        known_key, states, methods = self._known
-        if known_key != key:
-            return False
-        for module, cls, state, size, modules, children in states:
-            if type(module) is not cls or len(state) != size or (children and list(modules.values()) != children):
-                return False
-        return not [name for attributes, name, method in methods if attributes.get(name) is not method]
+    def _state(self, roots: tuple) -> tuple:
+        """What could change the answer. `map` and comprehensions, because this runs in each forward pass."""
+        children = [list(modules.values()) for modules in self._children]
+        methods = [attributes.get(name) for attributes, name in self._methods]
+        types, sizes = list(map(type, self._modules)), list(map(len, self._attributes))
+        return RemovableHandle.next_id, roots, types, sizes, children, methods
 
 
 def is_known(module: nn.Module) -> bool:

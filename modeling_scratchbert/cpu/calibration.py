@@ -82,9 +82,7 @@ class InputRecorder:
         for self.number, batch in enumerate(batches, start=1):
             if not isinstance(batch, Mapping):
                 fact = f"calibration has a {type(batch).__name__} as batch {self.number}"
-                raise TypeError(
-                    f"{fact}; expected a mapping of the model's arguments. Pass what the tokenizer returns."
-                )
+                raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
             model(**batch)
         if not self.number:
             raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")

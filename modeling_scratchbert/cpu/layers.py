@@ -65,35 +65,31 @@ class PrepackedLinear(nn.Module):
 
 
 class FusedMethod:
-    """A method of a module in which children of it are computed by one product, as long as nothing replaces or hooks
-    these. Otherwise it does what the method of the class does. It hides that method as an attribute of the instance.
+    """A method of a module in which some of its children are computed by one product, as long as nothing replaces or
+    hooks these; otherwise they are called, as in the method of the class. It is an attribute of the instance, which
+    hides that method.
 
     Args:
         parent: the module.
-        names: the children of it that are not called, of which the first has the matrix.
+        names: the children of it that need not be called, of which the first has the matrix.
         gelu_form: of the activation among them; see `PackedMatrix.linear`.
     """
 
     is_position_wise = True
 
     def __init__(self, parent: Any, names: tuple[str, ...], gelu_form: str | None = None):
-        self.parent, self.gelu_form = parent, gelu_form
-        self.children = tuple((name, parent._modules[name]) for name in names)
-        self.matrix = self.children[0][1].matrix
+        # Not the parent itself: memory of a cycle is not freed until the garbage collector runs.
+        self.modules: dict[str, Any] = parent._modules
+        self.children = tuple((name, self.modules[name]) for name in names)
+        self.matrix, self.gelu_form = self.children[0][1].matrix, gelu_form
 
     def applies_to(self, x: torch.Tensor) -> bool:
         # Called twice in each block. Attributes of modules are slow, and so is a generator.
-        modules = self.parent._modules
         for name, child in self.children:
             own = child.__dict__
-            if modules.get(name) is not child or "forward" in own:
+            if self.modules.get(name) is not child or own["_forward_hooks"] or own["_forward_pre_hooks"]:
                 return False
-            if (
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-            ):
+            if own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own:
                 return False
         return not (_has_any_global_hook() or self.matrix.multiplies_dense(x))
 
@@ -104,16 +100,17 @@ class JointProjection(FusedMethod):
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.applies_to(hidden_states):
             return self.matrix.linear(hidden_states).split(self.matrix.heights, dim=-1)
-        return type(self.parent).project(self.parent, hidden_states)
+        return tuple([self.modules[name](hidden_states) for name, _ in self.children])
 
 
 class FusedFeedForward(FusedMethod):
     """`FeedForward.formula`, with GELU computed by oneDNN at the end of the first product."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        modules = self.modules
         if self.applies_to(x):
-            return self.parent.output(self.matrix.linear(x, self.gelu_form))
-        return type(self.parent).formula(self.parent, x)
+            return modules["output"](self.matrix.linear(x, self.gelu_form))
+        return modules["output"](modules["activation"](modules["intermediate"](x)))
 
 
 class InferenceDropout(nn.Dropout):

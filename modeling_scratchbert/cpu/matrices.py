@@ -97,7 +97,7 @@ class PackedMatrix:
         return x.new_empty((*x.shape[:-1], sum(self.heights)), dtype=self.dtype)
 
     def multiplies_dense(self, x: Tensor) -> bool:
-        """Whether the weights in `mapped` multiply `x` faster. They must not be used for anything else."""
+        """Whether the weights in `mapped` multiply `x` faster, and can: they support neither autocast nor tracing."""
         if not self.mapped or x.numel() > MAX_DENSE_ROWS * self.width or x.dtype != self.dtype:
             return False
         is_recorded = x.requires_grad or torch.compiler.is_compiling() or torch.jit.is_tracing()

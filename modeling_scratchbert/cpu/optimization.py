@@ -57,15 +57,8 @@ def optimize(model, dtype: Any, calibration: Any) -> None:
         converted, dtype = dtype, _check_model(model, dtype, calibration)
         if isinstance(converted, torch.dtype):
             model.to(converted)
-        groups, factors = _layer_groups(model), {}
-        if dtype == "int8":
-            for name, weight in model.named_parameters():
-                if not weight.isfinite().all():  # which int8 would turn into numbers
-                    raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
-            # Those that follow a layer norm, in whose output a few channels are much larger than the others.
-            after_norms = {group.name: group.layers for group in groups if group.names in SMOOTHED}
-            factors = find_factors(model, after_norms, calibration) if after_norms else {}
-        if groups:
+        if groups := _layer_groups(model):
+            factors = _int8_factors(model, groups, calibration) if dtype == "int8" else {}
             _replace_layers(groups, dtype, factors)
             _replace_others(model.requires_grad_(False), groups)
         model.eval()
@@ -91,12 +84,20 @@ def _check_model(model, dtype: Any, calibration) -> Any:
     before = [layer.optimized_for for layer in layers] or [model.dtype]
     dtype = before[0] if dtype is None else dtype
     if layers and (others := set(before) - {dtype}):
-        raise RuntimeError(
-            f"The model is optimised for {others.pop()}; expected {dtype}. Load it again to change this."
-        )
+        raise RuntimeError(f"The model is optimised for {others.pop()}; expected {dtype}. Load it again for that.")
     if calibration is not None and any(layer.matrix.is_int8 for layer in layers):
         raise RuntimeError("calibration was given for a model that is int8; expected None. Load the model again first.")
     return dtype
+
+
+def _int8_factors(model, groups: list[LayerGroup], calibration: Any) -> Factors:
+    """Returns the factors of the layers that follow a layer norm, in whose output a few channels are much larger than
+    the others. Raises ValueError if a weight is not finite: int8 would turn NaN into a number."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
+    smoothed = {group.name: group.layers for group in groups if group.names in SMOOTHED}
+    return find_factors(model, smoothed, calibration) if smoothed else {}
 
 
 def _warn_of_no_effect(model, dtype: Any) -> None:

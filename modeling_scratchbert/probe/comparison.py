@@ -12,7 +12,7 @@ from transformers.utils import cached_file, logging
 
 from ..bert.files import weight_files
 from ..checkpoints import HUB_OPTIONS
-from .recording import compute_outputs, custom_modules, digest, probe_name, to_bytes, why_unverifiable
+from .recording import compute_outputs, custom_modules, digest, probe_name, to_bits, why_unverifiable
 
 logger = logging.get_logger(__name__)
 
@@ -113,8 +113,8 @@ def _check_tensors(model, stored: dict[str, torch.Tensor], source) -> dict[str, 
             "was saved, or without verify=True."
         )
     saved = {name: stored[names[name]] for name in state}
-    # Bytes, because NaN is not equal to itself.
-    if wrong := [n for n, held in state.items() if not torch.equal(to_bytes(held), to_bytes(saved[n].to(held.dtype)))]:
+    # Bits, because NaN is not equal to itself.
+    if wrong := [n for n, held in state.items() if not torch.equal(to_bits(held), to_bits(saved[n].to(held.dtype)))]:
         raise ValueError(
             f"{_listed(wrong)} differ{'' if wrong[1:] else 's'} in the loaded model from the files of {source}; "
             f"expected the same values. {_advice(model)}"

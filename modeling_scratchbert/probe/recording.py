@@ -73,12 +73,12 @@ def make_probe(model) -> dict:
 
 def digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, as they are in a file of safetensors."""
-    return hashlib.sha256(to_bytes(tensor).numpy().data).hexdigest()
+    return hashlib.sha256(to_bits(tensor).numpy().data).hexdigest()
 
 
-def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, `(bytes,)`."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def to_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as integers of the same size, `(numbers,)`."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
 
 
 def custom_modules(model) -> list[str]:

@@ -908,18 +908,11 @@ def test_a_file_that_is_truncated_or_garbage(tmp_path, write, container, share):
 
 @both_formats
 @pytest.mark.parametrize("container", ["sharded safetensors", "sharded bin"])
-def test_a_missing_shard(tmp_path, write, container):
+def test_a_missing_shard_and_a_broken_index(tmp_path, write, container):
     write(tmp_path, container=container)
-    shard = next(tmp_path.glob("*-00002-of-00003*"))
+    shard, index = next(tmp_path.glob("*-00002-of-00003*")), next(tmp_path.glob("*.index.json"))
     shard.unlink()
     assert_refused(tmp_path, shard.name, tmp_path, error=OSError)
-
-
-@both_formats
-@pytest.mark.parametrize("container", ["sharded safetensors", "sharded bin"])
-def test_a_broken_index(tmp_path, write, container):
-    write(tmp_path, container=container)
-    index = next(tmp_path.glob("*.index.json"))
     index.write_text(index.read_text()[:100])
     assert_refused(tmp_path, index, error=OSError)
 

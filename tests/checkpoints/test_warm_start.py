@@ -364,11 +364,6 @@ def test_what_has_two_halves_already_is_refused(tmp_path):
         assert_refused(folder, folder, "an encoder and a decoder", "from_pretrained")
 
 
-def test_relative_positions_are_refused(tmp_path):
-    write_bert(tmp_path, fields={"position_embedding_type": "relative_key"})
-    assert_refused(tmp_path, tmp_path, "'relative_key'", "absolute")
-
-
 @pytest.mark.parametrize(
     ("file", "words"), [("config.json", "config.json"), ("model.safetensors", "no file of weights")]
 )
@@ -385,18 +380,19 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("fields", "arguments", "words"),
     [
-        ({"num_decoder_layers": 0}, "num_decoder_layers is 0"),
-        ({"tie_encoder_decoder": True, "num_decoder_layers": 1}, "num_decoder_layers is 1"),
-        ({"decoder_start_token_id": 99}, "0 to 98"),
-        ({"hidden_act": "geluu"}, "'gelu'"),
+        ({"position_embedding_type": "relative_key"}, {}, ("'relative_key'", "absolute")),
+        ({}, {"num_decoder_layers": 0}, ("num_decoder_layers is 0",)),
+        ({}, {"tie_encoder_decoder": True, "num_decoder_layers": 1}, ("num_decoder_layers is 1",)),
+        ({}, {"decoder_start_token_id": 99}, ("0 to 98",)),
+        ({}, {"hidden_act": "geluu"}, ("'gelu'",)),
     ],
     ids=str,
 )
-def test_unfit_fields_are_refused(tmp_path, arguments, words):
-    write_bert(tmp_path)
-    assert_refused(tmp_path, words, **arguments)
+def test_unfit_fields_are_refused(tmp_path, fields, arguments, words):
+    write_bert(tmp_path, fields=fields)
+    assert_refused(tmp_path, *words, **arguments)
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

@@ -7,6 +7,7 @@ import sys
 from functools import cache
 
 import pytest
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import convert_checkpoint
 from modeling_scratchbert.cpu.matrices import multiplies_int8
@@ -21,7 +22,9 @@ MAX_PICTURE_BYTES = 60_000
 MARKS = {"slow", "ecosystem", "corpus", "vnni"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-every_page_and_the_readme = pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+every_page_and_the_readme = pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES], ids=lambda page: page.name
+)
 
 
 @every_page
@@ -46,6 +49,26 @@ def test_the_index_lists(name):
 def test_the_texts_are_short():
     for path, lines in ((ROOT / "README.md", 150), (WALKTHROUGH, 650)):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= lines
+
+
+def test_each_quantiser_of_transformers_is_unpadded_or_padded():
+    text = (ROOT / "docs" / "ecosystem.md").read_text(encoding="utf-8").split("## Quantisers")[1].split("\n## ")[0]
+    listed = [name for row in re.findall(r"^\|.*\|(.*)\|$", text, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)]
+    assert sorted(listed) == sorted(["quant_method", *AUTO_QUANTIZER_MAPPING])
+
+
+def test_the_files_that_a_saved_model_carries_are_listed():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    parts = re.split(r"^### (.*)$", text, flags=re.MULTILINE)
+    copied, installed = (
+        {file for row in re.findall(r"^\| (.*?) \|", parts[parts.index(title) + 1], re.MULTILINE)
+         for file in re.findall(r"`([\w/]+\.py)`", row)}
+        for title in ("Copied into every saved model", "Installed only")
+    )  # fmt: skip
+    package = ROOT / "modeling_scratchbert"
+    paths = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
+    assert copied == {path for path in paths if "/" not in path}
+    assert installed == {path for path in paths if "/" in path}
 
 
 @cache

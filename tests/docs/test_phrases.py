@@ -34,7 +34,7 @@ SUFFIXES = {".cfg", ".json", ".md", ".py", ".toml", ".yaml"}
 
 def texts():
     """The files that a user of the project reads."""
-    yield from (ROOT / name for name in ("README.md", "Makefile", "pyproject.toml", "setup.cfg"))
+    yield from (ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "setup.cfg"))
     for folder in (ROOT / "docs", ROOT / "modeling_scratchbert", SCRIPTS, CONFIGURATION):
         # Data of other people is as they wrote it.
         files = (path for path in sorted(folder.rglob("*")) if "data" not in path.relative_to(folder).parts[:-1])

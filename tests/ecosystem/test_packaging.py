@@ -19,7 +19,7 @@ from packaging.version import Version
 from support.folders import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FILES = {f"modeling_scratchbert/{path.name}" for path in (ROOT / "modeling_scratchbert").glob("*.py")}
+FILES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "modeling_scratchbert").rglob("*.py")}
 FILES.add("modeling_scratchbert/py.typed")
 COMMANDS = "scratchbert_commands"
 SHIPPED = {

@@ -39,9 +39,11 @@ def assert_four_digits(actual, printed, roundings=1):
     torch.testing.assert_close(actual, torch.tensor(printed), rtol=0, atol=roundings * 0.5e-4 + 1e-6)
 
 
-def below_their_first(scores):
+def assert_scores(weights, printed, scaling=1.0):
     """The softmax drops what is common to a row, so weights tell the scores up to that."""
-    return scores - scores[:, :1]
+    printed = torch.tensor(printed)
+    scores = weights.log() / scaling
+    assert_four_digits(scores - scores[:, :1], (printed - printed[:, :1]).tolist(), roundings=2)
 
 
 @pytest.mark.parametrize("attention", [formula, interface])
@@ -53,8 +55,7 @@ def test_worked_example_without_weights(attention):
     context, weights = attention(x, x, x, scaling=1.0)
 
     assert_four_digits(x @ x.T, expected["scores"])
-    scores = below_their_first(torch.tensor(expected["scores"])).tolist()
-    assert_four_digits(below_their_first(weights.log()), scores, roundings=2)
+    assert_scores(weights, expected["scores"])
     assert_four_digits(weights, expected["weights"])
     assert_four_digits(context, expected["contexts"])
 
@@ -74,8 +75,7 @@ def test_worked_example_with_weights(attention):
     context, weights = attention(query, key, value, scaling=None)
 
     assert_four_digits(query @ key.T, expected["scores"])
-    scores = below_their_first(torch.tensor(expected["scores"])).tolist()
-    assert_four_digits(math.sqrt(2) * below_their_first(weights.log()), scores, roundings=2)
+    assert_scores(weights, expected["scores"], scaling=2**-0.5)
     assert_four_digits(weights, expected["attention"])
     assert_four_digits(context, expected["contexts"])
 

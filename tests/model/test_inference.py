@@ -20,11 +20,11 @@ from transformers.utils import logging
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.cpu import matrices
 from modeling_scratchbert.cpu.layers import FusedFeedForward, InferenceDropout, JointProjection
-from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix
+from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix, PackedMatrix
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
 from support.prepacked import (
-    ODD,
+    DTYPES,
     TIED,
     all_prepacked,
     assert_equal_tensors,
@@ -181,13 +181,11 @@ def test_hooks_and_a_patched_forward_take_effect(modification, place, is_after):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_hook_of_an_optimised_layer_changes_no_bit_and_can_be_removed(place, dtype):
     """Also one from before, whose handle the user holds."""
     model, other, inputs, seen = make(), make(), inputs_for(), []
     handle = model.get_submodule(place).register_forward_hook(lambda layer, args, output: seen.append(output))
-    if dtype == "int8" and not matrices.multiplies_int8():
-        pytest.skip("this CPU has no VNNI instructions")
     other.optimize_for_inference(dtype)
     model.optimize_for_inference(dtype)
     expected = compute(other, inputs)
@@ -346,20 +344,20 @@ def test_a_pickle_is_refused_where_onednn_is_missing(monkeypatch):
 
 
 @every_model
-def test_one_copy_in_memory_all_along(monkeypatch, head, fields):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_copy_in_memory_all_along(monkeypatch, head, fields, dtype):
     model = make(head, **fields)
     weights = {id(m.weight): weakref.ref(m.weight) for m in model.modules() if type(m) is nn.Linear}
     tied = len({id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} & set(weights))
-    packed, plain_init = [], FloatMatrix.__init__
+    packed, plain_hold = [], PackedMatrix._hold
 
-    def counting(self, parameters, biases):
-        plain_init(self, parameters, biases)
-        packed.extend([self] * len(parameters))
+    def counting(self, values):
+        plain_hold(self, values)
+        packed.extend([self] * len(self.heights))
         assert sum(weight() is not None for weight in weights.values()) + len(packed) <= len(weights) + 3 + tied
 
-    monkeypatch.setattr(FloatMatrix, "__init__", counting)
-    model.optimize_for_inference()
-    gc.collect()
+    monkeypatch.setattr(PackedMatrix, "_hold", counting)
+    model.optimize_for_inference(dtype)
     assert len(packed) == len(weights)
     assert not any(weight() is not None for weight in weights.values())
 
@@ -378,10 +376,13 @@ def test_a_weight_that_another_model_shares_and_trains():
 
 
 def test_nothing_is_left_of_a_model_that_is_gone():
+    """At once, without garbage collection."""
     model = make().optimize_for_inference()
+    compute(model, inputs_for())
     found = [weakref.ref(layer.matrix) for layer in layers(model)]
+    gc.disable()
     del model
-    gc.collect()
+    gc.enable()
     assert not any(matrix() for matrix in found)
 
 
@@ -458,7 +459,7 @@ def test_gradients_are_refused(monkeypatch, tmp_path, rows):
     monkeypatch.setattr(matrices, "is_intel", lambda: True)
     make("Model").save_pretrained(tmp_path)
     model = ScratchBertModel.from_pretrained(tmp_path).optimize_for_inference()
-    embeds = torch.randn(1, rows, ODD["hidden_size"], requires_grad=True)
+    embeds = torch.randn(1, rows, 36, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"torch.no_grad\(\)"):
         model(inputs_embeds=embeds)
     for layer in layers(model):
@@ -484,7 +485,7 @@ def test_twice_is_once_and_another_dtype_is_refused():
     modules = list(model.modules())
     for dtype in (None, torch.float32):
         assert model.optimize_for_inference(dtype) is model
-    for dtype in (torch.bfloat16, "int8") if matrices.multiplies_int8() else (torch.bfloat16,):
+    for dtype in {torch.bfloat16, *DTYPES} - {torch.float32}:
         with pytest.raises(RuntimeError, match=rf"optimised for torch.float32; expected {dtype}"):
             model.optimize_for_inference(dtype)
     assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
@@ -519,7 +520,7 @@ def test_adapters_are_refused_until_they_are_merged():
 def test_offloaded_and_quantised_models_are_refused():
     accelerate = pytest.importorskip("accelerate")
     with torch.device("meta"):
-        empty = OURS["Model"](ScratchBertConfig(**ODD))
+        empty = OURS["Model"](ScratchBertConfig(num_hidden_layers=1))
     for model in (empty, accelerate.cpu_offload(make("Model"), execution_device="cpu")):
         with pytest.raises(RuntimeError, match=r"offloaded.*device_map"):
             model.optimize_for_inference()

@@ -19,7 +19,7 @@ from modeling_scratchbert.cpu.calibration import find_factors
 from modeling_scratchbert.cpu.matrices import FloatMatrix, Int8Matrix
 from support.comparison import assert_same_tensors
 from support.models import inputs_for
-from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make, record_row_counts
+from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make
 
 pytestmark = pytest.mark.skipif(not matrices.multiplies_int8(), reason="this CPU has no VNNI instructions")
 
@@ -349,11 +349,3 @@ def test_bad_calibration_is_refused_before_anything_changed(tmp_path):
         assert not any(module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ValueError, match="calibration was given for dtype None"):
         model.optimize_for_inference(calibration=[inputs])
-
-
-def test_row_counts_are_bounded():
-    matrix = Int8Matrix([torch.randn(33, 8)], [None])
-    computed = record_row_counts(matrix)
-    for rows in range(1, 1025):
-        assert matrix.linear(torch.randn(rows, 8)).shape == (rows, 33)
-    assert len(set(computed)) <= 48 + 3 * 8 + 3 * 16

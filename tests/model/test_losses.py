@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.modeling_scratchbert import average
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients
 from support.models import NEEDS, NO_DROPOUT, OURS, randomise, tiny_config
+from support.training import sgd_settings
 
 ROWS, T, L = 8, 9, 3
 LENGTHS = torch.tensor([9, 3, 8, 4, 7, 9, 4, 5])[:, None]
@@ -207,14 +208,11 @@ class KeepGradients(TrainerCallback):
 
 def one_step(model, batch, folder, **arguments):
     """The loss that `Trainer` reports of one step over the rows of `batch`, in twos, and the gradient of the step."""
-    settings = {
-        "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "use_cpu": True, "report_to": [], "disable_tqdm": True,
-        "save_strategy": "no", "train_sampling_strategy": "sequential", "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4, "dataloader_pin_memory": False,
-    }  # fmt: skip
+    in_twos = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
+    in_twos |= {"gradient_accumulation_steps": 4, "dataloader_pin_memory": False}
     rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(ROWS)]
     kept = KeepGradients()
-    settings = TrainingArguments(str(folder), **{**settings, **arguments})
+    settings = sgd_settings(folder, **in_twos, **arguments)
     result = Trainer(copy.deepcopy(model), settings, train_dataset=rows, callbacks=[kept]).train()
     return result.training_loss, kept.gradients
 

@@ -21,7 +21,6 @@ from transformers import (
     DataCollatorWithPadding,
     DynamicCache,
     Trainer,
-    TrainingArguments,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -40,6 +39,7 @@ from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.transformer import TransformerBlock
 from support.checkpoint_kinds import NOTHING
 from support.models import HEADS, NO_DROPOUT, OURS, REFERENCES, TINY, inputs_for, random_scratchbert
+from support.training import sgd_settings
 from support.unpadded import observed_shapes
 
 FIELDS = {**TINY, **NO_DROPOUT}
@@ -357,31 +357,26 @@ def test_frozen_embeddings_pass_gradients_on_when_adapters_ask_for_them():
 # Choosing the attention
 
 
-def test_attention_can_be_switched_after_loading(recorder):
+def test_attention_can_be_chosen_while_loading_and_switched_later(recorder, tmp_path):
     ours, reference = references("ForMaskedLM", attention="eager")
     inputs = inputs_for("ForMaskedLM")
     expected = real_tokens(reference(**inputs).logits, inputs)
     calls = recorder("recorded")
+    ours.save_pretrained(tmp_path)
+    assert type(ours).from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    assert type(ours)(ScratchBertConfig(**FIELDS, attn_implementation="eager")).config._attn_implementation == "eager"
+    for attention in ("sdpa", "eager", "recorded"):
+        loaded = type(ours).from_pretrained(tmp_path, attn_implementation=attention).eval()
+        assert loaded.config._attn_implementation == attention
+        assert_close(real_tokens(loaded(**inputs).logits, inputs), expected, rtol=0, atol=1e-5)
+    assert len(calls) == 2
+    calls.clear()
     for attention in ("sdpa", "eager", "recorded", "sdpa"):
         ours.set_attn_implementation(attention)
         assert ours.config._attn_implementation == ours.model.config._attn_implementation == attention
         assert_close(real_tokens(ours(**inputs).logits, inputs), expected, rtol=0, atol=1e-5)
     assert [call["module"].layer_idx for call in calls] == [0, 1]  # every layer, and in that one pass only
     assert all(isinstance(call["module"], MultiHeadAttention) for call in calls)
-
-
-def test_attention_can_be_chosen_while_loading(recorder, tmp_path):
-    ours, _ = references("ForTokenClassification")
-    ours.save_pretrained(tmp_path)
-    calls = recorder("recorded")
-    inputs = inputs_for()
-    for attention, expected in (("eager", 0), ("sdpa", 0), ("recorded", 2)):
-        model = type(ours).from_pretrained(tmp_path, attn_implementation=attention).eval()
-        assert model.config._attn_implementation == attention
-        model(**inputs)
-        assert len(calls) == expected
-    assert type(ours).from_pretrained(tmp_path).config._attn_implementation == "sdpa"
-    assert type(ours)(ScratchBertConfig(**FIELDS, attn_implementation="eager")).config._attn_implementation == "eager"
 
 
 def test_an_attention_of_the_users_own_computes_the_same_in_both(recorder):
@@ -695,12 +690,8 @@ def examples(count=8, lengths=(6,)):
 
 
 def train(model, data, folder, collator=None, **arguments):
-    settings = {
-        "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "use_cpu": True,
-        "report_to": [], "disable_tqdm": True, "save_strategy": "no", "lr_scheduler_type": "constant",
-    }  # fmt: skip
-    arguments = TrainingArguments(str(folder), **{**settings, **arguments})
-    trainer = Trainer(model, arguments, train_dataset=data, data_collator=collator)
+    settings = sgd_settings(folder, learning_rate=1.0, lr_scheduler_type="constant", **arguments)
+    trainer = Trainer(model, settings, train_dataset=data, data_collator=collator)
     return trainer.train().training_loss, trainer
 
 

@@ -776,32 +776,33 @@ def test_a_decoder_of_the_encoder_s_tensors_computes_with_them():
     torch.testing.assert_close(model.model(**inputs).last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-6)
 
 
+def opened_with(folder, **fields):
+    """The model that was saved in `folder` with other fields, what it reports of the loading, and what it warns of."""
+    with logged_warnings() as warnings:
+        model, info = ScratchBertForConditionalGeneration.from_pretrained(folder, output_loading_info=True, **fields)
+    return model, info, "\n".join(warnings)
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_what_a_file_holds_once_is_named_as_missing_where_two_are_wanted(tmp_path, name):
+    random_seq2seq(**dict.fromkeys(TIES, True)).save_pretrained(tmp_path)
+    again, info, warnings = opened_with(tmp_path, **{name: False})
+    apart, stored = {**dict.fromkeys(TIES, True), name: False}, names_in(tmp_path)
+    new = {each for each in again.state_dict() if same_tensor_as(each, **apart) not in stored}
+    assert new
+    assert info["missing_keys"] == new
+    assert "MISSING" in warnings
+    assert_tied(again, apart)
+
+
 @pytest.mark.parametrize("name", TIES)
 def test_what_a_file_holds_apart_is_not_thrown_together(tmp_path, name):
     """As for the words' matrix of a BERT: where both are stored and differ, tying would lose one."""
     model = random_seq2seq(**dict.fromkeys(TIES, False))
     model.save_pretrained(tmp_path)
-    with logged_warnings() as warnings:
-        again = ScratchBertForConditionalGeneration.from_pretrained(tmp_path, **{name: True})
+    again, _, warnings = opened_with(tmp_path, **{name: True})
     assert_same_outputs(again, model)
-    assert "NOT tie" in "\n".join(warnings)
-
-
-@pytest.mark.parametrize("name", TIES)
-def test_what_a_file_holds_once_is_named_as_missing_where_two_are_wanted(tmp_path, name):
-    model = random_seq2seq(**dict.fromkeys(TIES, True))
-    model.save_pretrained(tmp_path)
-    apart = {**dict.fromkeys(TIES, True), name: False}
-    with logged_warnings() as warnings:
-        again, info = ScratchBertForConditionalGeneration.from_pretrained(
-            tmp_path, output_loading_info=True, **{name: False}
-        )
-    stored = names_in(tmp_path)
-    new = {each for each in again.state_dict() if same_tensor_as(each, **apart) not in stored}
-    assert new
-    assert info["missing_keys"] == new
-    assert "MISSING" in "\n".join(warnings)
-    assert_tied(again, apart)
+    assert "NOT tie" in warnings
 
 
 # ---------------------------------------------------------------------------------------------------------------------

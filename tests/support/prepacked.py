@@ -6,7 +6,7 @@ from torch import nn
 
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.cpu.layers import PrepackedLinear
-from modeling_scratchbert.cpu.matrices import FloatMatrix
+from modeling_scratchbert.cpu.matrices import FloatMatrix, multiplies_int8
 from support.comparison import flat
 from support.models import ENCODER_DECODERS, NEEDS, OURS, TINY, randomise
 
@@ -15,6 +15,9 @@ ODD = {**TINY, "hidden_size": 36, "bos_token_id": 1}
 
 
 TIED = {"tie_encoder_decoder": True}
+
+
+DTYPES = [torch.float32, *(["int8"] if multiplies_int8() else [])]
 
 
 KINDS = [*((head, {}) for head in OURS), *((head, TIED) for head in ENCODER_DECODERS)]
