@@ -36,6 +36,8 @@ MODEL_CLASSES = {
     for auto, path in AUTO_MAP.items()
     if path.split(".")[1].removeprefix("ScratchBert") in BERTS
 }
+# Of which tests/data has a folder.
+VERSIONS = ["0.1.0", "fa82c55"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 
 
@@ -56,7 +58,8 @@ def test_the_auto_map_is_complete():
 # --- without the package
 
 SCRIPT = '''
-import json, os, shutil, sys, traceback, warnings
+import copy, json, logging, math, os, pickle, shutil, sys, traceback, warnings
+from collections import Counter
 
 class NotInstalled:
     def find_spec(self, name, path=None, target=None):
@@ -70,8 +73,18 @@ import torch, transformers
 torch.set_num_threads(1)
 from pathlib import Path
 
-AUTO_MAP, HEADS, CODE = json.loads(Path("constants.json").read_text())
+AUTO_MAP, HEADS, CODE, VERSIONS = json.loads(Path("constants.json").read_text())
 reference = torch.load("reference.pt")
+without_a_probe = Counter()
+
+class Listener(logging.Handler):
+    """Counts, for each copy of the code, how often it says that a model is saved without a probe."""
+    def emit(self, record):
+        if "without a probe.json" in record.getMessage():
+            assert "`pip install scratchbert`" in record.getMessage(), record.getMessage()
+            without_a_probe[record.name] += 1
+
+logging.getLogger().addHandler(Listener(logging.WARNING))
 batch = reference["batch"]
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 TRUST = {"trust_remote_code": True}
@@ -86,6 +99,17 @@ def check(*parts):
         except BaseException:
             notes[name] = traceback.format_exc()
     return run
+
+def expect_advice_to_install(function, *arguments, **options):
+    """The one error that names the package and how it is installed."""
+    try:
+        function(*arguments, **options)
+    except ImportError as error:
+        assert type(error) is ImportError and error.__cause__ is None and error.__context__ is None, repr(error)
+        message = str(error)
+        assert message.startswith("modeling_scratchbert.") and "`pip install scratchbert`" in message, message
+        return
+    raise AssertionError("no error")
 
 def compute(model):
     inputs = {k: v[None] if "MultipleChoice" in type(model).__name__ else v for k, v in batch.items()}
@@ -155,6 +179,7 @@ for head in HEADS:
             folder = f"{generation}/{head}"
             model.save_pretrained(folder)
             complete(folder, head)
+            assert "probe.json" not in files(folder)
             for auto in (AUTO_OF[head], "AutoModelForMaskedLM", "AutoModel"):
                 again, info = open_as(auto, folder)
                 same(compute(again), reference[head], "hidden")
@@ -179,41 +204,61 @@ def in_shards():
     same(compute(model), reference["ForPreTraining"])
 
 @check()
-def verified():
-    for folder, auto in (("saved/ForMultipleChoice", "AutoModelForMultipleChoice"), ("two halves", "AutoModel"),
-                         ("sharded", "AutoModel"), ("sharded", "AutoModelForPreTraining")):
-        open_as(auto, folder, verify=True)
-    model, info = open_as("AutoModelForMaskedLM", "someone/scratch.bert-1", verify=True)
-    same(compute(model), reference["ForMaskedLM"])
-    shutil.copytree("saved/ForMaskedLM", "damaged")
-    weights = bytearray(Path("damaged/model.safetensors").read_bytes())
-    weights[-4] ^= 1
-    Path("damaged/model.safetensors").write_bytes(weights)
-    open_as("AutoModelForMaskedLM", "damaged")
-    try:
-        open_as("AutoModelForMaskedLM", "damaged", verify=True)
-    except ValueError as error:
-        assert "differs from probe.json" in str(error), error
-        return
-    raise AssertionError("opened")
+def saved_over_a_folder_with_a_probe():
+    shutil.copytree("saved/Model", "saved over")
+    assert "probe.json" in files("saved over")
+    open_as("AutoModel", "saved over")[0].save_pretrained("saved over")
+    assert "probe.json" not in files("saved over")  # which was that of the former weights
+    same(compute(open_as("AutoModel", "saved over")[0]), reference["Model"])
 
-def assert_version_0_1_0_computes_what_it_did(model):
-    expected = json.loads(Path("version-0.1.0/expected.json").read_text())
+@check()
+def what_needs_the_package():
+    model = open_as("AutoModelForMaskedLM", "saved/ForMaskedLM")[0]
+    seq2seq = type(open_as("AutoModelForSeq2SeqLM", "two halves")[0])
+    bert_config = transformers.BertConfig.from_pretrained("bert")
+    for dtype in (None, torch.float32, "int8"):
+        expect_advice_to_install(model.optimize_for_inference, dtype)
+    expect_advice_to_install(model.save_calibration, "calibration")
+    expect_advice_to_install(model.save_as_bert, "bert out")
+    assert not Path("bert out").exists() and not Path("calibration").exists()
+    for folder in ("bert", "roberta"):
+        expect_advice_to_install(type(model).from_pretrained, folder)
+        expect_advice_to_install(type(model.config).from_pretrained, folder)
+    expect_advice_to_install(seq2seq.from_pretrained, "two berts")
+    expect_advice_to_install(seq2seq.from_bert, "bert", decoder_start_token_id=2, eos_token_id=3)
+    expect_advice_to_install(type(model).from_pretrained, "saved/ForMaskedLM", config=bert_config)
+    expect_advice_to_install(type(model.config).from_bert, bert_config)
+    expect_advice_to_install(type(model).from_pretrained, None, config=model.config, state_dict=model.state_dict())
+    for folder in ("saved/ForMaskedLM", "sharded", "two halves"):
+        auto = "AutoModelForSeq2SeqLM" if folder == "two halves" else "AutoModelForMaskedLM"
+        expect_advice_to_install(open_as, auto, folder, verify=True)
+    same(compute(model), reference["ForMaskedLM"])  # no attempt changed it
+
+def same_as_in(folder, model):
+    expected = json.loads(Path(folder, "expected.json").read_text())
     with torch.no_grad():
         result = model(**{k: torch.tensor(v) for k, v in expected["inputs"].items()}, output_hidden_states=True)
     ours = {"hidden_state": result.hidden_states[-1][:, 0], "prediction_logits": result.prediction_logits[:, 1],
             "seq_relationship_logits": result.seq_relationship_logits}
-    same(ours, {k: torch.tensor(v) for k, v in expected["outputs"].items()})
+    for name, value in expected["outputs"].items():
+        torch.testing.assert_close(ours[name], torch.tensor(value), rtol=0, atol=5e-6)
 
-@check()
-def a_folder_of_version_0_1_0_opens_by_its_own_code():
-    for auto in AUTOS:
-        model, info = open_as(auto, "version-0.1.0")
-        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
-        if head_of(auto) == "ForPreTraining":
-            assert info == NOTHING, info
-            assert_version_0_1_0_computes_what_it_did(model)
-    assert not hasattr(sys.modules[type(model).__module__.rpartition(".")[0]], "probe")
+for version in VERSIONS:
+    @check(version)
+    def a_folder_of_an_earlier_version_opens_by_its_own_code():
+        for auto in AUTOS:
+            model, info = open_as(auto, f"earlier/{version}")
+            assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+            if head_of(auto) == "ForPreTraining":
+                assert info == NOTHING, info
+                same_as_in(f"earlier/{version}", model)
+        assert not hasattr(sys.modules[type(model).__module__.rpartition(".")[0]], "installed")
+        model, _ = open_as("AutoModelForPreTraining", f"earlier/{version}")
+        model.save_pretrained(f"earlier/{version} by itself")
+        again, info = open_as("AutoModelForPreTraining", f"earlier/{version} by itself")
+        assert info == NOTHING, info
+        same_as_in(f"earlier/{version}", again)
+        same_as_in(f"earlier/{version}", again.optimize_for_inference())
 
 @check()
 def by_hub_id():
@@ -256,6 +301,67 @@ def in_a_pipeline():
     assert classify("The cat sat.")[0]["label"] in ("LABEL_0", "LABEL_1")
 
 @check()
+def trained_by_trainer():
+    def train(model):
+        torch.manual_seed(0)
+        data = [{"input_ids": ids, "labels": ids[0] % 2} for ids in batch["input_ids"].repeat(4, 1)]
+        arguments = transformers.TrainingArguments(
+            "trained", max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_steps=2,
+            disable_tqdm=True, dataloader_num_workers=2, learning_rate=1e-2)
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        return trainer
+    before = open_as("AutoModelForSequenceClassification", "saved/ForSequenceClassification")[0]
+    model = copy.deepcopy(before)
+    trainer = train(model)
+    assert all(math.isfinite(entry["train_loss"]) for entry in trainer.state.log_history if "train_loss" in entry)
+    state = model.state_dict()
+    changed = {name for name, tensor in before.state_dict().items() if not torch.equal(tensor, state[name])}
+    assert {"classifier.weight", "model.encoder.blocks.0.attention.query.weight"} <= changed
+    complete("trained/checkpoint-2", "ForSequenceClassification")
+    trainer.save_model("trained/last")
+    again, info = open_as("AutoModelForSequenceClassification", "trained/last")
+    assert info == NOTHING
+    same(compute(again), compute(model))
+
+@check()
+def in_workers_of_a_data_loader():
+    model = open_as("AutoModel", "saved/Model")[0].eval()
+    class Embedded(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(batch["input_ids"])
+        def __getitem__(self, i):
+            with torch.no_grad():
+                return model(batch["input_ids"][i : i + 1]).pooler_output[0]
+    dataset = Embedded()
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=2)
+    torch.testing.assert_close(next(iter(loader)), torch.stack([dataset[0], dataset[1]]), rtol=0, atol=1e-6)
+
+@check()
+def through_pickle_and_deepcopy():
+    model = open_as("AutoModelForMaskedLM", "saved/ForMaskedLM")[0]
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again) is type(model)
+        same(compute(again), reference["ForMaskedLM"])
+
+@check()
+def compiled():
+    model = open_as("AutoModelForMaskedLM", "saved/ForMaskedLM")[0]
+    whole = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(**batch).logits, reference["ForMaskedLM"]["logits"], rtol=0, atol=1e-5)
+    model.train()
+    torch.compile(model, backend="aot_eager")(**batch, labels=batch["input_ids"]).loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().max() > 0
+
+@check()
+def gradients():
+    model = open_as("AutoModelForMaskedLM", "saved/ForMaskedLM")[0].train()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert not missing, missing
+
+@check()
 def through_dill():
     import dill
     model = open_as("AutoModelForMaskedLM", "saved/ForMaskedLM")[0]
@@ -276,26 +382,6 @@ def in_a_function_for_datasets_map():
     here = [embed(row)["first"] for row in rows]
     torch.testing.assert_close(torch.tensor(rows.map(embed)["first"][:]), torch.tensor(here))
     torch.testing.assert_close(torch.tensor(rows.map(embed, num_proc=2)["first"][:]), torch.tensor(here))
-
-@check()
-def a_bert_loads_into_the_copy_and_goes_out_again():
-    copy = type(open_as("AutoModelForPreTraining", "saved/ForPreTraining")[0])
-    model, info = copy.from_pretrained("bert", output_loading_info=True)
-    assert info == NOTHING, info
-    bert = transformers.BertForPreTraining.from_pretrained("bert")
-    same(compute(model), compute(bert))
-    model.save_pretrained("bert as ours")
-    complete("bert as ours", "ForPreTraining")
-    model.save_as_bert("bert out")
-    again, info = transformers.AutoModelForPreTraining.from_pretrained("bert out", output_loading_info=True)
-    assert type(again) is transformers.BertForPreTraining and info == NOTHING
-    same(compute(again), compute(bert))
-    try:
-        copy.from_pretrained("roberta")
-    except ValueError as error:
-        assert "'roberta'" in str(error)
-        return
-    raise AssertionError("a RoBERTa was loaded")
 
 def generated(model):
     return model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5, do_sample=False)
@@ -346,20 +432,6 @@ def two_halves_are_not_opened_as_one():
             raise AssertionError(auto)
 
 @check()
-def two_halves_from_a_bert_and_from_two():
-    copy = type(open_as("AutoModelForSeq2SeqLM", "two halves")[0])
-    model = copy.from_bert("bert", decoder_start_token_id=2, eos_token_id=3)
-    bert = transformers.BertModel.from_pretrained("bert")
-    with torch.no_grad():
-        same(model.get_encoder()(**batch, padding_free=False), bert(**batch), "last_hidden_state")
-    assert generated(model).shape[0] == 2
-    model, info = copy.from_pretrained("two berts", output_loading_info=True)
-    assert info == NOTHING, info
-    assert torch.equal(generated(model), generated(transformers.EncoderDecoderModel.from_pretrained("two berts")))
-    model.save_pretrained("two berts as ours")
-    complete("two berts as ours", "ForConditionalGeneration")
-
-@check()
 def two_halves_from_a_configuration():
     config = transformers.AutoConfig.from_pretrained("two halves", **TRUST)
     made = transformers.AutoModel.from_config(config, **TRUST)
@@ -394,28 +466,139 @@ def a_configuration_saved_alone_from_here():
     config.save_pretrained("config again")
     assert transformers.AutoConfig.from_pretrained("config again", **TRUST).vocab_size == 99
 
+@check()
+def saved_without_a_probe_which_is_said_once():
+    assert without_a_probe and set(without_a_probe.values()) == {1}, without_a_probe
+
+# PEFT changes how transformers loads models, and comes last.
+import peft
+
+@check()
+def peft_asks_for_target_modules():
+    model = open_as("AutoModel", "saved/Model")[0]
+    try:
+        peft.get_peft_model(model, peft.LoraConfig())
+    except ValueError as error:
+        assert "target_modules" in str(error), error
+    else:
+        raise AssertionError("no error")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"]))
+    same(compute(adapted.base_model.model), reference["Model"])
+    adapted.save_pretrained("adapter")
+    again = peft.PeftModel.from_pretrained(open_as("AutoModel", "saved/Model")[0], "adapter")
+    same(compute(again.base_model.model), reference["Model"])
+
 # From here on the package can be imported, as in a notebook that has opened a model from the Hub before.
-copies = {head: open_as(AUTO_OF[head], f"saved/{head}")[0] for head in ("Model", "ForMaskedLM")}
+copies = {head: open_as(AUTO_OF[head], f"saved/{head}")[0] for head in ("Model", "ForMaskedLM", "ForPreTraining")}
 copies["ForConditionalGeneration"] = open_as("AutoModelForSeq2SeqLM", "two halves")[0]
 copied_config = transformers.AutoConfig.from_pretrained("saved/Model", **TRUST)
 sys.meta_path.pop(0)
 import modeling_scratchbert
 
+for version in VERSIONS:
+    @check(version)
+    def a_folder_of_an_earlier_version_opens_by_the_package():
+        folder, again = f"earlier/{version}", f"earlier/{version} again"
+        model, info = open_as("AutoModelForPreTraining", folder, trust_remote_code=False)
+        assert type(model) is modeling_scratchbert.ScratchBertForPreTraining and info == NOTHING
+        same_as_in(folder, model)
+        model.save_pretrained(again)
+        complete(again, "ForPreTraining")
+        model, _ = open_as("AutoModelForPreTraining", again, trust_remote_code=False, verify=True)
+        same_as_in(folder, model)
+        same_as_in(folder, model.optimize_for_inference())
+        verify = {"trust_remote_code": False, "verify": True}
+        if Path(folder, "probe.json").exists():
+            same_as_in(folder, open_as("AutoModelForPreTraining", folder, **verify)[0])
+            return
+        try:
+            open_as("AutoModelForPreTraining", folder, **verify)
+        except OSError as error:
+            assert "has no probe.json" in str(error), error
+            return
+        raise AssertionError("verified without a probe")
+
 @check()
-def a_folder_of_version_0_1_0_opens_by_the_package():
-    model, info = open_as("AutoModelForPreTraining", "version-0.1.0", trust_remote_code=False)
-    assert type(model) is modeling_scratchbert.ScratchBertForPreTraining and info == NOTHING
-    assert_version_0_1_0_computes_what_it_did(model)
-    model.save_pretrained("version-0.1.0 saved again")
-    complete("version-0.1.0 saved again", "ForPreTraining")
-    again, _ = open_as("AutoModelForPreTraining", "version-0.1.0 saved again", trust_remote_code=False, verify=True)
-    assert_version_0_1_0_computes_what_it_did(again)
+def a_bert_loads_into_the_copy_and_goes_out_again():
+    ours = type(copies["ForPreTraining"])
+    model, info = ours.from_pretrained("bert", output_loading_info=True)
+    assert info == NOTHING, info
+    bert = transformers.BertForPreTraining.from_pretrained("bert")
+    same(compute(model), compute(bert))
+    model.save_pretrained("bert as ours")
+    complete("bert as ours", "ForPreTraining")
+    model.save_as_bert("bert out")
+    again, info = transformers.AutoModelForPreTraining.from_pretrained("bert out", output_loading_info=True)
+    assert type(again) is transformers.BertForPreTraining and info == NOTHING
+    same(compute(again), compute(bert))
     try:
-        open_as("AutoModelForPreTraining", "version-0.1.0", trust_remote_code=False, verify=True)
-    except OSError as error:
-        assert "has no probe.json" in str(error), error
+        ours.from_pretrained("roberta")
+    except ValueError as error:
+        assert "'roberta'" in str(error)
         return
-    raise AssertionError("verified without a probe")
+    raise AssertionError("a RoBERTa was loaded")
+
+@check()
+def a_copy_verifies_with_the_package():
+    def opened(head, folder, **options):
+        model = type(copies[head]).from_pretrained(folder, verify=True, **options)
+        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+        return model
+    opened("ForConditionalGeneration", "two halves")
+    opened("Model", "sharded")
+    opened("ForPreTraining", "sharded")
+    same(compute(opened("ForMaskedLM", "someone/scratch.bert-1")), reference["ForMaskedLM"])
+    shutil.copytree("saved/ForMaskedLM", "damaged")
+    weights = bytearray(Path("damaged/model.safetensors").read_bytes())
+    weights[-4] ^= 1
+    Path("damaged/model.safetensors").write_bytes(weights)
+    type(copies["ForMaskedLM"]).from_pretrained("damaged")
+    try:
+        opened("ForMaskedLM", "damaged")
+    except ValueError as error:
+        assert "differs from probe.json" in str(error), error
+        return
+    raise AssertionError("opened")
+
+@check()
+def two_halves_from_a_bert_and_from_two():
+    ours = type(copies["ForConditionalGeneration"])
+    model = ours.from_bert("bert", decoder_start_token_id=2, eos_token_id=3)
+    bert = transformers.BertModel.from_pretrained("bert")
+    with torch.no_grad():
+        same(model.get_encoder()(**batch, padding_free=False), bert(**batch), "last_hidden_state")
+    assert generated(model).shape[0] == 2
+    model, info = ours.from_pretrained("two berts", output_loading_info=True)
+    assert info == NOTHING, info
+    assert torch.equal(generated(model), generated(transformers.EncoderDecoderModel.from_pretrained("two berts")))
+    model.save_pretrained("two berts as ours")
+    complete("two berts as ours", "ForConditionalGeneration")
+
+@check()
+def a_copy_is_optimised_with_the_package():
+    for dtype, tolerance in ((None, 1e-5), ("int8", 1.0)):
+        model = copy.deepcopy(copies["ForMaskedLM"])
+        assert model.optimize_for_inference(dtype) is model
+        layers = [type(layer).__module__ for layer in model.modules()]
+        assert any(name.startswith("modeling_scratchbert.cpu") for name in layers), sorted(set(layers))
+        again = pickle.loads(pickle.dumps(model))
+        computed = compute(model)["logits"]
+        torch.testing.assert_close(computed, reference["ForMaskedLM"]["logits"], rtol=0, atol=tolerance)
+        assert torch.equal(compute(again)["logits"], computed)
+        for attempt in (lambda: model.save_pretrained("optimised"), model.state_dict, model.train):
+            try:
+                attempt()
+            except RuntimeError as error:
+                assert "optimised for inference" in str(error), error
+            else:
+                raise AssertionError(f"no error from {attempt}")
+        assert not Path("optimised").exists()
+
+@check()
+def peft_finds_the_layers_of_a_copy_with_the_package():
+    adapted = peft.get_peft_model(copy.deepcopy(copies["Model"]), peft.LoraConfig())
+    names = {name.rpartition(".")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert {name.split(".lora_A")[0].rpartition(".")[2] for name in names} == {"query", "value"}, names
 
 @check("ForMaskedLM")
 def both_copies_are_there():
@@ -497,16 +680,30 @@ CHECKS = [
     *(f"saved again and opened again {head}" for head in BERTS),
     "it asks for trust",
     "in shards",
-    "verified",
-    "a folder of version 0 1 0 opens by its own code",
-    "a folder of version 0 1 0 opens by the package",
+    "saved over a folder with a probe",
+    "saved without a probe which is said once",
+    "what needs the package",
+    *(
+        f"a folder of an earlier version opens by {what} {version}"
+        for what in ("its own code", "the package")
+        for version in VERSIONS
+    ),
     "by hub id",
     "from a configuration",
     "with its own configuration",
     "in a pipeline",
+    "trained by trainer",
+    "in workers of a data loader",
+    "through pickle and deepcopy",
+    "compiled",
+    "gradients",
     "through dill",
     "in a function for datasets map",
+    "peft asks for target modules",
+    "peft finds the layers of a copy with the package",
     "a bert loads into the copy and goes out again",
+    "a copy verifies with the package",
+    "a copy is optimised with the package",
     "a causal model generates",
     "two halves",
     "two halves are not opened as one",
@@ -571,9 +768,10 @@ def notes(tmp_path_factory):
     write_bert(root / "bert", random_bert(seed=5), "sharded bin", layer_norm="gamma")
     write_bert(root / "roberta", fields={"model_type": "roberta"})
     ScratchBertConfig(**TINY).save_pretrained(root / "config")
-    shutil.unpack_archive(DATA / "scratchbert-0.1.0.zip", root / "version-0.1.0")
+    for version in VERSIONS:
+        shutil.unpack_archive(DATA / f"scratchbert-{version}.zip", root / "earlier" / version)
     write_hub_cache(root / "home" / "hub", "someone/scratch.bert-1", root / "saved" / "ForMaskedLM")
-    (root / "constants.json").write_text(json.dumps([AUTO_MAP, BERTS, sorted(CODE)]))
+    (root / "constants.json").write_text(json.dumps([AUTO_MAP, BERTS, sorted(CODE), VERSIONS]))
     (root / "check.py").write_text(SCRIPT)
 
     environment = {
@@ -587,7 +785,7 @@ def notes(tmp_path_factory):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, str(root / "check.py"), str(root)],
-        cwd=root, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False,
+        cwd=root, env=environment, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((root / "notes.json").read_text())
