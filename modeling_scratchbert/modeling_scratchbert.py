@@ -161,10 +161,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         tokens: Any = inputs_embeds if input_ids is None else input_ids
         batch = choose_batch(self, tokens, attention_mask, position_ids, records, eager, kwargs)
 
-        input_ids, token_type_ids, position_ids, inputs_embeds = batch.unpad(
-            input_ids, token_type_ids, position_ids, inputs_embeds
-        )
-        hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, past_length)
+        per_token = batch.unpad(input_ids, token_type_ids, position_ids, inputs_embeds)
+        hidden_states, position_ids = self.embeddings(*per_token, past_length), per_token[2]
         if encoder_hidden_states is not None:
             check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, *hidden_states.shape[:2])
             if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
@@ -272,9 +270,9 @@ class ScratchBertForPreTrainingOutput(ModelOutput):
         attentions: a tuple of `(B, H, T, T)`, if requested.
     """
 
-    loss: torch.Tensor | None = None
-    prediction_logits: torch.Tensor | None = None
-    seq_relationship_logits: torch.Tensor | None = None
+    loss: OptionalTensor = None
+    prediction_logits: OptionalTensor = None
+    seq_relationship_logits: OptionalTensor = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
 
@@ -519,14 +517,12 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         outputs = self.model(*tokens, return_dict=True, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
-        loss = None
+        losses, beyond = [], start_logits.shape[1]
         if start_positions is not None and end_positions is not None:
-            beyond, num_items = start_logits.shape[1], kwargs.get("num_items_in_batch")
-            start_loss, end_loss = (
-                average(cross_entropy, logits, positions.view(-1).clamp(0, beyond), num_items, ignore_index=beyond)
-                for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
-            )
-            loss = (start_loss + end_loss) / 2
+            for scores, positions in ((start_logits, start_positions), (end_logits, end_positions)):
+                targets, num_items = positions.view(-1).clamp(0, beyond), kwargs.get("num_items_in_batch")
+                losses.append(average(cross_entropy, scores, targets, num_items, ignore_index=beyond))
+        loss = sum(losses) / 2 if losses else None
         logits = {"start_logits": start_logits, "end_logits": end_logits}
         return modeling_outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **recorded(outputs))
 
@@ -573,10 +569,8 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
         if not config.is_decoder:
-            logger.warning(
-                "config.is_decoder is False; each token then attends to later ones, which generate does not have. "
-                "Pass is_decoder=True."
-            )
+            logger.warning("config.is_decoder is False; each token then attends to later ones, which generate does not "
+                           "have. Pass is_decoder=True.")  # fmt: skip
         # With label smoothing, `Trainer` shifts the labels for the classes in this table, to which
         # `AutoModelForCausalLM.register` does not add.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ScratchBertConfig.model_type, ScratchBertForCausalLM.__name__)
@@ -709,25 +703,18 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         targets = decoder_input_ids, decoder_attention_mask, decoder_token_type_ids, decoder_position_ids
         source = decoder_inputs_embeds, encoded.last_hidden_state, attention_mask, past_key_values
         decoder_outputs = self.decoder(*targets, *source, use_cache=use_cache, return_dict=True, **kwargs)
-        return modeling_outputs.Seq2SeqModelOutput(
-            last_hidden_state=decoder_outputs.last_hidden_state,
-            past_key_values=decoder_outputs.past_key_values,
-            decoder_hidden_states=decoder_outputs.hidden_states,
-            decoder_attentions=decoder_outputs.attentions,
-            cross_attentions=decoder_outputs.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
-        )
+        decoder = {f"decoder_{name}": value for name, value in recorded(decoder_outputs).items()}
+        encoder = {"encoder_last_hidden_state": encoded.last_hidden_state}
+        encoder |= {f"encoder_{name}": value for name, value in recorded(encoded).items()}
+        fields = {name: decoder_outputs[name] for name in ("last_hidden_state", "past_key_values", "cross_attentions")
+                  if name in decoder_outputs}  # fmt: skip
+        return modeling_outputs.Seq2SeqModelOutput(**fields, **decoder, **encoder)
 
     def _given_encoder_outputs(self, outputs, attention_mask) -> modeling_outputs.BaseModelOutput:
         if isinstance(outputs, (list, tuple)):
             outputs = modeling_outputs.BaseModelOutput(*outputs)
-        states, names = (
-            getattr(outputs, "last_hidden_state", None),
-            ("encoder_outputs.last_hidden_state", "attention_mask"),
-        )
-        check_encoder_inputs(self.decoder.config, states, attention_mask, "batch", 1, *names)
+        states, name = getattr(outputs, "last_hidden_state", None), "encoder_outputs.last_hidden_state"
+        check_encoder_inputs(self.decoder.config, states, attention_mask, "batch", 1, name, "attention_mask")
         return outputs
 
 
