@@ -522,7 +522,7 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
             for scores, positions in ((start_logits, start_positions), (end_logits, end_positions)):
                 targets, num_items = positions.view(-1).clamp(0, beyond), kwargs.get("num_items_in_batch")
                 losses.append(average(cross_entropy, scores, targets, num_items, ignore_index=beyond))
-        loss = sum(losses) / 2 if losses else None
+        loss: Any = sum(losses) / 2 if losses else None
         logits = {"start_logits": start_logits, "end_logits": end_logits}
         return modeling_outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **recorded(outputs))
 
