@@ -1097,7 +1097,7 @@ def test_an_encoder_under_another_name(tmp_path, prefix):
 
 def test_an_encoder_that_cannot_be_found_is_no_random_one(tmp_path):
     write_bert(tmp_path)
-    with pytest.raises(ValueError, match="base_model_prefix is 'model'") as error:
+    with pytest.raises(ValueError, match="base_model_prefix, here 'model'") as error:
         WithoutSayingSo.from_pretrained(tmp_path)
     assert "bert.encoder.blocks.0" in str(error.value)
 
