@@ -68,9 +68,8 @@ def _fields_of_encoder_decoder(fields: dict, source) -> dict:
     """The fields for an `EncoderDecoderModel`, whose encoder and decoder may differ in depth alone."""
     kind = f"{source} is an EncoderDecoderModel"
     try:
-        encoder, decoder = (
-            BertConfig(**_fields_of_bert(fields.get(part) or {}, part)) for part in ("encoder", "decoder")
-        )
+        encoder = BertConfig(**_fields_of_bert(fields.get("encoder") or {}, "encoder"))
+        decoder = BertConfig(**_fields_of_bert(fields.get("decoder") or {}, "decoder"))
     except ValueError as error:
         raise ValueError(f"{kind}, of which only those of two BERTs can be loaded: {error}") from error
     for name in SHARED_FIELDS:

@@ -43,13 +43,6 @@ def check_is_reachable(error: Exception, source, revision: str | None) -> None:
     ) from error
 
 
-def has_tokenizer(source, **hub_options) -> bool:
-    """Return whether `source` has a tokenizer. AutoTokenizer does not show it: for a BERT without one it creates a
-    tokenizer with a vocabulary of five words."""
-    files = ("tokenizer.json", "vocab.txt")
-    return any(cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options) for name in files)
-
-
 def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
     """Return the names of the tensors in the files of `weight_files`, none of which is loaded; None if there are no
     files. Raise OSError if a file is truncated, corrupt, missing or not a file of weights."""
@@ -67,8 +60,8 @@ def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> l
     for name in [name for name in WEIGHT_FILES if use_safetensors in (None, "safetensors" in name)]:
         try:
             path: Any = cached_file(source, suffix.join(name.rsplit(".", 1)), **hub_options)
-        except OSError as error:
-            errors.append(error)
+        except OSError as reason:
+            errors.append(reason)
         else:
             return _shards(source, path, hub_options) if name.endswith(".json") else [path]
     for error in errors:

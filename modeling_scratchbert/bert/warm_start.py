@@ -5,9 +5,10 @@ import re
 
 import torch
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 from ..checkpoints import hub_options
-from .files import has_tokenizer, read_tensors, weight_files
+from .files import read_tensors, weight_files
 from .names import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, check_tensor_names, to_scratchbert
 
 
@@ -44,7 +45,9 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
 
 def special_tokens(source, hub_options: dict) -> dict[str, int]:
     """Return the ids with which the tokenizer of `source` starts, ends and pads, or nothing if it has no tokenizer."""
-    if not has_tokenizer(source, **hub_options):
+    # For a BERT without a tokenizer, AutoTokenizer creates one with a vocabulary of five words.
+    options, files = {"_raise_exceptions_for_missing_entries": False, **hub_options}, ("tokenizer.json", "vocab.txt")
+    if not any(cached_file(source, name, **options) for name in files):
         return {}
     tokenizer = AutoTokenizer.from_pretrained(source, **hub_options)
     start, end, padding = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
@@ -69,6 +72,5 @@ def for_encoder_and_decoder(tensors: dict[str, torch.Tensor], config) -> dict[st
             started[f"model.decoder.{part}"] = tensor.clone()  # the model takes over the memory of each
     if not config.tie_word_embeddings and "lm_head.dense.weight" in started:
         # The checkpoint of a tied head does not have its matrix.
-        words = tensors["model.embeddings.word_embeddings.weight"]
-        started.setdefault("lm_head.decoder.weight", words.clone())
+        started.setdefault("lm_head.decoder.weight", tensors["model.embeddings.word_embeddings.weight"].clone())
     return started
