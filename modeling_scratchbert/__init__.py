@@ -8,36 +8,22 @@ import transformers
 
 from . import modeling_scratchbert
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
-from .modeling_scratchbert import (
-    ScratchBertForCausalLM,
-    ScratchBertForConditionalGeneration,
-    ScratchBertForMaskedLM,
-    ScratchBertForMultipleChoice,
-    ScratchBertForNextSentencePrediction,
-    ScratchBertForPreTraining,
-    ScratchBertForQuestionAnswering,
-    ScratchBertForSequenceClassification,
-    ScratchBertForTokenClassification,
-    ScratchBertModel,
-    ScratchBertSeq2SeqModel,
-)
 from .pretrained import ScratchBertPreTrainedModel
 
+# isort: off
+from .modeling_scratchbert import (
+    ScratchBertForCausalLM, ScratchBertForConditionalGeneration, ScratchBertForMaskedLM, ScratchBertForMultipleChoice,
+    ScratchBertForNextSentencePrediction, ScratchBertForPreTraining, ScratchBertForQuestionAnswering,
+    ScratchBertForSequenceClassification, ScratchBertForTokenClassification, ScratchBertModel, ScratchBertSeq2SeqModel,
+)  # fmt: skip
+# isort: on
+
 __all__ = [
-    "ScratchBertConfig",
-    "ScratchBertForCausalLM",
-    "ScratchBertForConditionalGeneration",
-    "ScratchBertForMaskedLM",
-    "ScratchBertForMultipleChoice",
-    "ScratchBertForNextSentencePrediction",
-    "ScratchBertForPreTraining",
-    "ScratchBertForQuestionAnswering",
-    "ScratchBertForSequenceClassification",
-    "ScratchBertForTokenClassification",
-    "ScratchBertModel",
-    "ScratchBertPreTrainedModel",
-    "ScratchBertSeq2SeqModel",
-]
+    "ScratchBertConfig", "ScratchBertForCausalLM", "ScratchBertForConditionalGeneration", "ScratchBertForMaskedLM",
+    "ScratchBertForMultipleChoice", "ScratchBertForNextSentencePrediction", "ScratchBertForPreTraining",
+    "ScratchBertForQuestionAnswering", "ScratchBertForSequenceClassification", "ScratchBertForTokenClassification",
+    "ScratchBertModel", "ScratchBertPreTrainedModel", "ScratchBertSeq2SeqModel",
+]  # fmt: skip
 
 transformers.AutoConfig.register(ScratchBertConfig.model_type, ScratchBertConfig, exist_ok=True)
 for auto_class, path in AUTO_MAP.items():

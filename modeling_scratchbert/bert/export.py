@@ -2,7 +2,6 @@
 
 import json
 import os
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,8 +22,7 @@ def save_as_bert(model, save_directory: str | os.PathLike) -> None:
     fields, tensors = bert_fields(model), bert_tensors(model)
     with staged(save_directory) as folder:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def bert_fields(model) -> dict:
@@ -40,20 +38,17 @@ def bert_fields(model) -> dict:
             f"{name} has an encoder and a decoder; expected one of them, as in a BERT checkpoint. Save them with "
             "get_encoder().save_as_bert(…) and get_decoder().save_as_bert(…)."
         )
-    paths = {f"modeling_scratchbert.{cls.__name__}": cls.__name__ for cls in type(model).__mro__}
-    own = next((paths[path] for path in paths if path in AUTO_MAP.values()), None)
-    if own is None:
+    own = [cls.__name__ for cls in type(model).__mro__ if f"modeling_scratchbert.{cls.__name__}" in AUTO_MAP.values()]
+    if not own:
         raise ValueError(f"{name} is not a model that BERT has as well; expected one. Save it with save_pretrained.")
-    encoder: Any = model.base_model.get_submodule("encoder")
-    dropped = {"auto_map", *NOT_IN_BERT}
     return {
-        **{name: value for name, value in config.to_diff_dict().items() if name not in dropped},
+        **{field: value for field, value in config.to_diff_dict().items() if field not in {"auto_map", *NOT_IN_BERT}},
         "model_type": "bert",
-        "architectures": [reference_class(own)],
+        "architectures": [reference_class(own[0])],
         "dtype": str(model.dtype).removeprefix("torch."),
         # transformers 5 does not write this field; CTranslate2, for one, reads it.
         "position_embedding_type": "absolute",
-        "num_hidden_layers": len(encoder.blocks),  # which may have been pruned
+        "num_hidden_layers": len(model.base_model.get_submodule("encoder").blocks),  # which may have been pruned
         "tie_word_embeddings": is_tied(model),
     }
 

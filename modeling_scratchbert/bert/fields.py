@@ -6,7 +6,7 @@ without an error, and the model would compute different numbers.
 
 import re
 
-from transformers import AutoConfig
+from transformers import BertConfig
 
 # The fields of the `bert_config.json` of Google's original release, which has no model type.
 GOOGLE_BERT_FIELDS = {
@@ -52,13 +52,12 @@ def _fields_of_bert(fields: dict, source) -> dict:
 def _check_is_bert(fields: dict, source) -> None:
     model_type, architectures = fields.get("model_type"), fields.get("architectures") or []
     expected = "expected a BERT or ScratchBert checkpoint (model_type 'bert' or 'scratchbert')"
-    if model_type is not None:
-        if model_type != "bert":
-            raise ValueError(f"{source} has model_type {model_type!r}; {expected}.")
-    elif architectures:
-        if not all(re.fullmatch(r"Bert(Model|LMHeadModel|For\w+)", name) for name in architectures):
-            raise ValueError(f"{source} has no model_type, and its architectures are {architectures}; {expected}.")
-    elif not {"hidden_size", "num_attention_heads"} <= set(fields) <= GOOGLE_BERT_FIELDS:
+    if model_type not in ("bert", None):
+        raise ValueError(f"{source} has model_type {model_type!r}; {expected}.")
+    if model_type is None and not all(re.fullmatch(r"Bert(Model|LMHeadModel|For\w+)", name) for name in architectures):
+        raise ValueError(f"{source} has no model_type, and its architectures are {architectures}; {expected}.")
+    is_google = {"hidden_size", "num_attention_heads"} <= set(fields) <= GOOGLE_BERT_FIELDS
+    if model_type is None and not architectures and not is_google:
         raise ValueError(
             f"The configuration of {source} has neither model_type nor architectures; {expected}, or the fields of "
             'Google\'s original release. If it is a BERT, add "model_type": "bert" to its config.json.'
@@ -67,28 +66,22 @@ def _check_is_bert(fields: dict, source) -> None:
 
 def _fields_of_encoder_decoder(fields: dict, source) -> dict:
     """The fields for an `EncoderDecoderModel`, whose encoder and decoder may differ in depth alone."""
-    configs = {}
-    for part in ("encoder", "decoder"):
-        try:
-            configs[part] = AutoConfig.for_model("bert", **_fields_of_bert(fields.get(part) or {}, part))
-        except ValueError as error:
-            raise ValueError(
-                f"{source} is an EncoderDecoderModel, of which only those of two BERTs can be loaded: {error}"
-            ) from error
-    encoder, decoder = configs["encoder"], configs["decoder"]
+    kind = f"{source} is an EncoderDecoderModel"
+    try:
+        encoder = BertConfig(**_fields_of_bert(fields.get("encoder") or {}, "encoder"))
+        decoder = BertConfig(**_fields_of_bert(fields.get("decoder") or {}, "decoder"))
+    except ValueError as error:
+        raise ValueError(f"{kind}, of which only those of two BERTs can be loaded: {error}") from error
     for name in SHARED_FIELDS:
-        if getattr(encoder, name) != getattr(decoder, name):
+        if (first := getattr(encoder, name)) != (second := getattr(decoder, name)):
             raise ValueError(
-                f"{source} is an EncoderDecoderModel, and {name} is {getattr(encoder, name)!r} in the encoder and "
-                f"{getattr(decoder, name)!r} in the decoder; expected the same value. They may differ in depth only."
+                f"{kind}, and {name} is {first!r} in the encoder and {second!r} in the decoder; expected the same "
+                "value. They may differ in depth only."
             )
     if not decoder.add_cross_attention:
-        raise ValueError(
-            f"{source} is an EncoderDecoderModel, and add_cross_attention is False in the decoder; expected True."
-        )
+        raise ValueError(f"{kind}, and add_cross_attention is False in the decoder; expected True.")
     stated = {**fields["decoder"], **{name: value for name, value in fields.items() if value is not None}}
-    dropped = {"is_decoder", "add_cross_attention", "architectures", "model_type", "transformers_version"}
-    dropped.update(OUTPUT_FIELDS)
+    dropped = {"is_decoder", "add_cross_attention", "model_type", "transformers_version", *OUTPUT_FIELDS}
     is_tied = bool(fields.get("tie_encoder_decoder"))  # by transformers 4; in 5 they share nothing
     return {
         **{name: value for name, value in encoder.to_diff_dict().items() if name not in dropped},

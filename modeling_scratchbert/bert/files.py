@@ -4,20 +4,16 @@ cannot be read."""
 import os
 from typing import Any
 
+import torch
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..checkpoints import HUB_OPTIONS
 
 # In the order in which `from_pretrained` looks for them.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 class UnreachableHubError(OSError):
@@ -28,14 +24,9 @@ def explain(error: Exception, source, options: dict) -> None:
     """Raise an error with advice in place of `error`, which loading `source` raised, if its cause is known: the Hub
     cannot be reached, or a file of weights is damaged."""
     check_is_reachable(error, source, options.get("revision"))
-    if (
-        source is None
-        or isinstance(error, UnreachableHubError)
-        or type(error) in (ValueError, RuntimeError, ImportError)
-    ):
-        return
-    located = {name: options[name] for name in HUB_OPTIONS if name in options}
-    tensor_names(source, options.get("variant"), options.get("use_safetensors"), **located)
+    if source is not None and type(error) not in (UnreachableHubError, ValueError, ImportError):
+        located = {name: options[name] for name in HUB_OPTIONS if name in options}
+        tensor_names(source, options.get("variant"), options.get("use_safetensors"), **located)
 
 
 def check_is_reachable(error: Exception, source, revision: str | None) -> None:
@@ -52,18 +43,11 @@ def check_is_reachable(error: Exception, source, revision: str | None) -> None:
     ) from error
 
 
-def has_tokenizer(source, **hub_options) -> bool:
-    """Return whether `source` has a tokenizer. AutoTokenizer does not show it: for a BERT without one it creates a
-    tokenizer with a vocabulary of five words."""
-    files = ("tokenizer.json", "vocab.txt")
-    return any(cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_options) for name in files)
-
-
 def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
     """Return the names of the tensors in the files of `weight_files`, none of which is loaded; None if there are no
     files. Raise OSError if a file is truncated, corrupt, missing or not a file of weights."""
     files = weight_files(source, variant, use_safetensors, **hub_options)
-    return None if files is None else set().union(*map(_names_in_file, files))
+    return None if files is None else set().union(*(read_tensors(file, device="meta") for file in files))
 
 
 def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> list[str] | None:
@@ -72,19 +56,18 @@ def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> l
     if os.path.isfile(source):
         return [source]
     suffix = f".{variant}." if variant else "."
-    error: OSError | None = None
-    for name in WEIGHT_FILES:
-        if use_safetensors not in (None, "safetensors" in name):
-            continue
+    errors = []
+    for name in [name for name in WEIGHT_FILES if use_safetensors in (None, "safetensors" in name)]:
         try:
             path: Any = cached_file(source, suffix.join(name.rsplit(".", 1)), **hub_options)
         except OSError as reason:
-            error = error or (reason if reason.__cause__ else None)  # without a cause, there is no such file
+            errors.append(reason)
         else:
             return _shards(source, path, hub_options) if name.endswith(".json") else [path]
-    if error is not None:
-        check_is_reachable(error, source, hub_options.get("revision"))
-        raise error
+    for error in errors:
+        if error.__cause__:  # without a cause, there is no such file
+            check_is_reachable(error, source, hub_options.get("revision"))
+            raise error
     return None
 
 
@@ -98,12 +81,14 @@ def _shards(source, index: str, hub_options: dict) -> list[str]:
         ) from error
 
 
-def _names_in_file(path) -> set[str]:
+def read_tensors(path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of weights by name; on the device "meta", none is loaded. Raise OSError if it is
+    truncated, corrupt, missing or not a file of weights."""
     try:
-        tensors = load_state_dict(path, map_location="meta")
+        tensors = load_state_dict(path, map_location=device)
         if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
             raise ValueError("it does not hold tensors by name")
-        return set(tensors)
+        return tensors
     except Exception as error:  # a corrupt pickle can raise any exception
         size = f" ({os.path.getsize(path):,} bytes)" if os.path.exists(path) else ""
         raise OSError(

@@ -26,5 +26,5 @@ def bert_key_mapping(model_class, source, has_config: bool, key_mapping, options
     if names is not None:
         renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
         names = {apply_renamings(name, renamings) for name in names}
-        check_tensor_names(names, source or "state_dict", is_own=False)
+        check_tensor_names(names, source or "state_dict")
     return key_mapping | loading_patterns(names or set(), model_class.base_model_prefix)

@@ -7,34 +7,27 @@ checkpoint of a bare encoder leaves this first part out. The kinds of checkpoint
 
 import re
 
+# The modules of a layer. Those of cross-attention differ from self-attention's in the beginning of their names.
+LAYER = {
+    "attention.self.query": "attention.query", "attention.self.key": "attention.key",
+    "attention.self.value": "attention.value", "attention.output.dense": "attention.output",
+    "attention.output.LayerNorm": "attention_norm", "intermediate.dense": "feed_forward.intermediate",
+    "intermediate.intermediate_act_fn": "feed_forward.activation", "output.dense": "feed_forward.output",
+    "output.LayerNorm": "feed_forward_norm",
+}  # fmt: skip
+LAYER |= {f"cross{bert}": f"cross_{ours}" for bert, ours in LAYER.items() if bert.startswith("attention.")}
+
 BERT_TO_SCRATCHBERT = {
     "bert.embeddings.word_embeddings": "model.embeddings.word_embeddings",
     "bert.embeddings.position_embeddings": "model.embeddings.position_embeddings",
     "bert.embeddings.token_type_embeddings": "model.embeddings.token_type_embeddings",
-    "bert.embeddings.LayerNorm": "model.embeddings.norm",
-    "bert.encoder.layer.{i}.attention.self.query": "model.encoder.blocks.{i}.attention.query",
-    "bert.encoder.layer.{i}.attention.self.key": "model.encoder.blocks.{i}.attention.key",
-    "bert.encoder.layer.{i}.attention.self.value": "model.encoder.blocks.{i}.attention.value",
-    "bert.encoder.layer.{i}.attention.output.dense": "model.encoder.blocks.{i}.attention.output",
-    "bert.encoder.layer.{i}.attention.output.LayerNorm": "model.encoder.blocks.{i}.attention_norm",
-    "bert.encoder.layer.{i}.crossattention.self.query": "model.encoder.blocks.{i}.cross_attention.query",
-    "bert.encoder.layer.{i}.crossattention.self.key": "model.encoder.blocks.{i}.cross_attention.key",
-    "bert.encoder.layer.{i}.crossattention.self.value": "model.encoder.blocks.{i}.cross_attention.value",
-    "bert.encoder.layer.{i}.crossattention.output.dense": "model.encoder.blocks.{i}.cross_attention.output",
-    "bert.encoder.layer.{i}.crossattention.output.LayerNorm": "model.encoder.blocks.{i}.cross_attention_norm",
-    "bert.encoder.layer.{i}.intermediate.dense": "model.encoder.blocks.{i}.feed_forward.intermediate",
-    "bert.encoder.layer.{i}.intermediate.intermediate_act_fn": "model.encoder.blocks.{i}.feed_forward.activation",
-    "bert.encoder.layer.{i}.output.dense": "model.encoder.blocks.{i}.feed_forward.output",
-    "bert.encoder.layer.{i}.output.LayerNorm": "model.encoder.blocks.{i}.feed_forward_norm",
-    "bert.pooler.dense": "model.pooler.dense",
+    "bert.embeddings.LayerNorm": "model.embeddings.norm", "bert.pooler.dense": "model.pooler.dense",
+    **{f"bert.encoder.layer.{{i}}.{bert}": f"model.encoder.blocks.{{i}}.{ours}" for bert, ours in LAYER.items()},
     "cls.predictions.transform.dense": "lm_head.dense",
     "cls.predictions.transform.transform_act_fn": "lm_head.activation",
-    "cls.predictions.transform.LayerNorm": "lm_head.norm",
-    "cls.predictions.decoder": "lm_head.decoder",
-    "cls.seq_relationship": "next_sentence_head",
-    "classifier": "classifier",
-    "qa_outputs": "qa_outputs",
-}
+    "cls.predictions.transform.LayerNorm": "lm_head.norm", "cls.predictions.decoder": "lm_head.decoder",
+    "cls.seq_relationship": "next_sentence_head", "classifier": "classifier", "qa_outputs": "qa_outputs",
+}  # fmt: skip
 
 # The last part of a name. Checkpoints converted from TensorFlow, such as bert-base-uncased, have gamma and beta.
 TENSORFLOW_NAMES = {"gamma": "weight", "beta": "bias"}
@@ -43,29 +36,23 @@ TENSORFLOW_NAMES = {"gamma": "weight", "beta": "bias"}
 # embeddings; BERT then computes with the first.
 OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
 
-
-def _seq2seq_table() -> dict[str, str]:
-    """The table of an `EncoderDecoderModel`, whose heads are in the decoder."""
-    table = {}
-    for bert, ours in BERT_TO_SCRATCHBERT.items():
-        table[f"decoder.{bert}"] = re.sub(r"^model\.", "model.decoder.", ours)
-        if bert.startswith("bert."):
-            table[re.sub(r"^bert\.", "encoder.", bert)] = re.sub(r"^model\.", "model.encoder.", ours)
-    return table
-
-
-TABLES = {"bert": BERT_TO_SCRATCHBERT, "encoder-decoder": _seq2seq_table()}
-
-# The classes of transformers that ours mirror, where "Scratch" is not the only difference between the names.
-OTHER_REFERENCES = {
-    "ScratchBertForCausalLM": "BertLMHeadModel",
-    "ScratchBertForConditionalGeneration": "EncoderDecoderModel",
+# An `EncoderDecoderModel` has its heads in the decoder.
+SEQ2SEQ = {f"decoder.{bert}": ours.replace("model.", "model.decoder.") for bert, ours in BERT_TO_SCRATCHBERT.items()}
+SEQ2SEQ |= {
+    bert.replace("bert.", "encoder."): ours.replace("model.", "model.encoder.")
+    for bert, ours in BERT_TO_SCRATCHBERT.items()
+    if bert.startswith("bert.")
 }
+TABLES = {"bert": BERT_TO_SCRATCHBERT, "encoder-decoder": SEQ2SEQ}
+REVERSED_TABLES = {kind: {ours: bert for bert, ours in table.items()} for kind, table in TABLES.items()}
+
+# The classes of transformers that ours, without "ScratchBert", mirror, where it is not "Bert" and the rest of the name.
+OTHER_REFERENCES = {"ForCausalLM": "BertLMHeadModel", "ForConditionalGeneration": "EncoderDecoderModel"}
 
 
 def reference_class(class_name: str) -> str:
     """Return the name of the class of transformers that computes what our class `class_name` computes."""
-    return OTHER_REFERENCES.get(class_name, class_name.removeprefix("Scratch"))
+    return OTHER_REFERENCES.get(class_name.removeprefix("ScratchBert"), class_name.removeprefix("Scratch"))
 
 
 def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[str, str]:
@@ -77,15 +64,14 @@ def loading_patterns(names_in_file: set[str], encoder: str = "model") -> dict[st
         encoder: the name of the encoder in the model.
     """
     is_seq2seq = any(name.startswith("decoder.bert.") for name in names_in_file)
+    kind, head = ("encoder-decoder", "decoder.") if is_seq2seq else ("bert", "")
     patterns = {}
-    for bert, ours in TABLES["encoder-decoder" if is_seq2seq else "bert"].items():
-        module = re.escape(bert).replace(re.escape("{i}"), r"(\d+)")
-        if bert.startswith("bert."):  # which a bare encoder leaves out
-            module = rf"(?:bert\.)?{module.removeprefix(re.escape('bert.'))}"
+    for bert, ours in TABLES[kind].items():
+        prefix = r"(?:bert\.)?" if bert.startswith("bert.") else ""  # which a bare encoder leaves out
+        module = prefix + re.escape(bert.removeprefix("bert.")).replace(r"\{i\}", r"(\d+)")
         ours = re.sub(r"^model\.", f"{encoder}.", ours).replace("{i}", r"\1")
         for alias, leaf in TENSORFLOW_NAMES.items():
             patterns[rf"^{module}\.(?:{leaf}|{alias})$"] = f"{ours}.{leaf}"
-    head = "decoder." if is_seq2seq else ""
     if head + OUTPUT_BIAS not in names_in_file:
         patterns[f"^{re.escape(head + OUTPUT_BIAS_ALIAS)}$"] = "lm_head.decoder.bias"
     return patterns
@@ -101,40 +87,29 @@ def to_scratchbert(name: str, kind: str = "bert") -> str | None:
 
 def to_bert(name: str, kind: str = "bert") -> str | None:
     """Return the name, in today's spelling, that our tensor `name` has in a checkpoint of this kind, or None."""
-    return (
-        name if kind == "scratchbert" else _renamed(name, "model.", {our: bert for bert, our in TABLES[kind].items()})
-    )
+    return name if kind == "scratchbert" else _renamed(name, "model.", REVERSED_TABLES[kind])
 
 
 def _renamed(name: str, encoder: str, table: dict[str, str]) -> str | None:
     """Look up a name, which may lack the name of the encoder."""
     module, _, leaf = name.rpartition(".")
-    layer, module = re.search(r"\.(\d+)\.", module), re.sub(r"\.\d+\.", ".{i}.", module)
+    layer, module = "".join(re.findall(r"\.(\d+)\.", module)), re.sub(r"\.\d+\.", ".{i}.", module)
     renamed = table.get(module) or table.get(encoder + module)
-    if renamed is None or leaf not in TENSORFLOW_NAMES.values():
-        return None
-    return f"{renamed}.{leaf}".replace("{i}", layer[1] if layer else "")
+    is_known = renamed is not None and leaf in TENSORFLOW_NAMES.values()
+    return f"{renamed}.{leaf}".replace("{i}", layer) if is_known else None
 
 
-def check_tensor_names(names: set[str], source, is_own: bool) -> None:
+def check_tensor_names(names: set[str], source) -> None:
     """Raise ValueError if the tensors of `source` belong to a model that ScratchBert does not compute, or if loading
-    them would leave every weight random.
-
-    Unknown names in a checkpoint of our own are left to the warning that lists missing weights, unless a wrapper such
-    as DataParallel or `torch.compile` has put a prefix before all names.
-    """
-    known = {name for name in names if _is_known(name)}
-    in_block = re.compile(r"(bert\.|encoder\.|decoder\.bert\.)?encoder\.layer\.\d+\.")
-    foreign = [] if is_own else [name for name in names - known if in_block.match(name)]
-    is_renamed = not is_own or any(_is_known(name.partition(".")[2]) for name in names)
-    if foreign or (not known and is_renamed):
+    them would leave every weight random."""
+    # With or without the name of the encoder.
+    known = {name for name in names if any(to_scratchbert(name, kind) or to_bert(name, kind) for kind in TABLES)}
+    foreign = [
+        name for name in names - known if re.match(r"((bert|encoder|decoder\.bert)\.)?encoder\.layer\.\d+\.", name)
+    ]
+    if foreign or not known:
         found = f"the tensor {min(foreign or names)!r}" if names else "no tensors"
         raise ValueError(
             f"{source} has {found}; expected the tensors of a BERT with absolute positions, or of a ScratchBert. If "
             "only their names differ, pass key_mapping={pattern: replacement}."
         )
-
-
-def _is_known(name: str) -> bool:
-    """Return whether `name` is a tensor of BERT or ScratchBert, with or without the name of the encoder."""
-    return any(to_scratchbert(name, kind) or to_bert(name, kind) for kind in TABLES)

@@ -5,10 +5,10 @@ import re
 
 import torch
 from transformers import AutoTokenizer
-from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
 
 from ..checkpoints import hub_options
-from .files import has_tokenizer, tensor_names, weight_files
+from .files import read_tensors, weight_files
 from .names import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, check_tensor_names, to_scratchbert
 
 
@@ -26,18 +26,16 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
         raise ValueError(
             f"{source} has an encoder and a decoder; expected a single BERT. Load it with from_pretrained."
         )
-    for name in ("dtype", "torch_dtype"):
-        if kwargs.get(name) == "auto":  # the default for a model that is made from tensors
-            del kwargs[name]
+    # "auto" is the default for a model that is made from tensors.
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("dtype", "torch_dtype") or value != "auto"}
     kind = {"is_encoder_decoder": True, "is_decoder": False, "add_cross_attention": False}
     fields = {**special_tokens(source, options), **kwargs, **options, **kind}
     config, rest = config_class.from_pretrained(source, return_unused_kwargs=True, **fields)
-    format_options = rest.pop("variant", None), rest.pop("use_safetensors", None)
-    names, files = tensor_names(source, *format_options, **options), weight_files(source, *format_options, **options)
-    if names is None or files is None:
+    files = weight_files(source, rest.pop("variant", None), rest.pop("use_safetensors", None), **options)
+    if files is None:
         raise OSError(f"{source} has no file of weights; expected one beside its config.json.")
-    check_tensor_names(names, source, is_own="model_type" in raw)
-    tensors = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}
+    tensors = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    check_tensor_names(set(tensors), source)
     if OUTPUT_BIAS in tensors:
         tensors.pop(OUTPUT_BIAS_ALIAS, None)
     checkpoint_kind = "scratchbert" if "model_type" in raw else "bert"
@@ -47,25 +45,22 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
 
 def special_tokens(source, hub_options: dict) -> dict[str, int]:
     """Return the ids with which the tokenizer of `source` starts, ends and pads, or nothing if it has no tokenizer."""
-    if not has_tokenizer(source, **hub_options):
+    # For a BERT without a tokenizer, AutoTokenizer creates one with a vocabulary of five words.
+    options, files = {"_raise_exceptions_for_missing_entries": False, **hub_options}, ("tokenizer.json", "vocab.txt")
+    if not any(cached_file(source, name, **options) for name in files):
         return {}
     tokenizer = AutoTokenizer.from_pretrained(source, **hub_options)
-    ids = {
-        "decoder_start_token_id": tokenizer.cls_token_id,
-        "eos_token_id": tokenizer.sep_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    start, end, padding = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+    ids = {"decoder_start_token_id": start, "eos_token_id": end, "pad_token_id": padding}
     return {name: number for name, number in ids.items() if number is not None}
 
 
 def for_encoder_and_decoder(tensors: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
     """Return the tensors of one model with a head under their names in a seq2seq model of this configuration. The
     pooler and the heads of other tasks, which it does not have, are left out."""
-    started = {}
+    started = {name: tensor for name, tensor in tensors.items() if name.startswith("lm_head.")}
     decoder_layers = config.decoder_config().num_hidden_layers
     for name, tensor in tensors.items():
-        if name.startswith("lm_head."):
-            started[name] = tensor
         if not name.startswith(("model.embeddings.", "model.encoder.")):
             continue
         part = name.removeprefix("model.")
@@ -77,6 +72,5 @@ def for_encoder_and_decoder(tensors: dict[str, torch.Tensor], config) -> dict[st
             started[f"model.decoder.{part}"] = tensor.clone()  # the model takes over the memory of each
     if not config.tie_word_embeddings and "lm_head.dense.weight" in started:
         # The checkpoint of a tied head does not have its matrix.
-        words = tensors["model.embeddings.word_embeddings.weight"]
-        started.setdefault("lm_head.decoder.weight", words.clone())
+        started.setdefault("lm_head.decoder.weight", tensors["model.embeddings.word_embeddings.weight"].clone())
     return started

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,16 +25,15 @@ def read_probe(source, variant: str | None = None, **hub_options) -> dict:
     """Return the content of the probe of `source`, a folder, a hub id or a file of weights. Raise OSError if it has
     none, or if it cannot be read."""
     name, folder = probe_name(variant), Path(source).parent if source and os.path.isfile(source) else source
-    path, cause = None, None
     try:
-        path = None if source is None else cached_file(folder, name, **hub_options)
+        if source is None:
+            raise FileNotFoundError
+        path: Any = cached_file(folder, name, **hub_options)
     except OSError as error:
-        cause = error.__cause__  # in which `explain_unreachable_hub` looks for its own
-    if path is None:
         raise OSError(
             f"{source or 'state_dict'} has no {name}; verify=True expects the one that save_pretrained writes beside "
             "the weights. Save the model again, or load it without verify=True."
-        ) from cause
+        ) from error.__cause__  # in which `bert.files.explain` looks for its own
     try:
         probe = json.loads(Path(path).read_bytes())
         _check_structure(probe)
@@ -103,16 +103,15 @@ def _check_tensors(model, stored: dict[str, torch.Tensor], source) -> dict[str, 
     """Return the stored tensor for each in the model. Raise ValueError unless the model has these values, in its own
     dtype."""
     state, prefix = model.state_dict(), f"{model.base_model_prefix}."
-    # The checkpoint is of the same class, of one with a head, or of the base model.
-    candidates = {name: (name, f"{prefix}{name}", name.removeprefix(prefix)) for name in state}
-    names = {name: next(filter(stored.__contains__, candidates[name]), "") for name in state}
-    if missing := [name for name in state if not names[name]]:
+    # The checkpoint is of the base model, of a class with a head, or of the same class, whose names take precedence.
+    candidates = ((name, key) for name in state for key in (name.removeprefix(prefix), f"{prefix}{name}", name))
+    saved = {name: stored[key] for name, key in candidates if key in stored}
+    if missing := [name for name in state if name not in saved]:
         raise ValueError(
             f"{_listed(missing)} {'are' if len(missing) > 1 else 'is'} not in {source}, and random in the loaded "
             f"{type(model).__name__}; verify=True expects every tensor in the checkpoint. Load it with the class that "
             "was saved, or without verify=True."
         )
-    saved = {name: stored[names[name]] for name in state}
     # Bits, because NaN is not equal to itself.
     if wrong := [n for n, held in state.items() if not torch.equal(to_bits(held), to_bits(saved[n].to(held.dtype)))]:
         raise ValueError(

@@ -1029,7 +1029,7 @@ def test_an_encoder_under_another_name(tmp_path, prefix):
 def test_an_encoder_that_cannot_be_found_is_no_random_one(tmp_path):
     write_bert(tmp_path)
     message = refusal(WithoutSayingSo.from_pretrained, tmp_path)
-    assert_mentions(message, "base_model_prefix is 'model'", "bert.encoder.blocks.0")
+    assert_mentions(message, "base_model_prefix, here 'model'", "bert.encoder.blocks.0")
 
 
 # --- blocks that are not BERT's
