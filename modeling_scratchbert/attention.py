@@ -9,16 +9,10 @@ from .unpadding import PADDED, PaddedBatch, UnpaddedBatch, supports_unpadding
 
 
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    *,
-    query_mask: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *,
+    query_mask: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    scaling: float | None = None, dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(D)) V, equation 1 of Vaswani et al. 2017, section 3.2.1.
 
     Args:
@@ -121,9 +115,8 @@ class MultiHeadAttention(nn.Module):
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
         kernel = batch.kernel(ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention))
         dropout = self.dropout if self.training else 0.0
-        context, weights = kernel(
-            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
-        )
+        arguments = self, query, key, value, attention_mask
+        context, weights = kernel(*arguments, scaling=self.scaling, dropout=dropout, **kwargs)
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 

@@ -17,18 +17,17 @@ from .installed import installed
 if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all code is saved beside a configuration
     from .modeling_scratchbert import ScratchBertModel  # noqa: F401
 
+TASKS = ("PreTraining", "MaskedLM", "CausalLM", "NextSentencePrediction", "SequenceClassification",
+         "TokenClassification", "QuestionAnswering", "MultipleChoice")  # fmt: skip
+MODELS = {
+    "AutoModel": "Model",
+    "AutoModelForTextEncoding": "Model",
+    "AutoModelForSeq2SeqLM": "ForConditionalGeneration",
+}
+MODELS |= {f"AutoModelFor{task}": f"For{task}" for task in TASKS}
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.
-AUTO_MAP = {"AutoConfig": "configuration_scratchbert.ScratchBertConfig"} | {
-    auto_class: f"modeling_scratchbert.ScratchBert{name}" for auto_class, name in {
-        "AutoModel": "Model", "AutoModelForTextEncoding": "Model", "AutoModelForPreTraining": "ForPreTraining",
-        "AutoModelForMaskedLM": "ForMaskedLM", "AutoModelForCausalLM": "ForCausalLM",
-        "AutoModelForSeq2SeqLM": "ForConditionalGeneration",
-        "AutoModelForNextSentencePrediction": "ForNextSentencePrediction",
-        "AutoModelForSequenceClassification": "ForSequenceClassification",
-        "AutoModelForTokenClassification": "ForTokenClassification",
-        "AutoModelForQuestionAnswering": "ForQuestionAnswering", "AutoModelForMultipleChoice": "ForMultipleChoice",
-    }.items()
-}  # fmt: skip
+AUTO_MAP = {"AutoConfig": "configuration_scratchbert.ScratchBertConfig"}
+AUTO_MAP |= {auto_class: f"modeling_scratchbert.ScratchBert{name}" for auto_class, name in MODELS.items()}
 
 
 @strict
@@ -88,7 +87,6 @@ class ScratchBertConfig(PreTrainedConfig):
     position_embedding_type: str = "absolute"
     padding_free: bool = True
     sparse_prediction: bool = False
-    is_encoder_decoder: bool = False
     num_decoder_layers: int | None = None
     tie_encoder_decoder: bool = False
     share_embeddings: bool = True
@@ -100,54 +98,46 @@ class ScratchBertConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # BERT's, in `ScratchBertConfig(**bert_config.to_dict())`
         super().__post_init__(**kwargs)
-        self._set_special_tokens()
-        self.check()
+        self._complete()
 
-    def _set_special_tokens(self) -> None:
-        if not self.is_encoder_decoder:
-            return
+    def _complete(self) -> None:
+        """Set the special tokens of a seq2seq model that were not given, and check the fields."""
         # [CLS] and [SEP] in Google's vocabularies; a smaller vocabulary gets no default.
         start, end = (101, 102) if self.vocab_size > 102 else (None, None)
-        if self.decoder_start_token_id is None:
+        if self.is_encoder_decoder and self.decoder_start_token_id is None:
             self.decoder_start_token_id = start if self.bos_token_id is None else self.bos_token_id
-        if self.eos_token_id is None:
+        if self.is_encoder_decoder and self.eos_token_id is None:
             self.eos_token_id = end
+        self.check()
 
     def check(self) -> None:
         """Raise ValueError if no model can be built from the fields. Models call it, since fields can be set later."""
         sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-        for name in (*sizes, "type_vocab_size"):
-            self._expect(name, getattr(self, name) >= 1, "at least 1")
-        self._expect("num_hidden_layers", self.num_hidden_layers >= 0, "at least 0")
-        heads, vocab_size, padding = self.num_attention_heads, self.vocab_size, self.pad_token_id
-        self._expect("hidden_size", self.hidden_size % heads == 0, f"a multiple of num_attention_heads ({heads})")
-        if self.position_embedding_type == "sinusoidal":
-            self._expect("hidden_size", self.hidden_size % 2 == 0, "an even number for sinusoidal positions")
+        minima = dict.fromkeys((*sizes, "type_vocab_size"), 1) | {"num_hidden_layers": 0, "initializer_range": 0}
+        for name, minimum in minima.items():
+            self._expect(name, getattr(self, name) >= minimum, f"at least {minimum}")
+        heads, size, positions = self.num_attention_heads, self.hidden_size, self.position_embedding_type
+        self._expect("hidden_size", size % heads == 0, f"a multiple of num_attention_heads ({heads})")
+        self._expect("position_embedding_type", positions in ("absolute", "sinusoidal"), "'absolute' or 'sinusoidal'")
+        self._expect("hidden_size", positions == "absolute" or size % 2 == 0, "an even number for sinusoidal positions")
+        vocab_size, depth, decoder_depth = self.vocab_size, self.num_hidden_layers, self.num_decoder_layers
+        known_id = f"an id of the vocabulary, 0 to {vocab_size - 1}"
         # An id below 0 counts from the end of the vocabulary, as in `nn.Embedding`; transformers warns of it.
-        is_id = padding is None or -vocab_size <= padding < vocab_size
-        self._expect("pad_token_id", is_id, f"None or an id of the vocabulary, 0 to {vocab_size - 1}")
+        self._expect("pad_token_id", -vocab_size <= (self.pad_token_id or 0) < vocab_size, f"None or {known_id}")
         close = get_close_matches(self.hidden_act.lower(), ACT2FN, n=1) or ["gelu"]
         known = f"an activation, perhaps {close[0]!r}. Known are {', '.join(sorted(ACT2FN))}"
         self._expect("hidden_act", self.hidden_act in ACT2FN, known)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-            probability = getattr(self, name)
-            self._expect(name, probability is None or 0 <= probability <= 1, "a probability, from 0 to 1")
+            self._expect(name, 0 <= (getattr(self, name) or 0) <= 1, "a probability, from 0 to 1")
         self._expect("layer_norm_eps", self.layer_norm_eps > 0, "a number above 0")
-        self._expect("initializer_range", self.initializer_range >= 0, "at least 0")
-        positions = self.position_embedding_type
-        self._expect("position_embedding_type", positions in ("absolute", "sinusoidal"), "'absolute' or 'sinusoidal'")
         self._expect("add_cross_attention", self.is_decoder or not self.add_cross_attention, "False without is_decoder")
         if not self.is_encoder_decoder:
             return
-        depth, decoder_depth, start = self.num_hidden_layers, self.num_decoder_layers, self.decoder_start_token_id
         self._expect("is_decoder", not self.is_decoder, "False, because is_encoder_decoder is True")
         self._expect("num_decoder_layers", decoder_depth is None or decoder_depth >= 1, "None or at least 1")
-        is_equal = not self.tie_encoder_decoder or decoder_depth in (None, depth)
-        self._expect(
-            "num_decoder_layers", is_equal, f"num_hidden_layers ({depth}), because tie_encoder_decoder is True"
-        )
-        is_id = start is None or 0 <= start < self.vocab_size
-        self._expect("decoder_start_token_id", is_id, f"an id of the vocabulary, 0 to {self.vocab_size - 1}")
+        fits = not self.tie_encoder_decoder or decoder_depth in (None, depth)
+        self._expect("num_decoder_layers", fits, f"num_hidden_layers ({depth}), because tie_encoder_decoder is True")
+        self._expect("decoder_start_token_id", 0 <= (self.decoder_start_token_id or 0) < vocab_size, known_id)
 
     def _expect(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
@@ -158,14 +148,12 @@ class ScratchBertConfig(PreTrainedConfig):
         """How the matrices are split between processes in tensor parallelism (Shoeybi et al. 2019, "Megatron-LM",
         section 3): by attention head, feed-forward width and vocabulary. The number of processes must divide the number
         of heads. Encoder and decoder of a seq2seq model have a plan each; the model itself has none."""
-        if self.is_encoder_decoder:
-            return None
         splits = {"query": "colwise", "key": "colwise", "value": "colwise", "output": "rowwise"}
         attentions = ("attention", "cross_attention") if self.add_cross_attention else ("attention",)
         plan = {f"encoder.blocks.*.{part}.{name}": split for part in attentions for name, split in splits.items()}
         plan["encoder.blocks.*.feed_forward.intermediate"] = "colwise"
         plan["encoder.blocks.*.feed_forward.output"] = "rowwise"
-        return plan | {"embeddings.word_embeddings": "embedding_rowwise"}
+        return None if self.is_encoder_decoder else plan | {"embeddings.word_embeddings": "embedding_rowwise"}
 
     def encoder_config(self) -> Self:
         """Return the configuration of the encoder of a seq2seq model."""
@@ -178,9 +166,7 @@ class ScratchBertConfig(PreTrainedConfig):
         """Return the configuration of the decoder of a seq2seq model."""
         config = self.encoder_config()
         config.is_decoder = config.add_cross_attention = True
-        config.num_hidden_layers = (
-            self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers
-        )
+        config.num_hidden_layers = self.num_decoder_layers or self.num_hidden_layers
         return config
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
@@ -216,8 +202,7 @@ class ScratchBertConfig(PreTrainedConfig):
         """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one after the configuration was checked."""
         result = super().from_dict(config_dict, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
-        config._set_special_tokens()
-        config.check()
+        config._complete()
         return result
 
     def to_dict(self) -> dict[str, Any]:
@@ -232,8 +217,7 @@ class ScratchBertConfig(PreTrainedConfig):
         """Return the ScratchBert configuration of the model that `config`, a `BertConfig`, describes. Raise ValueError
         if it describes another model, or one with relative positions."""
         fields = installed("bert.fields").scratchbert_fields(config.to_dict(), f"config={type(config).__name__}(…)")
-        fields |= {"attn_implementation": config._attn_implementation, "name_or_path": config.name_or_path}
-        return cls(**fields)
+        return cls(**fields | {"attn_implementation": config._attn_implementation, "name_or_path": config.name_or_path})
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write `config.json`, and the code that its `auto_map` names."""

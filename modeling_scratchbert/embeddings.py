@@ -41,18 +41,15 @@ class Embeddings(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
-        if config.position_embedding_type == "sinusoidal":
-            self.position_embeddings = SinusoidalPositions(config.max_position_embeddings, width)
-        else:
-            self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        table = SinusoidalPositions if config.position_embedding_type == "sinusoidal" else nn.Embedding
+        self.position_embeddings = table(config.max_position_embeddings, width)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(
-        self, input_ids: torch.Tensor | None = None, token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None, past_length: int = 0,
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(self, input_ids: torch.Tensor | None = None, token_type_ids: torch.Tensor | None = None,
+                position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
+                past_length: int = 0) -> torch.Tensor:  # fmt: skip
         """
         Args:
             input_ids: `(B, T)` token ids, or `inputs_embeds`: `(B, T, C)` in place of their word embeddings.

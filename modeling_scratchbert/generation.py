@@ -1,7 +1,6 @@
 """`generate`, as `transformers` implements it, and what it must be told about these models."""
 
-import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
 
@@ -10,21 +9,17 @@ class ScratchBertGenerationMixin(GenerationMixin):
 
     _can_compile_fullgraph = True
 
-    def _reorder_cache(self, past_key_values: Cache, beam_idx: torch.LongTensor) -> Cache:
+    def _reorder_cache(self, past_key_values: Cache, beam_idx) -> Cache:
         """Move the cache of each beam to its new place. All beams of a sequence attend to the same encoder output, so
         the cache of cross-attention, the larger one for a long source, stays as it is."""
-        own = past_key_values
-        if isinstance(own, EncoderDecoderCache):
-            own = own.self_attention_cache
-        own.reorder_cache(beam_idx)
+        getattr(past_key_values, "self_attention_cache", past_key_values).reorder_cache(beam_idx)
         return past_key_values
 
     def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
         super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
         limit = self.config.max_position_embeddings + 1  # the last token is not an input
-        new_tokens = limit - input_ids_length
         if generation_config.max_length > limit:
-            remedies = [f"set max_new_tokens to {new_tokens} or less"] if new_tokens > 0 else []
+            remedies = [f"set max_new_tokens to {limit - input_ids_length} or less"] if input_ids_length < limit else []
             remedies += ["shorten the prompt"] if input_ids_length > 1 else []
             raise ValueError(f"max_length is {generation_config.max_length}, {input_ids_length} tokens of which are "
                              f"the prompt; expected at most {limit}, because max_position_embeddings is {limit - 1}. "
@@ -35,7 +30,7 @@ class ScratchBertGenerationMixin(GenerationMixin):
         mask = model_kwargs.get("decoder_attention_mask")
         if mask is None and model_kwargs.get("past_key_values") is not None:
             # By the length of the mask, transformers finds the ids that the cache contains.
-            model_kwargs["decoder_attention_mask"] = torch.ones_like(ids)
+            model_kwargs["decoder_attention_mask"] = ids.new_ones(ids.shape)
         elif mask is not None and model_kwargs.get("decoder_position_ids") is None and not mask.all():
             # Prompts padded on the left: positions count from the first token, as in a decoder alone.
             model_kwargs["decoder_position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -50,8 +45,6 @@ class ScratchBertGenerationMixin(GenerationMixin):
 
 def no_start_id(config: str) -> ValueError:
     """The error for a seq2seq model without a start token. `config` is the name of the configuration that lacks it."""
-    return ValueError(
-        f"{config}.decoder_start_token_id is None; expected the id of the decoder's first token. Set it to the "
-        "tokenizer's cls_token_id if the decoder comes from a BERT: config.decoder_start_token_id for training, and "
-        "generation_config.decoder_start_token_id for generate."
-    )
+    return ValueError(f"{config}.decoder_start_token_id is None; expected the id of the decoder's first token. Set it "
+                      "to the tokenizer's cls_token_id if the decoder comes from a BERT: config.decoder_start_token_id "
+                      "for training, and generation_config.decoder_start_token_id for generate.")  # fmt: skip

@@ -38,22 +38,14 @@ class TransformerBlock(GradientCheckpointingLayer):
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
         x, pre_norm = hidden_states, self.norm_first
 
-        y, _ = self.attention(
-            self.attention_norm(x) if pre_norm else x,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+        y, _ = self.attention(self.attention_norm(x) if pre_norm else x, attention_mask=attention_mask,
+                              past_key_values=past_key_values, **kwargs)  # fmt: skip
         x = x + self.dropout(y) if pre_norm else self.attention_norm(x + self.dropout(y))
 
         if encoder_hidden_states is not None:
-            y, _ = self.cross_attention(
-                self.cross_attention_norm(x) if pre_norm else x,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+            y, _ = self.cross_attention(self.cross_attention_norm(x) if pre_norm else x,
+                                        attention_mask=encoder_attention_mask, past_key_values=past_key_values,
+                                        encoder_hidden_states=encoder_hidden_states, **kwargs)  # fmt: skip
             x = x + self.dropout(y) if pre_norm else self.cross_attention_norm(x + self.dropout(y))
 
         y = self.feed_forward(self.feed_forward_norm(x) if pre_norm else x)
@@ -66,9 +58,7 @@ class TransformerStack(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            TransformerBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
-        )
+        self.blocks = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_hidden_layers))
         if config.norm_first:
             self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         else:
