@@ -27,10 +27,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .input_checks import check_packed, has_values
 
+varlen_attn: Any
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
+    varlen_attn = None
 
 # The attention implementations that compute one sequence without a mask, and their functions in transformers. The flash
 # kernels accept packed sequences. The eager one is in `attention`.
@@ -279,7 +280,7 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
             is_traced, is_flash = not has_values(packed[0]), name.startswith("flash")
             are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect()
             max_width = 0 if records or not are_unobserved else config.intermediate_size
-            sequences = UnpaddedBatch.from_packed(*packed, tokens, max_width)
+            sequences = UnpaddedBatch.from_packed(packed[0], packed[1], tokens, max_width)
             is_masked = eager or not is_shipped or not are_known or (is_traced and not is_flash)
             return MaskedSequences(sequences) if is_masked else sequences
         if packed is not None:
