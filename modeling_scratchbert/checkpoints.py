@@ -3,11 +3,10 @@
 import importlib.resources
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -60,17 +59,15 @@ def staged(folder) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; expected a folder to save the model in.")
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".saving-{uuid.uuid4().hex}"
-    temporary.mkdir()
-    try:
+    with TemporaryDirectory(prefix=".saving-", dir=folder, ignore_cleanup_errors=True) as private:
+        temporary = Path(private, "files")  # with the usual permissions, unlike `private`
+        temporary.mkdir()
         yield temporary
         written = sorted(temporary.iterdir())
         for path in written:
             if path.is_file():  # safetensors creates files that only their owner can read
                 path.chmod(temporary.stat().st_mode & 0o666)
             os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     names = {path.name for path in written}
     families = {_family(name) for name in names} - {None}
     for path in folder.iterdir():
@@ -92,10 +89,9 @@ def copy_code(folder) -> None:
     does not read. Raise OSError if they are not there, as in an installation without sources."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     # Also from a zip file, as Spark's addPyFile imports one.
-    files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".py")]
-    if not any(file.name == "modeling_scratchbert.py" for file in files):
+    code = {file.name: file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".py")}
+    if "modeling_scratchbert.py" not in code:
         raise OSError(f"The installed {__package__} has no source files; expected them, because they are saved beside "
                       "the model. Install the package with its sources, or save with save_as_bert().")  # fmt: skip
-    for file in files:
-        if file.name != "__init__.py":
-            Path(folder, file.name).write_bytes(file.read_bytes())
+    for name in code.keys() - {"__init__.py"}:
+        Path(folder, name).write_bytes(code[name].read_bytes())

@@ -19,9 +19,7 @@ def is_prepacked(module: nn.Module) -> bool:
     return getattr(type(module), "is_prepacked", False)
 
 
-def refusal(
-    operation: str, instead: str = "Do this before optimize_for_inference(), or load the model again"
-) -> RuntimeError:
+def refusal(operation: str, instead="Do this before optimize_for_inference(), or load the model again") -> RuntimeError:
     """Return the error for what an optimised model does not support."""
     return RuntimeError(f"The model is optimised for inference; {operation} expects one that is not. {instead}.")
 
@@ -29,11 +27,8 @@ def refusal(
 class InferenceMixin(PreTrainedModel):
     """Adds `optimize_for_inference`, and raises an error for what a model no longer supports after it."""
 
-    def optimize_for_inference(
-        self,
-        dtype: torch.dtype | Literal["int8"] | None = None,
-        calibration: Iterable[Mapping] | str | os.PathLike | None = None,
-    ) -> Self:
+    def optimize_for_inference(self, dtype: torch.dtype | Literal["int8"] | None = None,
+                               calibration: Iterable[Mapping] | str | os.PathLike | None = None) -> Self:  # fmt: skip
         """Make the model faster on a CPU, for inference only. In place. Requires the installed package.
 
         Prepacks the weights of the linear layers one by one, so that memory never holds the model twice. Queries, keys

@@ -1,7 +1,6 @@
 """The one way from the files that a saved model carries to the rest of the package, which is only installed: loading
 and exporting BERT checkpoints, inference on a CPU, and verification."""
 
-import importlib
 import importlib.util
 from typing import Any
 
@@ -26,14 +25,11 @@ def installed(name: str) -> Any:
     if spec.submodule_search_locations is None:
         raise ImportError(f"{spec.origin} is a file of a saved model; expected the installed package {package}. Start "
                           "Python in another folder; `pip install scratchbert` installs the package.")  # fmt: skip
-    try:
-        version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION
-    except ModuleNotFoundError:  # version 0.1.0
-        version = 0
+    has_version = importlib.util.find_spec(f"{package}.installed") is not None  # 0.1.0 has none
+    version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION if has_version else 0
     if version != INTERFACE_VERSION:
-        advice = "Upgrade the package with `pip install --upgrade scratchbert`."
-        if version > INTERFACE_VERSION:
-            advice = "Import modeling_scratchbert first, load the model without trust_remote_code, and save it again."
+        advice = ("Upgrade the package with `pip install --upgrade scratchbert`." if version < INTERFACE_VERSION else
+                  f"Import {package} first, load the model without trust_remote_code, and save it again.")  # fmt: skip
         raise ImportError(f"The installed {package} has interface version {version}; the code of this model expects "
                           f"{INTERFACE_VERSION}. {advice}")  # fmt: skip
     return importlib.import_module(f"{package}.{name}")

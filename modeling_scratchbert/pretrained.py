@@ -8,8 +8,7 @@ from typing import Any, Self
 import torch
 from huggingface_hub import ResolvedRevision
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.utils import cached_file, logging
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -44,11 +43,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     # Buffers of old BERT checkpoints, and the second name of the output bias (see `bert.names`).
     _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", r"^(decoder\.)?cls.predictions.bias$"]
     _is_encoder_decoder = False
-    _can_record_outputs = {
-        "hidden_states": TransformerBlock,
-        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="attention"),
-        "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="cross_attention"),
-    }
+    _can_record_outputs = {"hidden_states": TransformerBlock,
+                           "attentions": OutputRecorder(MultiHeadAttention, 1, "attention"),
+                           "cross_attentions": OutputRecorder(MultiHeadAttention, 1, "cross_attention")}  # fmt: skip
 
     def __init__(self, config: ScratchBertConfig, *args, **kwargs):
         if not _is_our_config(config):
@@ -78,16 +75,14 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         if isinstance(module, SinusoidalPositions):
-            init.copy_(module.table, sinusoidal_table(*module.table.shape))
+            initialization.copy_(module.table, sinusoidal_table(*module.table.shape))
         elif isinstance(module, nn.PReLU):
-            init.constant_(module.weight, module.init)
+            initialization.constant_(module.weight, module.init)
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike | None, *model_args,
-        config: PreTrainedConfig | str | os.PathLike | None = None, key_mapping: dict[str, str] | None = None,
-        verify: bool = False, **kwargs,
-    ) -> Self:  # fmt: skip
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *model_args,
+                        config: PreTrainedConfig | str | os.PathLike | None = None,
+                        key_mapping: dict[str, str] | None = None, verify: bool = False, **kwargs) -> Self:  # fmt: skip
         """Load a ScratchBert checkpoint, or any BERT checkpoint, from a folder or a hub id.
 
         Weights that the checkpoint does not have are initialised and named in a warning. The other arguments are those
@@ -106,11 +101,12 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         source, options = pretrained_model_name_or_path, hub_options(pretrained_model_name_or_path, kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         with explained(source, kwargs | options):
-            model_class, is_own = cls._class_of(source, options)
+            fields = _raw_fields(source, options)
+            model_class: Any = cls._class_for(bool(fields.get("is_encoder_decoder")))
+            if not cls.config_class.is_own(fields):
+                opening = installed("bert.loading").bert_opening
+                model_class, key_mapping = opening(cls, source, fields, key_mapping, options, kwargs)
             check_probe = installed("probe.comparison").probe_check(source, kwargs | options) if verify else None
-            if not is_own:
-                arguments = model_class, source, is_own is not None, key_mapping, options, kwargs
-                key_mapping = installed("bert.loading").bert_key_mapping(*arguments)
             if isinstance(config, PreTrainedConfig) and not _is_our_config(config):
                 config = cls.config_class.from_bert(config)
             kwargs |= {**options, "config": config, "key_mapping": key_mapping, "output_loading_info": True}
@@ -122,26 +118,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             check_probe(model)
         return (model, info) if with_info else model  # type: ignore[return-value]
 
-    @classmethod
-    def _class_of(cls, source, options: dict) -> tuple[Any, bool | None]:
-        """Return the class that loads `source`, and whether it is a checkpoint of our own; None without a config.json:
-        a state dict, an adapter or a folder of weights alone."""
-        folder = Path(source).parent if source is not None and os.path.isfile(source) else source
-        # If the Hub cannot be reached, this raises, so that it is not tried for every file of weights. With a resolved
-        # revision the repository is in the cache, and may have no config.json.
-        is_new = not isinstance(options.get("revision"), ResolvedRevision)
-        look_up = {"_raise_exceptions_for_missing_entries": is_new, **options}
-        if source is None or cached_file(folder, "config.json", **look_up) is None:
-            return cls, None
-        fields, _ = raw_config(folder, **options)
-        is_own = cls.config_class.is_own(fields)
-        fields = fields if is_own else installed("bert.fields").scratchbert_fields(fields, source)
-        return cls._class_for(bool(fields.get("is_encoder_decoder"))), is_own
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, state_dict: dict | None = None,
-        push_to_hub: bool = False, max_shard_size: int | str = "50GB", variant: str | None = None, *args, **kwargs,
-    ) -> None:  # fmt: skip
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True,
+                        state_dict: dict | None = None, push_to_hub: bool = False, max_shard_size: int | str = "50GB",
+                        variant: str | None = None, *args, **kwargs) -> None:  # fmt: skip
         """Save a ScratchBert checkpoint: weights under our names, the code, a config.json whose `auto_map` names it,
         and a probe.json for `from_pretrained(verify=True)`. Files are written in a temporary folder and moved into
         place when all are complete.
@@ -180,13 +159,13 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         drop what was changed; `register_for_auto_class` adds the derived class."""
         ancestors = [cls for cls in type(self).__mro__ if issubclass(cls, ScratchBertPreTrainedModel)]
         # FSDP derives classes that change nothing in the model.
-        derived = [cls for cls in ancestors if not _is_ours(cls) and not cls.__module__.startswith("torch.")]
+        own = (__name__, f"{PACKAGE}.modeling_scratchbert")
+        derived = [cls for cls in ancestors if cls.__module__ not in own and not cls.__module__.startswith("torch.")]
         if derived and type(self)._auto_class is None:
-            logger.warning(
-                "%s is defined outside modeling_scratchbert, so only %s.from_pretrained can load what is saved here. "
-                "Call %s.register_for_auto_class('AutoModel…') before saving to let the Auto classes load it.",
-                *[derived[0].__name__] * 3,
-            )
+            name = derived[0].__name__
+            logger.warning(f"{name} is defined outside modeling_scratchbert, so only {name}.from_pretrained can load "
+                           f"what is saved here. Call {name}.register_for_auto_class('AutoModel…') before saving to "
+                           "let the Auto classes load it.")  # fmt: skip
         return {"AutoConfig": AUTO_MAP["AutoConfig"]} if derived else dict(AUTO_MAP)
 
     def save_as_bert(self, save_directory: str | os.PathLike) -> None:
@@ -202,14 +181,21 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         installed("bert.export").save_as_bert(self, save_directory)
 
 
+def _raw_fields(source, options: dict) -> dict:
+    """Return the fields of the config.json of `source`; none if there is no such file, but a state dict, an adapter or
+    weights alone."""
+    folder = Path(source).parent if source is not None and os.path.isfile(source) else source
+    # If the Hub cannot be reached, this raises, so that it is not tried for every file of weights. With a resolved
+    # revision the repository is in the cache, and may have no config.json.
+    is_new = not isinstance(options.get("revision"), ResolvedRevision)
+    look_up = {"_raise_exceptions_for_missing_entries": is_new, **options}
+    has_config = source is not None and cached_file(folder, "config.json", **look_up) is not None
+    return raw_config(folder, **options)[0] if has_config else {}
+
+
 def _is_our_config(config) -> bool:
     """Return whether `config` is a `ScratchBertConfig`, of this copy of the package or of the copy in a checkpoint."""
     return any(cls.__name__ == "ScratchBertConfig" for cls in type(config).__mro__)
-
-
-def _is_ours(cls: type) -> bool:
-    """Return whether `cls` belongs to this copy of the package: the installed one, or the one in a checkpoint."""
-    return cls.__module__ in (__name__, f"{PACKAGE}.modeling_scratchbert")
 
 
 def _check_blocks(model, info: dict, source) -> None:

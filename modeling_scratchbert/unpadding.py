@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 from transformers.activations import ACT2CLS
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -61,18 +60,14 @@ class PaddedBatch:
         """The tokens to compute, of tensors of `(B, T, …)` or None. The embeddings count positions that are None."""
         return input_ids, token_type_ids, position_ids, inputs_embeds
 
-    def encoder_inputs(
-        self, config, hidden_states: torch.Tensor, eager, position_ids, encoder_states, encoder_mask, cache
-    ) -> dict[str, Any]:
+    def encoder_inputs(self, config, hidden_states, eager, position_ids, encoder_states, encoder_mask, cache) -> dict:
         """The arguments of the encoder beside `hidden_states`, with masks in the form that the kernel expects, or with
         `eager` the eager formula."""
         if eager and config._attn_implementation != "eager":
             config = copy.copy(config)
             config._attn_implementation = "eager"
-        if config.is_decoder:
-            mask = create_causal_mask(config, hidden_states, self.attention_mask, cache)
-        else:
-            mask = create_bidirectional_mask(config, hidden_states, self.attention_mask)
+        mask = (create_causal_mask(config, hidden_states, self.attention_mask, cache) if config.is_decoder
+                else create_bidirectional_mask(config, hidden_states, self.attention_mask))  # fmt: skip
         if encoder_states is not None:
             encoder_mask = create_bidirectional_mask(config, hidden_states, encoder_mask, encoder_states)
         if config._attn_implementation in ("sdpa", "flex_attention"):
@@ -93,9 +88,8 @@ class PaddedBatch:
     def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden states as they are returned, `(B, T, C)`, and those whose position 0 is the first token of
         each sequence, for the pooler."""
-        if self.padding is None:
-            return hidden_states, hidden_states
-        return hidden_states.masked_fill(self.padding.to(hidden_states.device), 0), hidden_states
+        padding = None if self.padding is None else self.padding.to(hidden_states.device)
+        return hidden_states if padding is None else hidden_states.masked_fill(padding, 0), hidden_states
 
 
 # Its methods are those of any padded batch: the default of the blocks.
@@ -126,13 +120,13 @@ class UnpaddedBatch:
     max_width: int = 0
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor, lengths: list[int]) -> "UnpaddedBatch":
+    def from_mask(cls, mask: torch.Tensor, lengths: list[int], max_width: int = 0) -> "UnpaddedBatch":
         """The tokens where `mask`, `(B, T)`, is True. `lengths` has the number of them in each row."""
         indices = mask.flatten().nonzero_static(size=sum(lengths))[:, 0]
-        return cls.from_lengths(lengths, (mask.shape[0], mask.shape[1]), indices, mask.device)
+        return cls.from_lengths(lengths, (mask.shape[0], mask.shape[1]), indices, mask.device, max_width=max_width)
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], shape, indices, device, sort: bool = True) -> "UnpaddedBatch":
+    def from_lengths(cls, lengths: list[int], shape, indices, device, sort=True, max_width=0) -> "UnpaddedBatch":
         """Sequences of these lengths. With `sort`, they are sorted by length: one kernel call computes all those of the
         same length."""
         ordered = sorted(lengths) if sort else lengths
@@ -142,17 +136,17 @@ class UnpaddedBatch:
             shifts = (starts[order] - cu_seqlens[:-1]).repeat_interleave(torch.tensor(ordered, device="cpu"))
             places = copy_to_device(torch.arange(len(shifts), device="cpu") + shifts, device)
             indices = places if indices is None else indices[places]
-        return cls(copy_to_device(cu_seqlens.int(), device), max(lengths), shape, indices, ordered)
+        return cls(copy_to_device(cu_seqlens.int(), device), max(lengths), shape, indices, ordered, None, max_width)
 
     @classmethod
-    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens, sort: bool) -> "UnpaddedBatch":
-        """Packed sequences, `tokens` `(1, N, …)`. With `sort`, they are reordered as in `from_lengths`."""
+    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens, max_width: int) -> "UnpaddedBatch":
+        """Packed sequences, `tokens` `(1, N, …)`. Unless `max_width` is 0, they are sorted as in `from_lengths`."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         # The lengths cannot be read while tracing, and need not be if the longest is known.
         if has_values(cu_seqlens) and (device.type == "cpu" or max_seqlen is None):
-            batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device, sort)
+            batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device, bool(max_width), max_width)
         else:
-            batch = cls(copy_to_device(cu_seqlens.int(), device), max_seqlen or shape[1], shape)
+            batch = cls(copy_to_device(cu_seqlens.int(), device), max_seqlen or shape[1], shape, max_width=max_width)
         batch.starts = copy_to_device(cu_seqlens[:-1].long().clamp(max=shape[1] - 1), device)
         return batch
 
@@ -164,16 +158,13 @@ class UnpaddedBatch:
     def unpad(self, input_ids, token_type_ids, position_ids, inputs_embeds) -> tuple:
         """Tensors of `(B, T, …)`, or `(1, T, …)` for all rows, → `(1, N, …)`. Positions are counted in the padded row,
         or in the packed sequence, if they are None."""
-        device = (inputs_embeds if input_ids is None else input_ids).device
         tensors = [input_ids, token_type_ids, position_ids, inputs_embeds]
-        if self.indices is not None:
-            indices = copy_to_device(self.indices, device)
-            for place, tensor in enumerate(tensors):
-                if tensor is not None:
-                    rows = tensor.expand(*self.shape, *tensor.shape[2:]).flatten(0, 1)
-                    tensors[place] = rows.index_select(0, indices)[None]
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and self.indices is not None:
+                rows = tensor.expand(*self.shape, *tensor.shape[2:]).flatten(0, 1)
+                tensors[place] = rows.index_select(0, copy_to_device(self.indices, rows.device))[None]
         if position_ids is None:
-            tensors[2] = self.position_ids().to(device)
+            tensors[2] = self.position_ids().to((inputs_embeds if input_ids is None else input_ids).device)
         return tuple(tensors)
 
     def position_ids(self) -> torch.Tensor:
@@ -210,28 +201,25 @@ class UnpaddedBatch:
     def _attend(self, kernel, module, query, key, value, attention_mask=None, dropout=0.0, **kwargs) -> tuple:
         """Attention of each sequence to itself: `(1, H, N, D)` → `(1, N, H, D)`, and no weights."""
         if kernel is flash_attention_forward:
-            cu_seqlens = copy_to_device(self.cu_seqlens, query.device)
-            kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-            kwargs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+            kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), copy_to_device(self.cu_seqlens, query.device))
+            kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), self.max_seqlen)
             return kernel(module, query, key, value, None, dropout=dropout, **kwargs)[0], None
         if supports_varlen(query, dropout):
             cu_seqlens = copy_to_device(self.cu_seqlens, query.device)
             heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # each (N, H, D)
             return varlen_attn(*heads, cu_seqlens, cu_seqlens, self.max_seqlen, self.max_seqlen)[None], None
-        contexts, start = [], 0
-        for length, count in self.runs:
-            shape, places = (-1, count, length, query.shape[-1]), slice(start, start + length * count)
-            run = [heads[0, :, places].view(shape).transpose(0, 1) for heads in (query, key, value)]
+        contexts, sizes = [], [length * count for length, count in self.runs]
+        heads = [tensor[0].split(sizes, dim=1) for tensor in (query, key, value)]
+        for (length, count), *run in zip(self.runs, *heads, strict=True):
+            run = [part.view(-1, count, length, query.shape[-1]).transpose(0, 1) for part in run]
             contexts.append(kernel(module, *run, None, dropout=dropout, **kwargs)[0].flatten(0, 1))
-            start = places.stop
         return torch.cat(contexts)[None], None
 
     def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden states as they are returned, `(B, T, C)`, zero at padding; and those whose position 0 is the
         first token of each sequence, for the pooler: `(S, 1, C)` for packed sequences."""
         if self.indices is not None:
-            indices = copy_to_device(self.indices, hidden_states.device)
-            hidden_states = scatter_rows(hidden_states[0], indices, self.shape)
+            hidden_states = scatter_rows(hidden_states[0], self.indices, self.shape)
         if self.starts is None:
             return hidden_states, hidden_states
         starts = copy_to_device(self.starts, hidden_states.device)
@@ -241,11 +229,6 @@ class UnpaddedBatch:
         """The number of the sequence of each token, from 1: `(N,)`."""
         row = torch.arange(self.num_tokens, device=self.cu_seqlens.device, dtype=torch.int32)
         return torch.searchsorted(self.cu_seqlens, row, right=True)
-
-    def attention_mask(self) -> torch.Tensor:
-        """The sequences as a full mask, `(1, 1, N, N)`: True within a sequence."""
-        sequence = self.sequence_ids()
-        return (sequence[:, None] == sequence)[None, None]
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -268,16 +251,14 @@ class MaskedSequences(PaddedBatch):
     `UnpaddedBatch`, or because attention weights, `(1, H, N, N)`, are requested."""
 
     def __init__(self, sequences: UnpaddedBatch):
-        super().__init__(sequences.attention_mask())
+        super().__init__(within_sequence(sequences.sequence_ids()))
         self.unpad, self.restore = sequences.unpad, sequences.restore  # type: ignore[method-assign]
 
 
 # --------------------------------------------------------------------------------------------------------- the decision
 
 
-def choose_batch(
-    model, tokens: torch.Tensor, attention_mask, position_ids, records: bool | None, eager: bool | None, options: Any
-) -> PaddedBatch | UnpaddedBatch:
+def choose_batch(model, tokens, attention_mask, position_ids, records, eager, options) -> PaddedBatch | UnpaddedBatch:
     """Decide whether a batch is unpadded: the only place that does.
 
     Args:
@@ -289,16 +270,17 @@ def choose_batch(
     config, padding_free = model.config, options.pop("padding_free", None)
     if config.is_decoder:
         return PaddedBatch(attention_mask)
-    inspect, is_shipped = partial(model.inspection, model.embeddings, model.encoder), has_shipped_kernel(config)
-    if is_shipped or config._attn_implementation in ("eager", "sdpa", "flex_attention"):
+    inspect, name = partial(model.inspection, model.embeddings, model.encoder), config._attn_implementation
+    # The function that transformers ships: another may be registered under its name.
+    is_shipped = name in UNPADDING_KERNELS and ALL_ATTENTION_FUNCTIONS.get(name) is UNPADDING_KERNELS[name]
+    if is_shipped or name in ("eager", "sdpa", "flex_attention"):
         packed = packed_sequences(tokens, attention_mask, position_ids, config, options)
         if isinstance(packed, tuple):
             # While tracing, neither modules nor lengths can be read; the flash kernels need no lengths.
-            is_traced, is_flash = not has_values(packed[0]), config._attn_implementation.startswith("flash")
+            is_traced, is_flash = not has_values(packed[0]), name.startswith("flash")
             are_known, are_unobserved = (True, True) if padding_free or is_traced else inspect()
-            is_whole = bool(records) or not are_unobserved
-            sequences = UnpaddedBatch.from_packed(packed[0], packed[1], tokens, sort=not is_whole)
-            sequences.max_width = 0 if is_whole else config.intermediate_size
+            max_width = 0 if records or not are_unobserved else config.intermediate_size
+            sequences = UnpaddedBatch.from_packed(packed[0], packed[1], tokens, max_width)
             is_masked = eager or not is_shipped or not are_known or (is_traced and not is_flash)
             return MaskedSequences(sequences) if is_masked else sequences
         if packed is not None:
@@ -315,9 +297,7 @@ def choose_batch(
     # `chunk_size_feed_forward` must divide the length.
     if not any(lengths) or reads_padding or config.chunk_size_feed_forward or not (are_unobserved or padding_free):
         return PaddedBatch(attention_mask, ~mask[..., None])
-    batch = UnpaddedBatch.from_mask(mask, lengths)
-    batch.max_width = config.intermediate_size if are_unobserved else 0
-    return batch
+    return UnpaddedBatch.from_mask(mask, lengths, max_width=config.intermediate_size if are_unobserved else 0)
 
 
 def choose_tokens(model, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
@@ -361,21 +341,13 @@ def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config,
         counts_on = pad(positions.diff() == 1, (1, 0), value=False)
         is_packed = (starts | counts_on).all() & ~starts.all()
         if not has_values(position_ids):
-            sequence = starts.cumsum(0) * is_packed
             is_flash = config._attn_implementation.startswith("flash")  # whose kernels read the positions
-            return None if is_flash else (sequence[:, None] == sequence)[None, None]
+            return None if is_flash else within_sequence(starts.cumsum(0) * is_packed)
         if not bool(is_packed) or starts.sum() < 2:
             return None
         cu_seqlens = pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).int()
     check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
     return cu_seqlens, max_seqlen
-
-
-def has_shipped_kernel(config) -> bool:
-    """Whether the attention implementation needs no mask for one sequence, and is the function that transformers
-    ships: another may be registered under its name."""
-    name = config._attn_implementation
-    return name in UNPADDING_KERNELS and ALL_ATTENTION_FUNCTIONS.get(name) is UNPADDING_KERNELS[name]
 
 
 # ---------------------------------------------------------------------------------------------------- what is known
@@ -393,22 +365,19 @@ def supports_unpadding(cls: type, *methods: str) -> type:
 
 
 # Elementwise activations, which PReLU is not; layers that treat tokens one by one; containers.
-_activations: list[Any] = [entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()]
-for _class in {*_activations} - {nn.PReLU} | {
-    nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
-    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity,
-    nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict,
-}:  # fmt: skip
+_position_wise: set[Any] = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()} - {nn.PReLU}
+_position_wise |= {nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
+                   nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList,
+                   nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict}  # fmt: skip
+for _class in _position_wise:
     supports_unpadding(_class, "forward")
 
 # Weights of other classes may be quantised, with numbers that depend on the shape of the batch.
 KNOWN_TENSORS = ("torch.nn.parameter", "torch.distributed", "torchao")
 # Where hooks and replaced methods come from that compute the same on unpadded batches: devices, sharding, output
 # recording, calibration.
-NEUTRAL_ORIGINS = (
-    "torch.distributed", "torch.nn.utils", "torch.utils", "accelerate", "deepspeed", "transformers.distributed",
-    "transformers.utils.output_capturing", "modeling_scratchbert.cpu",
-)  # fmt: skip
+NEUTRAL_ORIGINS = ("transformers.distributed.", "transformers.utils.output_capturing.", "modeling_scratchbert.cpu.",
+                   "torch.distributed.", "torch.nn.utils.", "torch.utils.", "accelerate.", "deepspeed.")  # fmt: skip
 HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -419,9 +388,7 @@ class Inspection:
     of these classes, the attributes of the modules, and the number of hooks that were ever registered.
     """
 
-    def __init__(self):
-        self._known: tuple | None = None
-        self._modules, self._attributes, self._children, self._methods = [], [], [], []
+    _known: tuple | None = None
 
     def __reduce__(self):
         return type(self), ()  # a copy of the model has other modules
@@ -432,14 +399,14 @@ class Inspection:
         if self._known is not None and self._known == self._state(roots):
             return True, True
         modules = [module for root in roots for module in root.modules()]
-        registries = [getattr(global_hooks, f"_global{name}") for name in HOOK_REGISTRIES]
+        registries = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_REGISTRIES]
         registries += [getattr(module, name) for module in modules for name in HOOK_REGISTRIES]
         are_unobserved = not any(is_foreign(hook) for registry in registries for hook in registry.values())
         are_known = all(map(is_known, modules))
         if are_known and are_unobserved:
             self._modules, self._attributes = modules, list(map(vars, modules))
             self._children = [module._modules for module in modules if module._modules]
-            self._methods = [(vars(module), name) for module in modules for name, _ in replaced_methods(module)]
+            self._methods: list = [(vars(module), name) for module in modules for name, _ in replaced_methods(module)]
             classes = {original_class(type(module)) for module in modules}
             self._methods += [(vars(cls), name) for cls in classes for name in KNOWN_CLASSES.get(cls, ())]
             self._known = self._state(roots)
@@ -457,16 +424,14 @@ def is_known(module: nn.Module) -> bool:
     """Whether a module, leaving its children aside, is known to support unpadded batches. A class that is not listed
     here may declare in its own `__dict__` `is_position_wise = True`: it treats tokens one by one."""
     cls = original_class(type(module))
-    if not vars(cls).get("is_position_wise") and not cls.__module__.startswith("peft."):
-        methods = KNOWN_CLASSES.get(cls)
-        if methods is None or any(vars(cls).get(name) is not method for name, method in methods.items()):
-            return False
-    is_compiled = vars(module).get("_compiled_call_impl") is not None
-    tensors = [type(tensor).__module__ for tensor in module._parameters.values() if tensor is not None]
-    are_plain = all(origin.startswith(KNOWN_TENSORS) for origin in tensors)
-    if is_compiled or not are_plain or len(getattr(module, "normalized_shape", (1,))) != 1:
+    is_declared = vars(cls).get("is_position_wise") or cls.__module__.startswith("peft.")
+    methods = {} if is_declared else KNOWN_CLASSES.get(cls)
+    if methods is None or any(vars(cls).get(name) is not method for name, method in methods.items()):
         return False
-    return not any(is_foreign(method) for _, method in replaced_methods(module))
+    are_plain = all(type(tensor).__module__.startswith(KNOWN_TENSORS) for tensor in module.parameters(recurse=False))
+    is_plain = are_plain and vars(module).get("_compiled_call_impl") is None
+    is_row_wise = len(getattr(module, "normalized_shape", (1,))) == 1
+    return is_plain and is_row_wise and not any(is_foreign(method) for _, method in replaced_methods(module))
 
 
 def is_foreign(function) -> bool:
@@ -474,12 +439,11 @@ def is_foreign(function) -> bool:
     of its arguments."""
     while isinstance(function, partial):
         function = function.func
-    if vars(type(function)).get("is_position_wise") is True:
-        return False
+    is_position_wise = vars(type(function)).get("is_position_wise") is True
     origin = getattr(function, "__module__", None) or ""
     if origin == "transformers.modeling_utils":  # of its hooks, only this one is neutral
         return "enable_input_require_grads" not in getattr(function, "__qualname__", "")
-    return not any(origin == name or origin.startswith(f"{name}.") for name in NEUTRAL_ORIGINS)
+    return not is_position_wise and not f"{origin}.".startswith(NEUTRAL_ORIGINS)
 
 
 def original_class(cls: type) -> type:
@@ -501,9 +465,8 @@ def labels_include_padding(attention_mask, labels) -> bool:
     not one label for each position, for the loss to raise the error of torch."""
     if not isinstance(labels, torch.Tensor) or not is_padding_mask(attention_mask):
         return False
-    if labels.numel() != attention_mask.numel():
-        return True
-    return bool((labels.flatten().ne(-100) & attention_mask.flatten().eq(0).to(labels.device)).any())
+    is_padding = attention_mask.flatten().eq(0).to(labels.device)
+    return labels.numel() != is_padding.numel() or bool((labels.flatten().ne(-100) & is_padding).any())
 
 
 def is_padding_mask(mask) -> bool:
@@ -514,19 +477,23 @@ def is_padding_mask(mask) -> bool:
 def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tensor:
     """`rows`, `(N, …)`, at `indices` of a flattened batch of `shape` `(B, T)`, zeros elsewhere: `(B, T, …)`."""
     flat = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
-    return flat.index_copy_(0, indices, rows).unflatten(0, shape)
+    return flat.index_copy_(0, copy_to_device(indices, rows.device), rows).unflatten(0, shape)
 
 
 def additive_mask(mask: Any, dtype: torch.dtype) -> Any:
     """A boolean mask as one that is added to the scores; any other is returned unchanged."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    is_boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_boolean else mask
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:
     """The start of each sequence, end to end, and the end of the last: `(S + 1,)`, on the CPU."""
     return pad(torch.tensor(lengths, device="cpu").cumsum(0), (1, 0))
+
+
+def within_sequence(sequence_ids: torch.Tensor) -> torch.Tensor:
+    """A full mask, `(1, 1, N, N)`: True between tokens of the same sequence."""
+    return (sequence_ids[:, None] == sequence_ids)[None, None]
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
