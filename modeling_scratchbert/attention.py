@@ -2,17 +2,16 @@
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .unpadding import PADDED, PaddedBatch, UnpaddedBatch, supports_unpadding
 
 
-def scaled_dot_product_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *,
-    query_mask: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    scaling: float | None = None, dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                                 mask: torch.Tensor | None = None, *, query_mask: torch.Tensor | None = None,
+                                 key_mask: torch.Tensor | None = None, scaling: float | None = None,
+                                 dropout: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(D)) V, equation 1 of Vaswani et al. 2017, section 3.2.1.
 
     Args:
@@ -83,11 +82,10 @@ class MultiHeadAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None, past_key_values: Cache | None = None,
-        output_attentions: bool = False, batch: PaddedBatch | UnpaddedBatch = PADDED, **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+                encoder_hidden_states: torch.Tensor | None = None, past_key_values: Cache | None = None,
+                output_attentions: bool = False, batch: PaddedBatch | UnpaddedBatch = PADDED,
+                **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """
         Args:
             hidden_states: `(B, T, C)`, from which the queries are computed.
@@ -107,7 +105,8 @@ class MultiHeadAttention(nn.Module):
             query, key = query.view(heads).transpose(1, 2), key.view(heads).transpose(1, 2)
             value = value.view(heads).transpose(1, 2)
             if past_key_values is not None:
-                key, value = self._update_cache(key, value, past_key_values)
+                cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+                key, value = cache.update(key, value, self.layer_idx)
         else:
             query = self._split_heads(self.query(hidden_states))
             key, value = self._project_encoder(encoder_hidden_states, past_key_values)
@@ -124,11 +123,6 @@ class MultiHeadAttention(nn.Module):
         """The queries, keys and values of self-attention, `(B, T, C)` each. An optimised model has an object of its own
         in place of this method, which computes them as one product (`cpu`)."""
         return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
-
-    def _update_cache(self, key, value, cache):
-        """The keys and values of all positions so far."""
-        cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        return cache.update(key, value, self.layer_idx)
 
     def _project_encoder(self, encoder_hidden_states, cache):
         """The keys and values of cross-attention. The encoder's output is the same at each step of decoding: they are

@@ -19,15 +19,11 @@ if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all 
 
 TASKS = ("PreTraining", "MaskedLM", "CausalLM", "NextSentencePrediction", "SequenceClassification",
          "TokenClassification", "QuestionAnswering", "MultipleChoice")  # fmt: skip
-MODELS = {
-    "AutoModel": "Model",
-    "AutoModelForTextEncoding": "Model",
-    "AutoModelForSeq2SeqLM": "ForConditionalGeneration",
-}
-MODELS |= {f"AutoModelFor{task}": f"For{task}" for task in TASKS}
+MODELS = {"": "Model", "ForTextEncoding": "Model", "ForSeq2SeqLM": "ForConditionalGeneration"}
+MODELS |= {f"For{task}": f"For{task}" for task in TASKS}
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.
 AUTO_MAP = {"AutoConfig": "configuration_scratchbert.ScratchBertConfig"}
-AUTO_MAP |= {auto_class: f"modeling_scratchbert.ScratchBert{name}" for auto_class, name in MODELS.items()}
+AUTO_MAP |= {f"AutoModel{task}": f"modeling_scratchbert.ScratchBert{name}" for task, name in MODELS.items()}
 
 
 @strict
@@ -87,6 +83,7 @@ class ScratchBertConfig(PreTrainedConfig):
     position_embedding_type: str = "absolute"
     padding_free: bool = True
     sparse_prediction: bool = False
+    is_encoder_decoder: bool = False
     num_decoder_layers: int | None = None
     tie_encoder_decoder: bool = False
     share_embeddings: bool = True

@@ -93,6 +93,10 @@ class InferenceMixin(PreTrainedModel):
         self._refuse_if_optimized("load_state_dict()")
         return super().load_state_dict(*args, **kwargs)
 
+    def push_to_hub(self, *args, **kwargs):
+        self._refuse_if_optimized("push_to_hub()")
+        return super().push_to_hub(*args, **kwargs)
+
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         self._refuse_if_optimized("resize_token_embeddings()")
         return super().resize_token_embeddings(*args, **kwargs)

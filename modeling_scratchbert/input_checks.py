@@ -56,10 +56,11 @@ def check_mask(name: str, mask, batch: int, heads: int, queries: int, keys: int,
     if is_array and isinstance(keys, (int, torch.SymInt)):
         full, ndim = ((batch, 1), (1, heads), (queries, 1), (keys, slots)), getattr(mask, "ndim", 2)
         if ndim == 4 and all(size in sizes for size, sizes in zip(mask.shape, full, strict=True)):
-            return check_tensor(name, mask, *full, dtype=MASK)
-        note = f": {past} cached positions + {queries} new tokens" if isinstance(past, int) and past > 0 else ""
-        note += "" if ndim == 2 else f", or {(batch, 1, queries, keys)} for a full mask"
-        check_tensor(name, mask, batch, keys, note=note)
+            check_tensor(name, mask, *full, dtype=MASK)
+        else:
+            note = f": {past} cached positions + {queries} new tokens" if isinstance(past, int) and past > 0 else ""
+            note += "" if ndim == 2 else f", or {(batch, 1, queries, keys)} for a full mask"
+            check_tensor(name, mask, batch, keys, note=note)
 
 
 def check_inputs(config, ids: dict, inputs_embeds, mask, vocab_size: int, past_length, slots=None, is_packed=False):
@@ -94,9 +95,8 @@ def check_encoder_inputs(config, states, mask, batch, queries: int, name: str = 
     """Checks the arguments for the cross-attention of a decoder with `batch` sequences of `queries` tokens. `batch` is
     a name if the number is not known."""
     if not config.add_cross_attention:
-        raise ValueError("encoder_hidden_states was given, and config.add_cross_attention is False; expected a model "
-                         "with cross-attention. Create it with is_decoder=True and add_cross_attention=True."
-                         )  # fmt: skip
+        raise ValueError("encoder_hidden_states was given, and config.add_cross_attention is False; expected True. "
+                         "Create the model with is_decoder=True and add_cross_attention=True.")  # fmt: skip
     check_tensor(name, states, batch, "length", config.hidden_size, dtype=FLOATING)
     check_mask(mask_name, mask, states.shape[0], config.num_attention_heads, queries, states.shape[1])
 
@@ -104,9 +104,8 @@ def check_encoder_inputs(config, states, mask, batch, queries: int, name: str = 
 def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_ids, config) -> None:
     """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`."""
     if config._attn_implementation == "flex_attention" and tokens.device.type == "cpu":
-        raise ValueError("attn_implementation is 'flex_attention'; packed sequences on a CPU expect another one, "
-                         "because torch aborts the process. Load the model with attn_implementation='sdpa'."
-                         )  # fmt: skip
+        raise ValueError("attn_implementation is 'flex_attention'; packed sequences on a CPU expect 'sdpa', "
+                         "because torch aborts the process. Call model.set_attn_implementation('sdpa').")  # fmt: skip
     if attention_mask is not None:
         raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
     check_tensor("cu_seq_lens_q", cu_seq_lens_q, "sequences + 1", dtype=INTEGER)

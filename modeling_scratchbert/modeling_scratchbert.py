@@ -30,14 +30,7 @@ from .input_checks import cache_lengths, check_cache, check_choices, check_encod
 from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
-from .unpadding import (
-    choose_batch,
-    choose_tokens,
-    is_selectable,
-    labels_include_padding,
-    scatter_rows,
-    supports_unpadding,
-)
+from .unpadding import choose_batch, choose_tokens, is_selectable, labels_include_padding, supports_unpadding, to_padded
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +38,11 @@ OptionalTensor = torch.Tensor | None
 
 
 # The options of every forward pass: see `ScratchBertModel.forward`, and `average` for `num_items_in_batch`.
-class ForwardOptions(TypedDict, total=False):
-    output_attentions: bool | None
-    output_hidden_states: bool | None
-    return_dict: bool | None
-    padding_free: bool
-    cu_seq_lens_q: OptionalTensor
-    cu_seq_lens_k: OptionalTensor
-    max_length_q: int | None
-    max_length_k: int | None
-    num_items_in_batch: int | torch.Tensor | None  # fmt: skip
+ForwardOptions = TypedDict("ForwardOptions", {  # noqa: UP013
+    "output_attentions": bool | None, "output_hidden_states": bool | None, "return_dict": bool | None,
+    "cu_seq_lens_q": OptionalTensor, "cu_seq_lens_k": OptionalTensor, "max_length_q": int | None,
+    "max_length_k": int | None, "num_items_in_batch": int | torch.Tensor | None, "padding_free": bool,
+}, total=False)  # fmt: skip
 
 
 def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
@@ -248,7 +236,7 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
         states = hidden_states.flatten(0, 1).index_select(0, indices)
         if labels is not None or torch.is_grad_enabled():
             scores = self.lm_head(states)
-            return scatter_rows(scores, indices, shape), scores, None if labels is None else labels.flatten()[indices]
+            return to_padded(scores, indices, shape), scores, None if labels is None else labels.flatten()[indices]
         logits = None
         # 256 tokens at a time, because a second tensor of the vocabulary's width takes much memory.
         for part, places in zip(states.split(256), indices.split(256), strict=True):
@@ -288,12 +276,11 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None, next_sentence_label: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | ScratchBertForPreTrainingOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+                inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
+                next_sentence_label: OptionalTensor = None,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | ScratchBertForPreTrainingOutput:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -334,12 +321,11 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
-        encoder_attention_mask: OptionalTensor = None, labels: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.MaskedLMOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+                inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
+                encoder_attention_mask: OptionalTensor = None, labels: OptionalTensor = None,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.MaskedLMOutput:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -352,8 +338,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, encoder_hidden_states, encoder_attention_mask, return_dict=True, **kwargs)
         logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
-        num_items = kwargs.get("num_items_in_batch")
-        loss = None if targets is None else average(cross_entropy, scores, targets, num_items)
+        loss = None if targets is None else average(cross_entropy, scores, targets, kwargs.get("num_items_in_batch"))
         return modeling_outputs.MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
@@ -366,17 +351,24 @@ class ClassifierDropout(nn.Dropout):
 
 
 class ScratchBertClassifier(ScratchBertPreTrainedModel):
-    """The forward pass of the models that classify sequences or tokens. A subclass has its `_logits` and `_loss`."""
+    """The models that classify sequences or tokens. A subclass may have its own `_logits` and `_loss`."""
 
     _outputs: Any  # the class of the outputs
     _has_token_labels = False
 
+    def __init__(self, config: ScratchBertConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = ScratchBertModel(config, add_pooling_layer=not self._has_token_labels)
+        self.dropout = ClassifierDropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
     @can_return_tuple
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | ModelOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+                inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | ModelOutput:  # fmt: skip
         """
         Args:
             labels: the classes, or what else the class of this model describes; the loss is computed from them.
@@ -390,9 +382,6 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         logits = self._logits(outputs)
         loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
         return self._outputs(loss=loss, logits=logits, **recorded(outputs))
-
-    classifier: Any
-    dropout: Any
 
     def _logits(self, outputs) -> torch.Tensor:
         """The scores of the classes of a sequence, `(B, L)`, from its pooled [CLS]."""
@@ -412,7 +401,7 @@ class ScratchBertForNextSentencePrediction(ScratchBertClassifier):
     _outputs = modeling_outputs.NextSentencePredictorOutput
 
     def __init__(self, config: ScratchBertConfig):
-        super().__init__(config)
+        super(ScratchBertClassifier, self).__init__(config)  # its head has another name, and no dropout
         self.model = ScratchBertModel(config)
         self.next_sentence_head = nn.Linear(config.hidden_size, 2)
         self.post_init()
@@ -432,22 +421,10 @@ class ScratchBertForSequenceClassification(ScratchBertClassifier):
 
     _outputs = modeling_outputs.SequenceClassifierOutput
 
-    def __init__(self, config: ScratchBertConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = ScratchBertModel(config)
-        self.dropout = ClassifierDropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
         if self.config.problem_type is None:
-            if self.num_labels == 1:
-                self.config.problem_type = "regression"
-            elif labels.dtype in (torch.long, torch.int):
-                self.config.problem_type = "single_label_classification"
-            else:
-                self.config.problem_type = "multi_label_classification"
+            kind: Any = f"{'single' if labels.dtype in (torch.long, torch.int) else 'multi'}_label_classification"
+            self.config.problem_type = "regression" if self.num_labels == 1 else kind
         if self.config.problem_type == "regression":
             if self.num_labels == 1:
                 logits, labels = logits.squeeze(), labels.squeeze()
@@ -472,14 +449,6 @@ class ScratchBertForTokenClassification(ScratchBertClassifier):
     _outputs = modeling_outputs.TokenClassifierOutput
     _has_token_labels = True
 
-    def __init__(self, config: ScratchBertConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = ScratchBertModel(config, add_pooling_layer=False)
-        self.dropout = ClassifierDropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
     def _logits(self, outputs) -> torch.Tensor:
         return self.classifier(self.dropout(outputs.last_hidden_state))
 
@@ -497,12 +466,11 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, start_positions: OptionalTensor = None,
-        end_positions: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+                inputs_embeds: OptionalTensor = None, start_positions: OptionalTensor = None,
+                end_positions: OptionalTensor = None,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:  # fmt: skip
         """
         Args:
             start_positions: `(B,)`, the first token of the answer; one after the end of the sequence is ignored.
@@ -515,8 +483,8 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
             kwargs["padding_free"] = False
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, return_dict=True, **kwargs)
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
-        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
+        scores = self.qa_outputs(outputs.last_hidden_state)
+        start_logits, end_logits = (each.contiguous() for each in scores.unbind(dim=-1))
         losses, beyond = [], start_logits.shape[1]
         if start_positions is not None and end_positions is not None:
             for scores, positions in ((start_logits, start_positions), (end_logits, end_positions)):
@@ -538,11 +506,10 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None, **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+                inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.MultipleChoiceModelOutput:  # fmt: skip
         """
         Args:
             input_ids: `(B, N, T)` for N choices; also `attention_mask`, `token_type_ids`, `position_ids`, and
@@ -557,9 +524,7 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
         outputs = self.model(**flat, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
-        loss = None
-        if labels is not None:
-            loss = average(cross_entropy, logits, labels, kwargs.get("num_items_in_batch"))
+        loss = None if labels is None else average(cross_entropy, logits, labels, kwargs.get("num_items_in_batch"))
         return modeling_outputs.MultipleChoiceModelOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
@@ -600,8 +565,7 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
                 kwargs["padding_free"] = False
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
-        use_cache = use_cache if labels is None else False
-        outputs = self.model(*tokens, *source, use_cache=use_cache, return_dict=True, **kwargs)
+        outputs = self.model(*tokens, *source, use_cache=labels is None and use_cache, return_dict=True, **kwargs)
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
@@ -660,15 +624,14 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
 
     @can_return_tuple
     @merge_with_config_defaults
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
-        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None, past_key_values: Cache | None = None,
-        inputs_embeds: OptionalTensor = None, decoder_inputs_embeds: OptionalTensor = None,
-        use_cache: bool | None = None, token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        decoder_position_ids: OptionalTensor = None, decoder_token_type_ids: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.Seq2SeqModelOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
+                encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
+                past_key_values: Cache | None = None, inputs_embeds: OptionalTensor = None,
+                decoder_inputs_embeds: OptionalTensor = None, use_cache: bool | None = None,
+                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
+                decoder_position_ids: OptionalTensor = None, decoder_token_type_ids: OptionalTensor = None,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.Seq2SeqModelOutput:  # fmt: skip
         """
         Args:
             input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
@@ -755,16 +718,15 @@ class ScratchBertForConditionalGeneration(
         return cls.from_pretrained(None, config=config, state_dict=tensors, **options)
 
     @can_return_tuple
-    def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
-        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None, past_key_values: Cache | None = None,
-        inputs_embeds: OptionalTensor = None, decoder_inputs_embeds: OptionalTensor = None,
-        labels: OptionalTensor = None, use_cache: bool | None = None, token_type_ids: OptionalTensor = None,
-        position_ids: OptionalTensor = None, decoder_position_ids: OptionalTensor = None,
-        decoder_token_type_ids: OptionalTensor = None, logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.Seq2SeqLMOutput:  # fmt: skip
+    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
+                decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
+                encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
+                past_key_values: Cache | None = None, inputs_embeds: OptionalTensor = None,
+                decoder_inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
+                use_cache: bool | None = None, token_type_ids: OptionalTensor = None,
+                position_ids: OptionalTensor = None, decoder_position_ids: OptionalTensor = None,
+                decoder_token_type_ids: OptionalTensor = None, logits_to_keep: int | torch.Tensor = 0,
+                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.Seq2SeqLMOutput:  # fmt: skip
         """
         Args:
             labels: `(B, T)`, the ids of the target without the start token, and -100 for padding. Shifted right, they
@@ -786,7 +748,6 @@ class ScratchBertForConditionalGeneration(
                     past_length: Any = cache_lengths(past_key_values)[0]
                     cached = decoder_attention_mask.new_ones(len(labels), past_length)
                     decoder_attention_mask = torch.cat([cached, decoder_attention_mask], dim=1)
-        num_items = kwargs.get("num_items_in_batch")
         inputs = input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
         options: dict[str, Any] = {**kwargs, "token_type_ids": token_type_ids, "position_ids": position_ids}
         options |= {"decoder_position_ids": decoder_position_ids, "decoder_token_type_ids": decoder_token_type_ids}
@@ -797,7 +758,7 @@ class ScratchBertForConditionalGeneration(
         if labels is not None:
             # `self.loss_function` would shift the labels a second time, because of this class's name.
             scores = logits.view(-1, self.config.vocab_size)
-            loss = average(cross_entropy, scores, labels.reshape(-1), num_items)
+            loss = average(cross_entropy, scores, labels.reshape(-1), kwargs.get("num_items_in_batch"))
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return modeling_outputs.Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 

@@ -52,12 +52,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             raise TypeError(f"config is a {type(config).__name__}; expected a ScratchBertConfig. Convert a BertConfig "
                             "with ScratchBertConfig.from_bert(config).")  # fmt: skip
         config.check()
-        if self._is_encoder_decoder != config.is_encoder_decoder:
-            advice = "Start a model from a single BERT with ScratchBertForConditionalGeneration.from_bert(…)."
-            if config.is_encoder_decoder:
-                advice = "Load it with ScratchBertForConditionalGeneration or AutoModel, and call get_encoder()."
-            raise ValueError(f"is_encoder_decoder is {config.is_encoder_decoder} in the configuration; "
-                             f"{type(self).__name__} expected {self._is_encoder_decoder}. {advice}")  # fmt: skip
+        _check_class(type(self), vars(config), "the configuration")
         super().__init__(config, *args, **kwargs)
         self.inspection = Inspection()
 
@@ -102,11 +97,14 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         with explained(source, kwargs | options):
             fields = _raw_fields(source, options)
+            if not (is_own := cls.config_class.is_own(fields)):
+                fields = fields and installed("bert.fields").scratchbert_fields(fields, source)
             model_class: Any = cls._class_for(bool(fields.get("is_encoder_decoder")))
-            if not cls.config_class.is_own(fields):
-                opening = installed("bert.loading").bert_opening
-                model_class, key_mapping = opening(cls, source, fields, key_mapping, options, kwargs)
+            _check_class(model_class, fields, source)
             check_probe = installed("probe.comparison").probe_check(source, kwargs | options) if verify else None
+            if not is_own:
+                arguments = model_class, source, bool(fields), key_mapping, options, kwargs
+                key_mapping = installed("bert.loading").bert_key_mapping(*arguments)
             if isinstance(config, PreTrainedConfig) and not _is_our_config(config):
                 config = cls.config_class.from_bert(config)
             kwargs |= {**options, "config": config, "key_mapping": key_mapping, "output_loading_info": True}
@@ -196,6 +194,18 @@ def _raw_fields(source, options: dict) -> dict:
 def _is_our_config(config) -> bool:
     """Return whether `config` is a `ScratchBertConfig`, of this copy of the package or of the copy in a checkpoint."""
     return any(cls.__name__ == "ScratchBertConfig" for cls in type(config).__mro__)
+
+
+def _check_class(cls: type[ScratchBertPreTrainedModel], fields: dict, source) -> None:
+    """Raise ValueError if `fields`, of a configuration, are those of a seq2seq model and `cls` is none, or the reverse.
+    No fields are those of any model."""
+    is_encoder_decoder = bool(fields.get("is_encoder_decoder"))
+    if fields and is_encoder_decoder != cls._is_encoder_decoder:
+        advice = "Start a model from a single BERT with ScratchBertForConditionalGeneration.from_bert(…)."
+        if is_encoder_decoder:
+            advice = "Load it with ScratchBertForConditionalGeneration or AutoModel, and call get_encoder()."
+        raise ValueError(f"is_encoder_decoder is {is_encoder_decoder} in {source}; {cls.__name__} expected "
+                         f"{not is_encoder_decoder}. {advice}")  # fmt: skip
 
 
 def _check_blocks(model, info: dict, source) -> None:

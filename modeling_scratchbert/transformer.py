@@ -30,11 +30,9 @@ class TransformerBlock(GradientCheckpointingLayer):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None, **kwargs,
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+                encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
+                past_key_values: Cache | None = None, **kwargs) -> torch.Tensor:  # fmt: skip
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
         x, pre_norm = hidden_states, self.norm_first
 
@@ -59,15 +57,11 @@ class TransformerStack(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.blocks = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_hidden_layers))
-        if config.norm_first:
-            self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        else:
-            self.final_norm = nn.Identity()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.final_norm = nn.LayerNorm(width, eps=eps) if config.norm_first else nn.Identity()
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None, **kwargs,
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+                encoder_hidden_states: torch.Tensor | None = None, **kwargs) -> torch.Tensor:  # fmt: skip
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerBlock.forward`."""
         for block in self.blocks:
             # Reentrant checkpointing gives gradients to positional arguments only.

@@ -219,7 +219,7 @@ class UnpaddedBatch:
         """The last hidden states as they are returned, `(B, T, C)`, zero at padding; and those whose position 0 is the
         first token of each sequence, for the pooler: `(S, 1, C)` for packed sequences."""
         if self.indices is not None:
-            hidden_states = scatter_rows(hidden_states[0], self.indices, self.shape)
+            hidden_states = to_padded(hidden_states[0], self.indices, self.shape)
         if self.starts is None:
             return hidden_states, hidden_states
         starts = copy_to_device(self.starts, hidden_states.device)
@@ -474,7 +474,7 @@ def is_padding_mask(mask) -> bool:
     return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() > 0 and has_values(mask)
 
 
-def scatter_rows(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tensor:
+def to_padded(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tensor:
     """`rows`, `(N, …)`, at `indices` of a flattened batch of `shape` `(B, T)`, zeros elsewhere: `(B, T, …)`."""
     flat = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
     return flat.index_copy_(0, copy_to_device(indices, rows.device), rows).unflatten(0, shape)

@@ -30,14 +30,11 @@ def bert_fields(model) -> dict:
     config, name = model.config, type(model).__name__
     for field, expected in (("norm_first", False), ("position_embedding_type", "absolute")):
         if (value := getattr(config, field)) != expected:
-            raise ValueError(
-                f"{field} is {value!r}; expected {expected!r}, as in BERT. Save the model with save_pretrained."
-            )
+            raise ValueError(f"{field} is {value!r}; expected {expected!r}, as in BERT. Save the model with "
+                             "save_pretrained.")  # fmt: skip
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} has an encoder and a decoder; expected one of them, as in a BERT checkpoint. Save them with "
-            "get_encoder().save_as_bert(…) and get_decoder().save_as_bert(…)."
-        )
+        raise ValueError(f"{name} has an encoder and a decoder; expected one of them, as in a BERT checkpoint. Save "
+                         "them with get_encoder().save_as_bert(…) and get_decoder().save_as_bert(…).")  # fmt: skip
     own = [cls.__name__ for cls in type(model).__mro__ if f"modeling_scratchbert.{cls.__name__}" in AUTO_MAP.values()]
     if not own:
         raise ValueError(f"{name} is not a model that BERT has as well; expected one. Save it with save_pretrained.")
@@ -60,15 +57,13 @@ def bert_tensors(model) -> dict[str, torch.Tensor]:
         if tensor.is_meta:
             raise ValueError(f"{name} has no values; expected them in memory. Load the model without device_map.")
         if type(tensor) is not torch.Tensor:
-            raise ValueError(
-                f"{name} is a {type(tensor).__name__}; expected a plain tensor, neither quantised nor distributed. "
-                "Save the model with save_pretrained, or load it without quantisation and tensor parallelism."
-            )
+            raise ValueError(f"{name} is a {type(tensor).__name__}; expected a plain tensor, neither quantised nor "
+                             "distributed. Save the model with save_pretrained, or load it without quantisation and "
+                             "tensor parallelism.")  # fmt: skip
     bert_names = {name: to_bert(name) or "" for name in state}
     if unknown := [name for name, bert_name in bert_names.items() if not bert_name]:
-        raise ValueError(
-            f"The model has {', '.join(unknown)}; expected tensors that BERT has. Save it with save_pretrained."
-        )
+        raise ValueError(f"The model has {', '.join(unknown)}; expected tensors that BERT has. Save it with "
+                         "save_pretrained.")  # fmt: skip
     dropped = "bert." if model.base_model is model else ""
     tensors = {bert_names[name].removeprefix(dropped): tensor.contiguous() for name, tensor in state.items()}
     if OUTPUT_BIAS in tensors:

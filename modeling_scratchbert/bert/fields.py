@@ -41,10 +41,8 @@ def _fields_of_bert(fields: dict, source) -> dict:
     _check_is_bert(fields, source)
     positions = fields.get("position_embedding_type") or "absolute"
     if positions != "absolute":
-        raise ValueError(
-            f"{source} is a BERT with position_embedding_type={positions!r}; expected 'absolute'. ScratchBert does not "
-            "support relative positions."
-        )
+        raise ValueError(f"{source} is a BERT with position_embedding_type={positions!r}; expected 'absolute'. "
+                         "ScratchBert does not support relative positions.")  # fmt: skip
     dropped = ("model_type", "architectures", "auto_map", "position_embedding_type")
     return {name: value for name, value in fields.items() if name not in dropped}
 
@@ -58,10 +56,9 @@ def _check_is_bert(fields: dict, source) -> None:
         raise ValueError(f"{source} has no model_type, and its architectures are {architectures}; {expected}.")
     is_google = {"hidden_size", "num_attention_heads"} <= set(fields) <= GOOGLE_BERT_FIELDS
     if model_type is None and not architectures and not is_google:
-        raise ValueError(
-            f"The configuration of {source} has neither model_type nor architectures; {expected}, or the fields of "
-            'Google\'s original release. If it is a BERT, add "model_type": "bert" to its config.json.'
-        )
+        raise ValueError(f"The configuration of {source} has neither model_type nor architectures; {expected}, or the "
+                         "fields of Google's original release. If it is a BERT, add \"model_type\": \"bert\" to its "
+                         "config.json.")  # fmt: skip
 
 
 def _fields_of_encoder_decoder(fields: dict, source) -> dict:
@@ -74,10 +71,8 @@ def _fields_of_encoder_decoder(fields: dict, source) -> dict:
         raise ValueError(f"{kind}, of which only those of two BERTs can be loaded: {error}") from error
     for name in SHARED_FIELDS:
         if (first := getattr(encoder, name)) != (second := getattr(decoder, name)):
-            raise ValueError(
-                f"{kind}, and {name} is {first!r} in the encoder and {second!r} in the decoder; expected the same "
-                "value. They may differ in depth only."
-            )
+            raise ValueError(f"{kind}, and {name} is {first!r} in the encoder and {second!r} in the decoder; expected "
+                             "the same value. They may differ in depth only.")  # fmt: skip
     if not decoder.add_cross_attention:
         raise ValueError(f"{kind}, and add_cross_attention is False in the decoder; expected True.")
     stated = {**fields["decoder"], **{name: value for name, value in fields.items() if value is not None}}
@@ -87,10 +82,6 @@ def _fields_of_encoder_decoder(fields: dict, source) -> dict:
         **{name: value for name, value in encoder.to_diff_dict().items() if name not in dropped},
         **{name: fields[name] for name in OUTPUT_FIELDS if name in fields},
         **{name: stated[name] for name in TOKEN_FIELDS if stated.get(name) is not None},
-        "is_encoder_decoder": True,
-        "num_decoder_layers": decoder.num_hidden_layers,
-        "tie_encoder_decoder": is_tied,
-        "share_embeddings": is_tied,
-        "tie_word_embeddings": decoder.tie_word_embeddings,
-        "use_cache": decoder.use_cache,
-    }
+        "is_encoder_decoder": True, "num_decoder_layers": decoder.num_hidden_layers, "use_cache": decoder.use_cache,
+        "tie_word_embeddings": decoder.tie_word_embeddings, "tie_encoder_decoder": is_tied, "share_embeddings": is_tied,
+    }  # fmt: skip

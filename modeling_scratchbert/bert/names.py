@@ -38,11 +38,8 @@ OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.prediction
 
 # An `EncoderDecoderModel` has its heads in the decoder.
 SEQ2SEQ = {f"decoder.{bert}": ours.replace("model.", "model.decoder.") for bert, ours in BERT_TO_SCRATCHBERT.items()}
-SEQ2SEQ |= {
-    bert.replace("bert.", "encoder."): ours.replace("model.", "model.encoder.")
-    for bert, ours in BERT_TO_SCRATCHBERT.items()
-    if bert.startswith("bert.")
-}
+SEQ2SEQ |= {bert.replace("bert.", "encoder."): ours.replace("model.", "model.encoder.")
+            for bert, ours in BERT_TO_SCRATCHBERT.items() if bert.startswith("bert.")}  # fmt: skip
 TABLES = {"bert": BERT_TO_SCRATCHBERT, "encoder-decoder": SEQ2SEQ}
 REVERSED_TABLES = {kind: {ours: bert for bert, ours in table.items()} for kind, table in TABLES.items()}
 
@@ -104,12 +101,9 @@ def check_tensor_names(names: set[str], source) -> None:
     them would leave every weight random."""
     # With or without the name of the encoder.
     known = {name for name in names if any(to_scratchbert(name, kind) or to_bert(name, kind) for kind in TABLES)}
-    foreign = [
-        name for name in names - known if re.match(r"((bert|encoder|decoder\.bert)\.)?encoder\.layer\.\d+\.", name)
-    ]
+    in_layer = re.compile(r"((bert|encoder|decoder\.bert)\.)?encoder\.layer\.\d+\.")
+    foreign = list(filter(in_layer.match, names - known))
     if foreign or not known:
         found = f"the tensor {min(foreign or names)!r}" if names else "no tensors"
-        raise ValueError(
-            f"{source} has {found}; expected the tensors of a BERT with absolute positions, or of a ScratchBert. If "
-            "only their names differ, pass key_mapping={pattern: replacement}."
-        )
+        raise ValueError(f"{source} has {found}; expected the tensors of a BERT with absolute positions, or of a "
+                         "ScratchBert. If only names differ, pass key_mapping={pattern: replacement}.")  # fmt: skip

@@ -72,10 +72,9 @@ class PackedMatrix:
         values = state.pop("values")
         vars(self).update(state)
         if not (multiplies_int8() if self.is_int8 else can_prepack(values)):
-            raise RuntimeError(
-                f"The pickled model has prepacked weights of {values.dtype}; expected a CPU and a build of torch that "
-                "multiply them. Load the checkpoint on this machine and call optimize_for_inference()."
-            )
+            raise RuntimeError(f"The pickled model has prepacked weights of {values.dtype}; expected a CPU and a build "
+                               "of torch that multiply them. Load the checkpoint on this machine and call "
+                               "optimize_for_inference().")  # fmt: skip
         self._hold(values)
 
     def linear(self, x: Tensor, gelu_form: str | None = None) -> Tensor:
@@ -115,11 +114,9 @@ class PackedMatrix:
 
 
 torch.library.custom_op(
-    "scratchbert_cpu::linear",
-    lambda x, key, gelu_form: MATRICES_BY_KEY[key].linear(x, gelu_form),
-    mutates_args=(),
-    schema="(Tensor x, str key, str? gelu_form) -> Tensor",
-).register_fake(lambda x, key, gelu_form: MATRICES_BY_KEY[key].empty_output(x))
+    "scratchbert_cpu::linear", lambda x, key, gelu_form: MATRICES_BY_KEY[key].linear(x, gelu_form),
+    mutates_args=(), schema="(Tensor x, str key, str? gelu_form) -> Tensor",
+).register_fake(lambda x, key, gelu_form: MATRICES_BY_KEY[key].empty_output(x))  # fmt: skip
 
 
 class FloatMatrix(PackedMatrix):
@@ -205,10 +202,8 @@ class Int8Matrix(PackedMatrix):
         if shape[-1] % 4:
             parameters = parameters.clone(memory_format=torch.contiguous_format)  # one row is contiguous as it is
         scale, minimum = parameters.view(torch.float32).split(1, dim=1)
-        product = self._operator(
-            quantized, 1.0, 0, self._blocked, self.scales, self._zero_points,
-            None, 1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
+        weight = self._blocked, self.scales, self._zero_points
+        product = self._operator(quantized, 1.0, 0, *weight, None, 1.0, 0, torch.float32, "none", [], "")
         y = torch.addcmul(self._float_bias, minimum, self._row_sums).addcmul_(product, scale)
         if gelu_form is not None:
             y = nn.functional.gelu(y, approximate=gelu_form)

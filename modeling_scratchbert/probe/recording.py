@@ -61,14 +61,10 @@ def make_probe(model) -> dict:
     tied = {name: first.setdefault(place, name) for name, place in places.items()}
     digests = {name: digest(state[name]) for name in first.values()}
     inputs = {} if custom else make_inputs(model)
-    return {
-        "class": type(model).__name__,
-        "tensors": {name: digests[tied[name]] for name in state},
-        "tied": {name: other for name, other in tied.items() if other != name},
-        "inputs": inputs,
-        "outputs": compute_outputs(model, inputs, {}, with_head=True) if inputs else {},
-        "custom_modules": custom,
-    }
+    outputs = compute_outputs(model, inputs, {}, with_head=True) if inputs else {}
+    return {"class": type(model).__name__, "inputs": inputs, "outputs": outputs, "custom_modules": custom,
+            "tensors": {name: digests[tied[name]] for name in state},
+            "tied": {name: other for name, other in tied.items() if other != name}}  # fmt: skip
 
 
 def digest(tensor: torch.Tensor) -> str:
