@@ -422,6 +422,7 @@ REFUSED = {
     r"state_dict\(\)": lambda model, path: model.state_dict(),
     r"load_state_dict\(\)": lambda model, path: model.load_state_dict(make("Model").state_dict()),
     r"save_pretrained\(\)": lambda model, path: model.save_pretrained(path / "saved"),
+    r"push_to_hub\(\)": lambda model, path: model.push_to_hub("user/name"),
     r"save_as_bert\(\)": lambda model, path: model.save_as_bert(path / "saved"),
     r"resize_token_embeddings\(\)": lambda model, path: model.resize_token_embeddings(120),
 }
