@@ -155,7 +155,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             check_encoder_inputs(self.config, encoder_hidden_states, encoder_attention_mask, *hidden_states.shape[:2])
             if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
-        check_cache(self.config, past_key_values, len(hidden_states), encoder_hidden_states)
+        check_cache(self.config, past_key_values, hidden_states.shape[0], encoder_hidden_states)
 
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
         inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
@@ -746,7 +746,7 @@ class ScratchBertForConditionalGeneration(
                     decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id).long()
                     decoder_attention_mask[:, 0] = 1
                     past_length: Any = cache_lengths(past_key_values)[0]
-                    cached = decoder_attention_mask.new_ones(len(labels), past_length)
+                    cached = decoder_attention_mask.new_ones(labels.shape[0], past_length)
                     decoder_attention_mask = torch.cat([cached, decoder_attention_mask], dim=1)
         inputs = input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
         options: dict[str, Any] = {**kwargs, "token_type_ids": token_type_ids, "position_ids": position_ids}

@@ -209,10 +209,11 @@ def _check_class(cls: type[ScratchBertPreTrainedModel], fields: dict, source) ->
 
 
 def _check_blocks(model, info: dict, source) -> None:
-    """Raise ValueError if every block was left random although the checkpoint has tensors of other names."""
+    """Raise ValueError if every block was left random although the checkpoint has blocks of other names."""
     blocks = {name for name, _ in model.named_parameters() if ".blocks." in name}
-    if blocks and blocks <= info["missing_keys"] and info["unexpected_keys"]:
-        raise ValueError(f"{source or 'state_dict'} has {min(info['unexpected_keys'])!r} and no {min(blocks)!r}; "
+    others = {name for name in info["unexpected_keys"] if ".0." in name}
+    if blocks and others and blocks <= info["missing_keys"]:
+        raise ValueError(f"{source or 'state_dict'} has {min(others)!r} and no {min(blocks)!r}; "
                          f"expected the names of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in "
                          f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
                          "attribute that holds the encoder.")  # fmt: skip

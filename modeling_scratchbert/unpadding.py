@@ -334,7 +334,7 @@ def packed_sequences(tokens: torch.Tensor, attention_mask, position_ids, config,
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
     if cu_seqlens is None:
-        if attention_mask is not None or position_ids is None or len(tokens) != 1:
+        if attention_mask is not None or position_ids is None or tokens.shape[0] != 1:
             return None
         positions = position_ids[0].cpu() if has_values(position_ids) else position_ids[0]
         starts = positions == 0

@@ -24,7 +24,8 @@ def explain(error: Exception, source, options: dict) -> None:
     """Raise an error with advice in place of `error`, which loading `source` raised, if its cause is known: the Hub
     cannot be reached, or a file of weights is damaged."""
     check_is_reachable(error, source, options.get("revision"))
-    if source is not None and type(error) not in (UnreachableHubError, ValueError, ImportError):
+    has_weights = source is not None and options.get("gguf_file") is None
+    if has_weights and type(error) not in (UnreachableHubError, ValueError, ImportError):
         located = {name: options[name] for name in HUB_OPTIONS if name in options}
         tensor_names(source, options.get("variant"), options.get("use_safetensors"), **located)
 
