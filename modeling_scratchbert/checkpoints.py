@@ -28,7 +28,7 @@ def hub_options(source, kwargs: dict) -> dict:
 
 @contextmanager
 def explained(source, options: dict) -> Iterator[None]:
-    """Replace an error while loading `source` by one with advice, if the package is installed and knows the cause."""
+    """Replace an error while loading `source` by one with advice, if the package is installed and finds the cause."""
     try:
         yield
     except Exception as error:
@@ -76,8 +76,8 @@ def staged(folder) -> Iterator[Path]:
 
 
 def _family(name: str) -> str | None:
-    """Return what a file of weights, or their probe, has in common with those that it replaces: "model", or
-    "model.fp16" if that is the variant."""
+    """Return what all files of the same weights, and their probe, have in common: "model", or "model.fp16" if that is
+    the variant."""
     if probe := re.fullmatch(r"probe(\..+)?\.json", name):
         return "model" + (probe[1] or "")
     weights = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)

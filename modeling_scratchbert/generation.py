@@ -1,4 +1,4 @@
-"""`generate`, as `transformers` implements it, and what it must be told about these models."""
+"""`generate` of `transformers`, with what these models require in addition."""
 
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin

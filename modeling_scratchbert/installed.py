@@ -1,10 +1,10 @@
-"""The one way from the files that a saved model carries to the rest of the package, which is only installed: loading
-and exporting BERT checkpoints, inference on a CPU, and verification."""
+"""Imports the part of the package that is only installed, for the files that are copied into saved models: loading and
+exporting BERT checkpoints, inference on a CPU, and verification."""
 
 import importlib.util
 from typing import Any
 
-# Raised whenever these files and the installed part expect something else of one another.
+# Increased when the interface between the copied files and the installed part changes.
 INTERFACE_VERSION = 1
 
 

@@ -112,8 +112,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 then used with any attention implementation, because no other returns its weights.
             output_hidden_states: also return the embeddings and the output of every block, `(B, T, C)`.
             return_dict: False for a plain tuple.
-            padding_free: False to compute the padding as BERT does, True to remove it even if hooks see the unpadded
-                tensors; `config.padding_free` by default.
+            padding_free: False to compute the padding as BERT does, True to remove it even if modules are not known, or
+                hooks see the unpadded tensors; `config.padding_free` by default.
             cu_seq_lens_q: `(S + 1,)`, for an encoder: the starts of S packed sequences in one row, `(1, N)`, and the
                 end, as `DataCollatorWithFlattening` returns them. The outputs are then `(1, N, C)`, and `pooler_output`
                 is `(S, C)`.
@@ -125,6 +125,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
 
             - attention weights or hidden states are requested, or the mask is a full one;
             - a module is not known to treat tokens one by one, or a hook of other code would see unpadded tensors;
+            - the pooler or the loss reads padding, the feed-forward is chunked, or the attention kernel is another;
             - the model, or a part of it, is compiled or exported.
 
             A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager
@@ -476,8 +477,8 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
             start_positions: `(B,)`, the first token of the answer; one after the end of the sequence is ignored.
             end_positions: `(B,)`, its last token, likewise.
 
-        The other arguments are those of `ScratchBertModel.forward`. Both logits are `(B, T)`; those at padding have no
-        meaning, except with positions, because BERT's loss reads padding.
+        The other arguments are those of `ScratchBertModel.forward`. Both logits are `(B, T)`. Those at padding have no
+        meaning; with both positions, padding is kept, and they equal BERT's.
         """
         if start_positions is not None and end_positions is not None:
             kwargs["padding_free"] = False

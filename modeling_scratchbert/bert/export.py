@@ -11,10 +11,8 @@ from ..configuration_scratchbert import AUTO_MAP
 from .names import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, reference_class, to_bert
 
 # Fields that the config.json of a BERT does not have.
-NOT_IN_BERT = {
-    "norm_first", "num_decoder_layers", "tie_encoder_decoder", "share_embeddings", "decoder_start_token_id",
-    "padding_free", "sparse_prediction",
-}  # fmt: skip
+NOT_IN_BERT = {"norm_first", "num_decoder_layers", "tie_encoder_decoder", "share_embeddings", "decoder_start_token_id",
+               "padding_free", "sparse_prediction"}  # fmt: skip
 
 
 def save_as_bert(model, save_directory: str | os.PathLike) -> None:

@@ -18,11 +18,11 @@ GOOGLE_BERT_FIELDS = {
 
 # The fields in which the two BERTs of an `EncoderDecoderModel` must agree.
 SHARED_FIELDS = (
-    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "hidden_dropout_prob",
-    "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size", "layer_norm_eps",
+    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
 )  # fmt: skip
 
-# Those that it reads from its own configuration only, and those that may also be in its decoder's.
+# Fields that an `EncoderDecoderModel` reads from its own configuration only, and those that may be in its decoder's.
 OUTPUT_FIELDS = ("return_dict", "output_hidden_states", "output_attentions")
 TOKEN_FIELDS = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -43,7 +43,7 @@ SEQ2SEQ |= {bert.replace("bert.", "encoder."): ours.replace("model.", "model.enc
 TABLES = {"bert": BERT_TO_SCRATCHBERT, "encoder-decoder": SEQ2SEQ}
 REVERSED_TABLES = {kind: {ours: bert for bert, ours in table.items()} for kind, table in TABLES.items()}
 
-# The classes of transformers that ours, without "ScratchBert", mirror, where it is not "Bert" and the rest of the name.
+# The references whose names are not ours with "Bert" in place of "ScratchBert".
 OTHER_REFERENCES = {"ForCausalLM": "BertLMHeadModel", "ForConditionalGeneration": "EncoderDecoderModel"}
 
 

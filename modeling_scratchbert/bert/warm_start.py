@@ -23,9 +23,7 @@ def seq2seq_start(config_class, source, **kwargs) -> tuple:
     options = hub_options(source, kwargs)
     raw, _ = config_class.get_config_dict(source, **options)
     if raw.get("is_encoder_decoder"):
-        raise ValueError(
-            f"{source} has an encoder and a decoder; expected a single BERT. Load it with from_pretrained."
-        )
+        raise ValueError(f"{source} has an encoder and a decoder; expected one BERT. Load it with from_pretrained.")
     # "auto" is the default for a model that is made from tensors.
     kwargs = {name: value for name, value in kwargs.items() if name not in ("dtype", "torch_dtype") or value != "auto"}
     kind = {"is_encoder_decoder": True, "is_decoder": False, "add_cross_attention": False}

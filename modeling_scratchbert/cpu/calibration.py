@@ -70,8 +70,8 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
 
 
 class InputRecorder:
-    """The largest absolute value of each channel of the inputs of layers, without padding: the hook of another library,
-    for example, keeps a batch padded."""
+    """The largest absolute value of each channel of the inputs of layers, at non-padding tokens. The mask is needed,
+    because a batch can stay padded."""
 
     def __init__(self) -> None:
         self.largest: dict[Any, torch.Tensor] = {}  # by the weights, because tied layers need the same factors

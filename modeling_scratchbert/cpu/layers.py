@@ -76,20 +76,28 @@ class FusedMethod:
     """
 
     is_position_wise = True
+    hidden: str  # the name of the method
 
     def __init__(self, parent: Any, names: tuple[str, ...], gelu_form: str | None = None):
         # Not the parent itself: memory of a cycle is not freed until the garbage collector runs.
-        self.modules: dict[str, Any] = parent._modules
-        self.children = tuple((name, self.modules[name]) for name in names)
-        self.matrix, self.gelu_form = self.children[0][1].matrix, gelu_form
+        self.modules, self.owner = parent._modules, type(parent)
+        self.method: Any = getattr(self.owner, self.hidden)
+        children = [(name, self.modules[name]) for name in names]
+        # `act` is the function of an activation.
+        self.children = tuple((name, each, type(each).forward, vars(each).get("act")) for name, each in children)
+        self.matrix, self.gelu_form = children[0][1].matrix, gelu_form
 
     def applies_to(self, x: torch.Tensor) -> bool:
+        if getattr(self.owner, self.hidden) is not self.method:
+            raise refusal(f"replacing {self.owner.__name__}.{self.hidden}")
         # Called twice in each block. Attributes of modules are slow, and so is a generator.
-        for name, child in self.children:
+        for name, child, forward, act in self.children:
             own = child.__dict__
-            if self.modules.get(name) is not child or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            if self.modules.get(name) is not child or type(child).forward is not forward or own.get("act") is not act:
                 return False
-            if own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own:
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                return False
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
                 return False
         return not (_has_any_global_hook() or self.matrix.multiplies_dense(x))
 
@@ -97,14 +105,18 @@ class FusedMethod:
 class JointProjection(FusedMethod):
     """`MultiHeadAttention.project`, with one product for queries, keys and values."""
 
+    hidden = "project"
+
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.applies_to(hidden_states):
             return self.matrix.linear(hidden_states).split(self.matrix.heights, dim=-1)
-        return tuple([self.modules[name](hidden_states) for name, _ in self.children])
+        return tuple([self.modules[name](hidden_states) for name, *_ in self.children])
 
 
 class FusedFeedForward(FusedMethod):
-    """`FeedForward.formula`, with GELU computed by oneDNN at the end of the first product."""
+    """`FeedForward.formula`, with GELU computed at the end of the first product."""
+
+    hidden = "formula"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         modules = self.modules

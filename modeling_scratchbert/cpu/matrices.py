@@ -123,7 +123,7 @@ class FloatMatrix(PackedMatrix):
     """Weights of float32 or bfloat16, whose values can be restored bit for bit.
 
     On a CPU without instructions for bfloat16, bfloat16 weights are held and multiplied in float32, which takes more
-    memory and a quarter of the time. The results are bfloat16.
+    memory, but is up to four times as fast. The results are bfloat16.
 
     On Intel's processors, float32 weights in a mapped file stay mapped, which takes no memory of the process, and are
     multiplied as they are by one or two rows: a step of greedy decoding.

@@ -30,10 +30,9 @@ def read_probe(source, variant: str | None = None, **hub_options) -> dict:
             raise FileNotFoundError
         path: Any = cached_file(folder, name, **hub_options)
     except OSError as error:
-        raise OSError(
-            f"{source or 'state_dict'} has no {name}; verify=True expects the one that save_pretrained writes beside "
-            "the weights. Save the model again, or load it without verify=True."
-        ) from error.__cause__  # in which `bert.files.explain` looks for its own
+        missing = (f"{source or 'state_dict'} has no {name}; verify=True expects the one that save_pretrained writes "
+                   "beside the weights. Save the model again, or load it without verify=True.")  # fmt: skip
+        raise OSError(missing) from error.__cause__  # in which `bert.files.explain` looks for its own
     try:
         probe = json.loads(Path(path).read_bytes())
         _check_structure(probe)

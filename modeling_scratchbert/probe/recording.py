@@ -126,8 +126,8 @@ def compute_outputs(model, inputs: dict[str, list], tensors: dict[str, torch.Ten
 
 def _plain_copy(model, tensors: dict[str, torch.Tensor]):
     """Return the model in float32 on the CPU, in evaluation mode, with eager attention, and without hooks: it computes
-    the same wherever the model is and whatever observes it. It shares the memory of float32 tensors on the CPU, and all
-    attributes but these."""
+    the same wherever the model is and whatever observes it. The copy shares float32 tensors on the CPU and all other
+    attributes with the model."""
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     memo: dict = {id(tensor): _in_float32(tensors.get(name, tensor)) for name, tensor in own}
     for module in model.modules():

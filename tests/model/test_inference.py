@@ -18,9 +18,11 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
+from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.cpu import matrices
 from modeling_scratchbert.cpu.layers import FusedFeedForward, InferenceDropout, JointProjection
 from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix, PackedMatrix
+from modeling_scratchbert.feed_forward import FeedForward
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
 from support.prepacked import (
@@ -205,6 +207,31 @@ def test_a_hook_of_all_modules_sees_the_parts_of_joint_products():
     handle.remove()
     block = model.encoder.blocks[0]
     assert {block.attention.key, block.feed_forward.intermediate, block.feed_forward.activation} <= set(seen)
+
+
+@pytest.mark.parametrize("patch", ["forward", "act"])
+def test_a_patched_activation_takes_effect(monkeypatch, patch):
+    model, inputs = make().optimize_for_inference(), inputs_for()
+    before = compute(model, inputs)
+    other, activation = make(), model.model.encoder.blocks[0].feed_forward.activation
+    if patch == "forward":
+        monkeypatch.setattr(type(activation), "forward", lambda self, x: x.relu())
+    for each in (model, other) if patch == "act" else ():
+        for block in each.model.encoder.blocks:
+            block.feed_forward.activation.act = nn.functional.relu
+    assert_same_tensors(compute(model, inputs), compute(other, inputs))
+    assert (compute(model, inputs)["logits"] - before["logits"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("cls", "method"), [(MultiHeadAttention, "project"), (FeedForward, "formula")])
+def test_a_method_that_is_replaced_in_the_class_raises(monkeypatch, cls, method):
+    model, inputs = make().optimize_for_inference(), inputs_for()
+    expected = compute(model, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, method, lambda self, x: x)
+        with pytest.raises(RuntimeError, match=rf"optimised for inference; .*{cls.__name__}\.{method}"):
+            compute(model, inputs)
+    assert_equal_tensors(compute(model, inputs), expected)
 
 
 @pytest.mark.parametrize("place", PLACES)
