@@ -112,9 +112,10 @@ class MultiHeadAttention(nn.Module):
             key, value = self._project_encoder(encoder_hidden_states, past_key_values)
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
-        kernel = batch.kernel(ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention))
-        dropout = self.dropout if self.training else 0.0
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        kernel, dropout = batch.kernel(kernel), self.dropout if self.training else 0.0
         arguments = self, query, key, value, attention_mask
+        # vLLM reads this call, of what the interface returns, in the source.
         context, weights = kernel(*arguments, scaling=self.scaling, dropout=dropout, **kwargs)
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights

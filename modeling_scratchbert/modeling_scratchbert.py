@@ -369,12 +369,13 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
     def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
                 token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
                 inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | ModelOutput:  # fmt: skip
+                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.SequenceClassifierOutput:  # fmt: skip
         """
         Args:
             labels: the classes, or what else the class of this model describes; the loss is computed from them.
 
-        The other arguments are those of `ScratchBertModel.forward`. The logits are described in the class as well.
+        The other arguments are those of `ScratchBertModel.forward`. The logits are described in the class as well. The
+        fields of the output are the same for every subclass.
         """
         if self._has_token_labels and labels_include_padding(attention_mask, labels):
             kwargs["padding_free"] = False
