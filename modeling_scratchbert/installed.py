@@ -22,9 +22,10 @@ def installed(name: str) -> Any:
     if spec is None:
         raise ImportError(f"{package}.{name} is not in the folder of a saved model; expected the installed package. "
                           "Install it with `pip install scratchbert`.")  # fmt: skip
-    if spec.submodule_search_locations is None:
-        raise ImportError(f"{spec.origin} is a file of a saved model; expected the installed package {package}. Start "
-                          "Python in another folder; `pip install scratchbert` installs the package.")  # fmt: skip
+    if spec.submodule_search_locations is None or spec.origin is None:
+        found = spec.origin or f"The folder {package}"
+        raise ImportError(f"{found} is part of a saved model; expected the installed package {package}. Start Python "
+                          "in another folder; `pip install scratchbert` installs the package.")  # fmt: skip
     has_version = importlib.util.find_spec(f"{package}.installed") is not None  # 0.1.0 has none
     version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION if has_version else 0
     if version != INTERFACE_VERSION:

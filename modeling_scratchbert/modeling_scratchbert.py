@@ -50,6 +50,7 @@ def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
 
 
+@supports_unpadding
 class Pooler(nn.Module):
     """A vector for the whole sequence, computed from its first token, [CLS]: tanh(W h_0 + b). `(B, T, C)` → `(B,
     C)`."""

@@ -139,7 +139,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             if state_dict is None and self.should_save_on_this_rank(is_main_process):
                 try:
                     installed("probe.recording").write_probe(self, folder, variant)
-                except ImportError as error:
+                except Exception as error:  # the package may be absent, or broken
                     logger.warning_once(f"The model is saved without a probe.json: {error}")
             options = is_main_process, state_dict, push_to_hub, max_shard_size, variant
             super().save_pretrained(folder, *options, *args, **kwargs)
@@ -211,9 +211,9 @@ def _check_class(cls: type[ScratchBertPreTrainedModel], fields: dict, source) ->
 def _check_blocks(model, info: dict, source) -> None:
     """Raise ValueError if every block was left random although the checkpoint has blocks of other names."""
     blocks = {name for name, _ in model.named_parameters() if ".blocks." in name}
-    others = {name for name in info["unexpected_keys"] if ".0." in name}
-    if blocks and others and blocks <= info["missing_keys"]:
-        raise ValueError(f"{source or 'state_dict'} has {min(others)!r} and no {min(blocks)!r}; "
+    has_others = any(".0." in name for name in info["unexpected_keys"])
+    if blocks and has_others and blocks <= info["missing_keys"]:
+        raise ValueError(f"{source or 'state_dict'} has {min(info['unexpected_keys'])!r} and no {min(blocks)!r}; "
                          f"expected the names of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in "
                          f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
                          "attribute that holds the encoder.")  # fmt: skip

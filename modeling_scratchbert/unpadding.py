@@ -293,7 +293,8 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
     are_known, are_unobserved = (True, True) if min(lengths) == mask.shape[1] else inspect()
     if min(lengths) == mask.shape[1] or not (are_known or padding_free):
         return PaddedBatch(attention_mask)
-    reads_padding = model.pooler is not None and num_first_tokens < len(lengths)
+    is_own_pooler = model.pooler is None or type(model.pooler) in KNOWN_CLASSES
+    reads_padding = not is_own_pooler or (model.pooler is not None and num_first_tokens < len(lengths))
     # `chunk_size_feed_forward` must divide the length.
     if not any(lengths) or reads_padding or config.chunk_size_feed_forward or not (are_unobserved or padding_free):
         return PaddedBatch(attention_mask, ~mask[..., None])
@@ -439,7 +440,9 @@ def is_foreign(function) -> bool:
     of its arguments."""
     while isinstance(function, partial):
         function = function.func
-    is_position_wise = vars(type(function)).get("is_position_wise") is True
+    # A method of a known class is what Accelerate replaces.
+    known = KNOWN_CLASSES.get(original_class(type(getattr(function, "__self__", None))), {}).values()
+    is_position_wise = vars(type(function)).get("is_position_wise") is True or getattr(function, "__func__", 0) in known
     origin = getattr(function, "__module__", None) or ""
     if origin == "transformers.modeling_utils":  # of its hooks, only this one is neutral
         return "enable_input_require_grads" not in getattr(function, "__qualname__", "")
@@ -452,8 +455,9 @@ def original_class(cls: type) -> type:
 
 
 def replaced_methods(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module that hide a method of its class by which it supports unpadded batches."""
-    names = KNOWN_CLASSES.get(original_class(type(module))) or ("forward",)
+    """The attributes of a module that hide a method of its class by which it supports unpadded batches, and the method
+    that Accelerate's hides."""
+    names = (*(KNOWN_CLASSES.get(original_class(type(module))) or ("forward",)), "_old_forward")
     return [(name, vars(module)[name]) for name in names if name in vars(module)]
 
 

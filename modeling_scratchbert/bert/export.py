@@ -36,16 +36,11 @@ def bert_fields(model) -> dict:
     own = [cls.__name__ for cls in type(model).__mro__ if f"modeling_scratchbert.{cls.__name__}" in AUTO_MAP.values()]
     if not own:
         raise ValueError(f"{name} is not a model that BERT has as well; expected one. Save it with save_pretrained.")
-    return {
-        **{field: value for field, value in config.to_diff_dict().items() if field not in {"auto_map", *NOT_IN_BERT}},
-        "model_type": "bert",
-        "architectures": [reference_class(own[0])],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        # transformers 5 does not write this field; CTranslate2, for one, reads it.
-        "position_embedding_type": "absolute",
-        "num_hidden_layers": len(model.base_model.get_submodule("encoder").blocks),  # which may have been pruned
-        "tie_word_embeddings": is_tied(model),
-    }
+    fields = {field: value for field, value in config.to_diff_dict().items() if field not in {"auto_map", *NOT_IN_BERT}}
+    fields |= {"model_type": "bert", "architectures": [reference_class(own[0])], "tie_word_embeddings": is_tied(model)}
+    # transformers 5 does not write the type of positions; CTranslate2, for one, reads it.
+    fields |= {"position_embedding_type": "absolute", "dtype": str(model.dtype).removeprefix("torch.")}
+    return fields | {"num_hidden_layers": len(model.base_model.get_submodule("encoder").blocks)}  # which may be pruned
 
 
 def bert_tensors(model) -> dict[str, torch.Tensor]:

@@ -78,10 +78,9 @@ def _fields_of_encoder_decoder(fields: dict, source) -> dict:
     stated = {**fields["decoder"], **{name: value for name, value in fields.items() if value is not None}}
     dropped = {"is_decoder", "add_cross_attention", "model_type", "transformers_version", *OUTPUT_FIELDS}
     is_tied = bool(fields.get("tie_encoder_decoder"))  # by transformers 4; in 5 they share nothing
-    return {
-        **{name: value for name, value in encoder.to_diff_dict().items() if name not in dropped},
-        **{name: fields[name] for name in OUTPUT_FIELDS if name in fields},
-        **{name: stated[name] for name in TOKEN_FIELDS if stated.get(name) is not None},
-        "is_encoder_decoder": True, "num_decoder_layers": decoder.num_hidden_layers, "use_cache": decoder.use_cache,
-        "tie_word_embeddings": decoder.tie_word_embeddings, "tie_encoder_decoder": is_tied, "share_embeddings": is_tied,
-    }  # fmt: skip
+    result = {name: value for name, value in encoder.to_diff_dict().items() if name not in dropped}
+    result |= {name: fields[name] for name in OUTPUT_FIELDS if name in fields}
+    result |= {name: stated[name] for name in TOKEN_FIELDS if stated.get(name) is not None}
+    result |= {"is_encoder_decoder": True, "tie_encoder_decoder": is_tied, "share_embeddings": is_tied}
+    of_decoder = {"num_decoder_layers": decoder.num_hidden_layers, "use_cache": decoder.use_cache}
+    return result | of_decoder | {"tie_word_embeddings": decoder.tie_word_embeddings}

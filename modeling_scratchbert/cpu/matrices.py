@@ -80,7 +80,7 @@ class PackedMatrix:
     def linear(self, x: Tensor, gelu_form: str | None = None) -> Tensor:
         """Returns act(x Wᵀ + b), `(…, in)` → `(…, out)`, in `self.dtype`; act is GELU, with `gelu_form` "none" for the
         exact one and "tanh" for the approximation, or the identity. Raises RuntimeError for gradients and export."""
-        if x.requires_grad and torch.is_grad_enabled():
+        if (x.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
             raise refusal("computing gradients", "Call the model under torch.no_grad()")
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             if getattr(torch.compiler, "is_exporting", bool)() or torch.jit.is_tracing():  # not in torch 2.6

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.utils import logging
 
+from ..unpadding import is_known
 from .calibration import Factors, find_factors
 from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
 from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, is_mapped, multiplies_int8
@@ -128,12 +129,12 @@ def _layer_groups(model) -> list[LayerGroup]:
     return sorted(groups, key=lambda group: group.key)
 
 
-def _is_plain_linear(module: nn.Module | None) -> bool:
+def _is_plain_linear(module: Any) -> bool:
     """Whether this is torch's linear layer, as torch makes it, and can be prepacked."""
-    if type(module) is not nn.Linear or _is_patched(module) or module._buffers or module._modules:
+    is_original = type(module) is nn.Linear and is_known(module) and not _is_patched(module)
+    if not is_original or module._buffers or module._modules or list(module._parameters) != ["weight", "bias"]:
         return False
-    has_own_weight = list(module._parameters) == ["weight", "bias"] and type(module.weight) is nn.Parameter
-    return has_own_weight and can_prepack(module.weight)
+    return type(module.weight) is nn.Parameter and can_prepack(module.weight)
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -153,7 +154,8 @@ def _has_method(module: nn.Module, path: str) -> bool:
     """Whether the class of the module has the method `path`, "Class.method" of ours, and that of its instance and
     `forward` are not replaced. By name, because the class may be of another copy of the code."""
     owner, _, name = path.partition(".")
-    names = [getattr(getattr(type(module), each, None), "__qualname__", None) for each in (name, "forward")]
+    codes = [getattr(getattr(type(module), each, None), "__code__", None) for each in (name, "forward")]
+    names = [getattr(code, "co_qualname", None) for code in codes]
     return names == [path, f"{owner}.forward"] and name not in vars(module)
 
 
@@ -181,8 +183,8 @@ def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
         _page_out(layer.weight)
     if names == QUERY_KEY_VALUE:
         parent.project = JointProjection(parent, names)
-    form = GELU_FORMS.get(type(getattr(parent, "activation", None)))
-    if form is not None and names == ("intermediate",) and _has_method(parent, "FeedForward.formula"):
+    form = GELU_FORMS.get(type(getattr(parent, "activation", None))) if names == ("intermediate",) else None
+    if form and is_known(parent.activation) and _has_method(parent, "FeedForward.formula"):
         parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)
 
 
@@ -192,7 +194,7 @@ def _replace_others(model, groups: list[LayerGroup]) -> None:
     prepacked = {each for group in groups for each in group.key}
     for module in model.modules():
         for name, child in module._modules.items():
-            if type(child) is nn.Dropout and not _is_patched(child):
+            if type(child) is nn.Dropout and is_known(child) and not _is_patched(child):
                 setattr(module, name, InferenceDropout(child))
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in prepacked:

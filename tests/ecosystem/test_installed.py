@@ -185,6 +185,30 @@ def test_a_folder_and_a_package_of_other_versions(saved, model, tmp_path, versio
     copied_class(tmp_path / "again").from_pretrained(tmp_path / "again", verify=True).optimize_for_inference()
 
 
+def test_a_package_that_is_broken_does_not_prevent_saving(saved, model, tmp_path, monkeypatch, forget_the_package):
+    copy = copied_class(saved).from_pretrained(saved)
+    (tmp_path / "site" / "modeling_scratchbert").mkdir(parents=True)
+    (tmp_path / "site" / "modeling_scratchbert" / "__init__.py").write_text("raise AttributeError('no such thing')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(sys, "meta_path", finders_of_folders())
+    forget_the_package()
+    copy.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again" / "probe.json").exists()
+    assert_same_outputs(copied_class(tmp_path / "again").from_pretrained(tmp_path / "again"), model, tolerance=0)
+
+
+def test_a_folder_of_a_saved_model_with_the_name_of_the_package(saved, monkeypatch, forget_the_package):
+    copy = copied_class(saved).from_pretrained(saved)
+    saved.rename(saved.parent / "modeling_scratchbert")
+    monkeypatch.syspath_prepend(saved.parent)
+    monkeypatch.setattr(sys, "meta_path", finders_of_folders())
+    monkeypatch.setattr(sys, "path", [str(saved.parent), *(p for p in sys.path if not Path(p, PACKAGE.name).exists())])
+    forget_the_package()
+    message = message_of(copy.optimize_for_inference)
+    assert "part of a saved model" in message
+    assert "`pip install scratchbert`" in message
+
+
 def test_a_package_without_the_seam(saved, tmp_path, monkeypatch, forget_the_package):
     """As version 0.1.0, which had none."""
     copy = copied_class(saved).from_pretrained(saved)

@@ -1,6 +1,8 @@
 """`optimize_for_inference`: same results, one copy in memory, every change takes effect or raises."""
 
+import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, GELUActivation
 from transformers.utils import logging
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
@@ -207,6 +209,21 @@ def test_a_hook_of_all_modules_sees_the_parts_of_joint_products():
     handle.remove()
     block = model.encoder.blocks[0]
     assert {block.attention.key, block.feed_forward.intermediate, block.feed_forward.activation} <= set(seen)
+
+
+def double(method):
+    return functools.wraps(method)(lambda self, *args: method(self, *args) * 2)
+
+
+@pytest.mark.parametrize(
+    ("cls", "method"), [(FeedForward, "formula"), (nn.Linear, "forward"), (GELUActivation, "forward")]
+)
+def test_what_is_patched_in_a_class_before_keeps_its_effect(monkeypatch, cls, method):
+    model, other, inputs = make(), make(), inputs_for()
+    before = compute(model, inputs)
+    monkeypatch.setattr(cls, method, double(getattr(cls, method)))
+    assert_same_tensors(compute(model.optimize_for_inference(), inputs), compute(other, inputs))
+    assert (compute(model, inputs)["logits"] - before["logits"]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("patch", ["forward", "act"])
@@ -496,6 +513,9 @@ def test_gradients_are_refused(monkeypatch, tmp_path, rows):
     with torch.no_grad():
         model(inputs_embeds=embeds)
     model(inputs_embeds=embeds.detach())
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad") if rows > 1 else contextlib.nullcontext():
+        torch.func.jacfwd(lambda factor: model(inputs_embeds=embeds * factor)[0].sum())(torch.tensor(1.0))
 
 
 def test_moves_to_the_same_device_and_dtype_change_nothing():

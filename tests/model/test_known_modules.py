@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -64,7 +65,13 @@ def feed_forward(model) -> FeedForward:
     return model.encoder.blocks[0].feed_forward
 
 
+def patch_below_accelerate(model) -> None:
+    setattr(feed_forward(model), "forward", lambda x: x)  # noqa: B010
+    accelerate.hooks.add_hook_to_module(feed_forward(model), accelerate.hooks.ModelHook())
+
+
 CHANGES = {
+    "forward below Accelerate's": patch_below_accelerate,
     "forward of an instance": lambda model: setattr(feed_forward(model), "forward", lambda x: x),
     "another method of an instance": lambda model: setattr(feed_forward(model), "formula", lambda x: x),
     "projection of an instance": lambda model: setattr(
@@ -167,6 +174,17 @@ def test_activations(name):
     if is_elementwise and name != "xielu":  # which computes in bfloat16
         whole, parts = ACT2FN[name](x), torch.stack([ACT2FN[name](row) for row in x.unbind(1)], dim=1)
         torch.testing.assert_close(whole, parts)
+
+
+def test_a_pooler_of_another_class_is_given_the_padding():
+    class Mean(nn.Module):
+        def forward(self, hidden_states):
+            return hidden_states.mean(dim=1)
+
+    ours = make()
+    ours.pooler, batch = Mean(), draw()
+    expected = ours(**batch, padding_free=False).pooler_output
+    assert_same_tensors({"": ours(**batch).pooler_output}, {"": expected})
 
 
 @pytest.mark.parametrize(
