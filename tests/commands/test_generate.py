@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import WordPiece
+from tokenizers import processors
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -21,7 +20,6 @@ from transformers import (
     EncoderDecoderModel,
     GenerationConfig,
     GenerationMixin,
-    PreTrainedTokenizerFast,
     WatermarkingConfig,
 )
 
@@ -34,36 +32,16 @@ from modeling_scratchbert import (
 )
 from support.folders import SCRIPTS
 from support.models import randomise, tiny_config
+from support.tokenizers import CLS, PAD, SEP, WORDS, make_tokenizer
 from toolkit import generation
 from toolkit.generation import generate_text
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-PAD, UNK, CLS, SEP = range(4)
-WORDS = [
-    "the", "a", "dog", "cat", "bird", "house", "tree", "sees", "walk", "##ing", "##s", "it", "'", "s", "don", "t", ".",
-    ",", "red", "blue", "old", "new", "and", "but", "runs", "sleeps", "under", "over", "big", "small",
-    "abcdef",  # what transformers looks at a tokenizer with before it looks for stop strings
-]  # fmt: skip
 POSITIONS = 24
 TEXTS = ["the dog sees a cat", "it walks", "a red bird and a blue bird sleeps under the tree", "the house", "cats"]
 # With these seeds, otherwise 22, a model writes something else for each text.
 SEEDS = {"seq2seq": 141, "other seq2seq": 23, "other causal": 23}
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
-
-
-def make_tokenizer(words=WORDS, **options) -> PreTrainedTokenizerFast:
-    """BERT's kind, with few words."""
-    ids = {word: number for number, word in enumerate(SPECIAL + words)}
-    tokenizer = Tokenizer(WordPiece(ids, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
-    )
-    tokenizer.decoder = decoders.WordPiece()
-    names = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **options)
 
 
 @pytest.fixture(scope="module")

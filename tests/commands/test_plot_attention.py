@@ -12,7 +12,6 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from test_generate import CLS, PAD, SEP, make_tokenizer
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 import plot_attention
@@ -23,6 +22,7 @@ from modeling_scratchbert import (
     ScratchBertSeq2SeqModel,
 )
 from support.models import randomise, tiny_config
+from support.tokenizers import CLS, PAD, SEP, make_tokenizer
 from toolkit import attention_plot
 from toolkit.attention_plot import Attention, attention, draw, save
 from toolkit.attention_plot import open_for_attention as open_model
