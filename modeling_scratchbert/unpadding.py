@@ -440,9 +440,7 @@ def is_foreign(function) -> bool:
     of its arguments."""
     while isinstance(function, partial):
         function = function.func
-    # A method of a known class is what Accelerate replaces.
-    known = KNOWN_CLASSES.get(original_class(type(getattr(function, "__self__", None))), {}).values()
-    is_position_wise = vars(type(function)).get("is_position_wise") is True or getattr(function, "__func__", 0) in known
+    is_position_wise = vars(type(function)).get("is_position_wise") is True
     origin = getattr(function, "__module__", None) or ""
     if origin == "transformers.modeling_utils":  # of its hooks, only this one is neutral
         return "enable_input_require_grads" not in getattr(function, "__qualname__", "")
@@ -455,10 +453,11 @@ def original_class(cls: type) -> type:
 
 
 def replaced_methods(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module that hide a method of its class by which it supports unpadded batches, and the method
-    that Accelerate's hides."""
-    names = (*(KNOWN_CLASSES.get(original_class(type(module))) or ("forward",)), "_old_forward")
-    return [(name, vars(module)[name]) for name in names if name in vars(module)]
+    """The attributes of a module that hide a method of its class by which it supports unpadded batches, or that
+    Accelerate calls in place of it."""
+    own, names = vars(module), (*(KNOWN_CLASSES.get(original_class(type(module))) or ("forward",)), "_old_forward")
+    original: Any = type(module).forward
+    return [(name, own[name]) for name in names if name in own and getattr(own[name], "__func__", None) is not original]
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
