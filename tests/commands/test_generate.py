@@ -30,9 +30,9 @@ from modeling_scratchbert import (
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
+from support.command_tokenizer import CLS, PAD, SEP, WORDS, make_tokenizer
 from support.folders import SCRIPTS
 from support.models import randomise, tiny_config
-from support.tokenizers import CLS, PAD, SEP, WORDS, make_tokenizer
 from toolkit import generation
 from toolkit.generation import generate_text
 

@@ -21,8 +21,8 @@ from modeling_scratchbert import (
     ScratchBertModel,
     ScratchBertSeq2SeqModel,
 )
+from support.command_tokenizer import CLS, PAD, SEP, make_tokenizer
 from support.models import randomise, tiny_config
-from support.tokenizers import CLS, PAD, SEP, make_tokenizer
 from toolkit import attention_plot
 from toolkit.attention_plot import Attention, attention, draw, save
 from toolkit.attention_plot import open_for_attention as open_model
