@@ -101,9 +101,7 @@ class MultiHeadAttention(nn.Module):
         """
         if encoder_hidden_states is None:
             heads = (*hidden_states.shape[:2], -1, self.head_width)  # (B, T, H, D)
-            query, key, value = self.project(hidden_states)
-            query, key = query.view(heads).transpose(1, 2), key.view(heads).transpose(1, 2)
-            value = value.view(heads).transpose(1, 2)
+            query, key, value = [each.view(heads).transpose(1, 2) for each in self.project(hidden_states)]
             if past_key_values is not None:
                 cache = getattr(past_key_values, "self_attention_cache", past_key_values)
                 key, value = cache.update(key, value, self.layer_idx)
@@ -113,12 +111,17 @@ class MultiHeadAttention(nn.Module):
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        kernel, dropout = batch.kernel(kernel), self.dropout if self.training else 0.0
-        arguments = self, query, key, value, attention_mask
+        kernel = batch.kernel(self.adapt(kernel), encoder_hidden_states)
         # vLLM reads this call, of what the interface returns, in the source.
-        context, weights = kernel(*arguments, scaling=self.scaling, dropout=dropout, **kwargs)
+        context, weights = kernel(self, query, key, value, attention_mask, scaling=self.scaling,
+                                  dropout=self.dropout if self.training else 0.0, **kwargs)  # fmt: skip
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def adapt(self, kernel):
+        """What to call in place of a kernel of the attention interface. An optimised model has a function of its own in
+        place of this method."""
+        return kernel
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The queries, keys and values of self-attention, `(B, T, C)` each. An optimised model has an object of its own

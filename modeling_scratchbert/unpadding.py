@@ -10,6 +10,7 @@ A batch is unpadded only if every module is known to support it: `Inspection` ha
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -27,11 +28,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .input_checks import check_packed, has_values
 
-varlen_attn: Any
-try:
+varlen_attn: Any = None
+with suppress(ImportError):  # torch before 2.10
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
 
 # The attention implementations that compute one sequence without a mask, and their functions in transformers. The flash
 # kernels accept packed sequences. The eager one is in `attention`.
@@ -81,8 +80,8 @@ class PaddedBatch:
         """What to call in place of the encoder."""
         return encoder
 
-    def kernel(self, kernel: Callable) -> Callable:
-        """What to call in place of an attention kernel of transformers' attention interface."""
+    def kernel(self, kernel: Callable, encoder_hidden_states: torch.Tensor | None) -> Callable:
+        """What to call in place of a kernel of transformers' attention interface; in self-attention, without states."""
         return kernel
 
     def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,8 +193,8 @@ class UnpaddedBatch:
         results = [encoder(part, **{**kwargs, "batch": batch}) for part, batch in zip(states, parts, strict=True)]
         return torch.cat(results, dim=1)
 
-    def kernel(self, kernel: Callable) -> Callable:
-        """What to call in place of an attention kernel of transformers' attention interface."""
+    def kernel(self, kernel: Callable, encoder_hidden_states: torch.Tensor | None) -> Callable:
+        """What to call in place of a kernel of transformers' attention interface; in self-attention, without states."""
         return partial(self._attend, kernel)
 
     def _attend(self, kernel, module, query, key, value, attention_mask=None, dropout=0.0, **kwargs) -> tuple:
@@ -269,7 +268,8 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
     """
     config, padding_free = model.config, options.pop("padding_free", None)
     if config.is_decoder:
-        return PaddedBatch(attention_mask)
+        # That of an optimised model gives each sequence the same bits in any batch.
+        return getattr(model, "padded_batch", PaddedBatch)(attention_mask)
     inspect, name = partial(model.inspection, model.embeddings, model.encoder), config._attn_implementation
     # The function that transformers ships: another may be registered under its name.
     is_shipped = name in UNPADDING_KERNELS and ALL_ATTENTION_FUNCTIONS.get(name) is UNPADDING_KERNELS[name]

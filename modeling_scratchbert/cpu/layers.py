@@ -32,10 +32,7 @@ class PrepackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(…, in)` → `(…, out)`, in the weight's dtype. Raises RuntimeError for gradients and export."""
-        matrix = self.matrix
-        if matrix.multiplies_dense(x):
-            return nn.functional.linear(x, *matrix.mapped[self.part])
-        y = matrix.linear(x)
+        y = self.matrix.linear(x)
         return y if self.rows is None else y[..., self.rows]
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +84,7 @@ class FusedMethod:
         self.children = tuple((name, each, type(each).forward, vars(each).get("act")) for name, each in children)
         self.matrix, self.gelu_form = children[0][1].matrix, gelu_form
 
-    def applies_to(self, x: torch.Tensor) -> bool:
+    def applies(self) -> bool:
         if getattr(self.owner, self.hidden) is not self.method:
             raise refusal(f"replacing {self.owner.__name__}.{self.hidden}")
         # Called twice in each block. Attributes of modules are slow, and so is a generator.
@@ -99,7 +96,7 @@ class FusedMethod:
                 return False
             if own["_backward_hooks"] or own["_backward_pre_hooks"]:
                 return False
-        return not (_has_any_global_hook() or self.matrix.multiplies_dense(x))
+        return not _has_any_global_hook()
 
 
 class JointProjection(FusedMethod):
@@ -108,7 +105,7 @@ class JointProjection(FusedMethod):
     hidden = "project"
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.applies_to(hidden_states):
+        if self.applies():
             return self.matrix.linear(hidden_states).split(self.matrix.heights, dim=-1)
         return tuple([self.modules[name](hidden_states) for name, *_ in self.children])
 
@@ -120,7 +117,7 @@ class FusedFeedForward(FusedMethod):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         modules = self.modules
-        if self.applies_to(x):
+        if self.applies():
             return modules["output"](self.matrix.linear(x, self.gelu_form))
         return modules["output"](modules["activation"](modules["intermediate"](x)))
 

@@ -3,12 +3,9 @@
 A `FloatMatrix` computes the same products as the weights it is made of; an `Int8Matrix` computes them in int8.
 """
 
-import functools
-import platform
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -18,8 +15,9 @@ from ..inference import refusal
 
 # oneDNN caches about 0.5 MiB for each row count of a layer, so a matrix is multiplied by a bounded set of row counts.
 MAX_EXACT_ROW_COUNTS = 48
-# On Intel's processors, MKL multiplies up to this many rows by dense weights faster than oneDNN by prepacked ones.
-MAX_DENSE_ROWS = 2
+# oneDNN adds up more products than these in blocks, which are others for a single row than for several (its
+# `compute_blocking_heuristic_avx512`). Sums of int8 products are exact in any order.
+ONE_BLOCK = 1024
 # The bytes after each quantised row: its scale and its minimum, each a float32.
 ROW_PARAMETERS = 8
 
@@ -39,15 +37,16 @@ class PackedMatrix:
         dtype: of the weights and of the results.
         heights: the number of rows of each weight.
         bias: `(out,)` of all weights together, or None.
+        batch_invariant: whether a row of a product has the same bits whatever the other rows are.
         key: identifies the matrix in the process.
     """
 
     is_int8 = False
+    batch_invariant = True
     factors: Tensor | None = None
     _pack: Callable[[Tensor], None]
     _unpack: Callable[[], Tensor]
     _compute: Callable[[Tensor, str | None], Tensor]
-    mapped: Sequence[tuple[Tensor, Tensor | None]] = ()  # weights and biases, if the weights stay in a mapped file
 
     def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None]):
         self.dtype, self.width = weights[0].dtype, weights[0].shape[1]
@@ -65,7 +64,7 @@ class PackedMatrix:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("dtype", "width", "heights", "bias", "factors", "scales")
+        kept = ("dtype", "width", "heights", "bias", "factors", "scales", "batch_invariant")
         return {"values": self._unpack(), **{name: value for name, value in vars(self).items() if name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,7 +78,8 @@ class PackedMatrix:
 
     def linear(self, x: Tensor, gelu_form: str | None = None) -> Tensor:
         """Returns act(x Wᵀ + b), `(…, in)` → `(…, out)`, in `self.dtype`; act is GELU, with `gelu_form` "none" for the
-        exact one and "tanh" for the approximation, or the identity. Raises RuntimeError for gradients and export."""
+        exact one and, unless this is int8, "tanh" for the approximation; or the identity. Raises RuntimeError for
+        gradients and export."""
         if (x.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
             raise refusal("computing gradients", "Call the model under torch.no_grad()")
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -87,7 +87,7 @@ class PackedMatrix:
                 raise refusal("export")
             return torch.ops.scratchbert_cpu.linear(x, self.key, gelu_form)
         rows = x.numel() // x.shape[-1]
-        if rows in self._exact_row_counts or (computed_rows := self._round_row_count(rows)) == rows:
+        if (computed_rows := self._round_row_count(rows)) == rows:
             return self._compute(x, gelu_form)
         extended = extend_rows(x.reshape(rows, -1), computed_rows)
         return self._compute(extended, gelu_form)[:rows].view(*x.shape[:-1], -1)
@@ -95,17 +95,12 @@ class PackedMatrix:
     def empty_output(self, x: Tensor) -> Tensor:
         return x.new_empty((*x.shape[:-1], sum(self.heights)), dtype=self.dtype)
 
-    def multiplies_dense(self, x: Tensor) -> bool:
-        """Whether the weights in `mapped` multiply `x` faster, and can: they support neither autocast nor tracing."""
-        if not self.mapped or x.numel() > MAX_DENSE_ROWS * self.width or x.dtype != self.dtype:
-            return False
-        is_recorded = x.requires_grad or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        return not (is_recorded or torch.is_autocast_enabled("cpu"))
-
     def _round_row_count(self, rows: int) -> int:
         """Returns the number of rows to compute for `rows` rows. The first row counts of a matrix are exact, so that
         batches of a few fixed shapes are never copied; others are rounded up, by a sixteenth at most from 128 rows."""
-        if len(self._exact_row_counts) < MAX_EXACT_ROW_COUNTS:
+        if rows == 1 and self.width > ONE_BLOCK and self.batch_invariant and not self.is_int8:
+            return 2
+        if len(self._exact_row_counts) < MAX_EXACT_ROW_COUNTS or rows in self._exact_row_counts:
             self._exact_row_counts.add(rows)
             return rows
         power_of_two = 2 ** (rows - 1).bit_length()
@@ -124,16 +119,11 @@ class FloatMatrix(PackedMatrix):
 
     On a CPU without instructions for bfloat16, bfloat16 weights are held and multiplied in float32, which takes more
     memory, but is up to four times as fast. The results are bfloat16.
-
-    On Intel's processors, float32 weights in a mapped file stay mapped, which takes no memory of the process, and are
-    multiplied as they are by one or two rows: a step of greedy decoding.
     """
 
     def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None]):
         super().__init__(weights, biases)
         self._hold(weights[0] if len(weights) == 1 else torch.cat(weights))
-        if self.dtype == torch.float32 and is_intel() and all(map(is_mapped, weights)):
-            self.mapped = list(zip(weights, biases, strict=True))
 
     def _pack(self, values):
         held = self.dtype if multiplies_natively(self.dtype) else torch.float32
@@ -206,7 +196,7 @@ class Int8Matrix(PackedMatrix):
         product = self._operator(quantized, 1.0, 0, *weight, None, 1.0, 0, torch.float32, "none", [], "")
         y = torch.addcmul(self._float_bias, minimum, self._row_sums).addcmul_(product, scale)
         if gelu_form is not None:
-            y = nn.functional.gelu(y, approximate=gelu_form)
+            y = nn.functional.gelu(y)
         return y.to(self.dtype).view(*shape[:-1], -1)
 
 
@@ -230,13 +220,6 @@ def extend_rows(x: Tensor, rows: int) -> Tensor:
 def is_mapped(weight: Tensor) -> bool:
     """Whether the weight is in a file that is mapped into memory, as safetensors opens one."""
     return not weight.untyped_storage().resizable()  # torch's own memory is
-
-
-@functools.cache
-def is_intel() -> bool:
-    """Whether this is one of Intel's processors, for which MKL, torch's library of dense products, is made."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
 
 
 def can_prepack(weight: Tensor) -> bool:

@@ -5,6 +5,7 @@ import itertools
 import mmap
 import sys
 import threading
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils import logging
 
 from ..unpadding import is_known
 from .calibration import Factors, find_factors
+from .invariance import SlicedBatch, invariant_kernel
 from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
 from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, is_mapped, multiplies_int8
 
@@ -21,6 +23,8 @@ logger = logging.get_logger(__name__)
 
 GELU_FORMS: dict[type, str] = {GELUActivation: "none", NewGELUActivation: "tanh", GELUTanh: "tanh"}
 QUERY_KEY_VALUE: tuple[str, ...] = ("query", "key", "value")
+# Activations that torch computes in another way at the ends of vectors, which depend on the batch.
+VARYING_ACTIVATIONS = ("gelu_pytorch_tanh", "mish", "quick_gelu", "sigmoid", "silu", "sqrtsoftplus", "swish")
 SMOOTHED = (QUERY_KEY_VALUE, ("intermediate",))
 # A layer with fewer outputs, as model heads may have, is too small to gain from int8.
 MIN_INT8_OUTPUTS = 32
@@ -48,27 +52,30 @@ class LayerGroup(NamedTuple):
         return [self.parent._modules[name] for name in self.names]
 
 
-def optimize(model, dtype: Any, calibration: Any) -> None:
+def optimize(model, dtype: Any, calibration: Any, batch_invariant: bool) -> None:
     """See `InferenceMixin.optimize_for_inference`."""
     if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
         raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
     if calibration is not None and dtype != "int8":
         raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
     with LOCK:
-        converted, dtype = dtype, _check_model(model, dtype, calibration)
+        converted, dtype = dtype, _check_model(model, dtype, calibration, batch_invariant)
         if isinstance(converted, torch.dtype):
             model.to(converted)
         if groups := _layer_groups(model):
             factors = _int8_factors(model, groups, calibration) if dtype == "int8" else {}
-            _replace_layers(groups, dtype, factors)
-            _replace_others(model.requires_grad_(False), groups)
+            _replace_layers(groups, dtype, factors, batch_invariant)
+            _replace_others(model.requires_grad_(False), groups, batch_invariant)
         model.eval()
         _warn_of_no_effect(model, dtype)
+        if batch_invariant and (name := model.config.hidden_act) in VARYING_ACTIVATIONS:
+            logger.warning_once(f"hidden_act is {name!r}, which torch rounds differently in other batches; a text may "
+                                "have other last bits there. See docs/determinism.md.")  # fmt: skip
 
 
-def _check_model(model, dtype: Any, calibration) -> Any:
+def _check_model(model, dtype: Any, calibration, batch_invariant: bool) -> Any:
     """Returns the dtype to optimise for, or "int8". Raises RuntimeError if the model is quantised or offloaded, has
-    adapters, or is already optimised for another dtype or with another calibration."""
+    adapters, or is already optimised with other arguments."""
     expected = "optimize_for_inference() expects dense weights in memory, without adapters"
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):  # PEFT's name for the layer that it adapts
@@ -86,6 +93,9 @@ def _check_model(model, dtype: Any, calibration) -> Any:
     dtype = before[0] if dtype is None else dtype
     if layers and (others := set(before) - {dtype}):
         raise RuntimeError(f"The model is optimised for {others.pop()}; expected {dtype}. Load it again for that.")
+    if any(layer.matrix.batch_invariant != batch_invariant for layer in layers):
+        raise RuntimeError(f"The model is optimised with batch_invariant={not batch_invariant}; expected the same in a "
+                           "second call. Load it again for another.")  # fmt: skip
     if calibration is not None and any(layer.matrix.is_int8 for layer in layers):
         raise RuntimeError("calibration was given for a model that is int8; expected None. Load the model again first.")
     return dtype
@@ -159,12 +169,13 @@ def _has_method(module: nn.Module, path: str) -> bool:
     return names == [path, f"{owner}.forward"] and name not in vars(module)
 
 
-def _replace_layers(groups: list[LayerGroup], dtype: Any, factors: Factors) -> None:
+def _replace_layers(groups: list[LayerGroup], dtype: Any, factors: Factors, batch_invariant: bool) -> None:
     """Replaces the linear layers, a group at a time."""
     for _, tied in itertools.groupby(groups, key=lambda group: group.key):
         matrix = None
         for group in tied:
             matrix = matrix or _prepack(group.layers, dtype, factors.get(group.name))
+            matrix.batch_invariant = batch_invariant
             _replace_group(group, matrix, dtype)
 
 
@@ -184,15 +195,23 @@ def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
     if names == QUERY_KEY_VALUE:
         parent.project = JointProjection(parent, names)
     form = GELU_FORMS.get(type(getattr(parent, "activation", None))) if names == ("intermediate",) else None
+    form = None if form == "tanh" and matrix.is_int8 else form  # see VARYING_ACTIVATIONS
     if form and is_known(parent.activation) and _has_method(parent, "FeedForward.formula"):
         parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)
 
 
-def _replace_others(model, groups: list[LayerGroup]) -> None:
-    """Replaces the dropouts, and turns parameters that other modules share with the layers into buffers: as parameters,
-    word embeddings that are tied to the output matrix could be changed for one of the two."""
+def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> None:
+    """Replaces the dropouts and what depends on the batch. Turns parameters that other modules share with the layers
+    into buffers: as parameters, word embeddings that are tied to the output matrix could be changed for one of the
+    two."""
     prepacked = {each for group in groups for each in group.key}
     for module in model.modules():
+        if batch_invariant and hasattr(module, "inspection"):
+            module.padded_batch = SlicedBatch
+        if batch_invariant and _has_method(module, "MultiHeadAttention.adapt"):
+            config = module.config
+            is_aligned = not config.is_decoder and module.head_width % 16 == 0 and config.num_attention_heads > 1
+            module.adapt = partial(invariant_kernel, is_aligned)
         for name, child in module._modules.items():
             if type(child) is nn.Dropout and is_known(child) and not _is_patched(child):
                 setattr(module, name, InferenceDropout(child))

@@ -57,6 +57,6 @@ def test_a_saved_folder_has_at_most_1500_lines_of_code(saved):
     assert sum(map(lines_of_code, saved.rglob("*.py"))) <= 1500
 
 
-@pytest.mark.parametrize(("folder", "most"), [("", 2500), ("cpu", 480)], ids=["the whole", "cpu"])
+@pytest.mark.parametrize(("folder", "most"), [("", 2588), ("cpu", 564)], ids=["the whole", "cpu"])
 def test_the_package_has_at_most_as_many_lines(folder, most):
     assert sum(map(lines_of_code, (PACKAGE / folder).rglob("*.py"))) <= most

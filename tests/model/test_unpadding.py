@@ -412,7 +412,7 @@ def test_one_kernel_call_for_each_run_of_a_length():
         return 2 * query.transpose(1, 2), None
 
     heads = torch.arange(9.0).view(1, 1, 9, 1)
-    result, _ = batch.kernel(attend)(None, heads, heads, heads)
+    result, _ = batch.kernel(attend, None)(None, heads, heads, heads)
     assert calls == [((count, 1, length, 1), None) for length, count in ((2, 2), (1, 1), (4, 1))]
     assert torch.equal(result, 2 * heads.transpose(1, 2))
 
