@@ -119,7 +119,7 @@ def children_named(pid: int, name: str) -> list[int]:
 
 
 def test_ray_writes_the_same_files_also_if_an_actor_is_killed(tmp_path):
-    """From another working directory."""
+    """From another working directory, with other batches."""
     pytest.importorskip("ray", reason="ray is not installed")
     folder = save_model(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", ROWS * 30)
@@ -127,8 +127,8 @@ def test_ray_writes_the_same_files_also_if_an_actor_is_killed(tmp_path):
     assert predict.main([folder, rows, "--output", str(tmp_path / "local"), "--processes", "1", *FLAGS]) == 0
     command = [sys.executable, "-c", COMMAND, folder, rows, "--output", tmp_path / "ray", *FLAGS]
     process = subprocess.Popen(
-        [*command, "--engine", "ray", "--processes", "2"], cwd=tmp_path / "elsewhere", env=ENVIRONMENT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, "--engine", "ray", "--processes", "2", "--tokens_per_batch", "50"],
+        cwd=tmp_path / "elsewhere", env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while process.poll() is None and len(list((tmp_path / "ray").glob("part-*"))) < 3:
         time.sleep(0.05)

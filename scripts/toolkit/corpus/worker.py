@@ -41,7 +41,6 @@ class Worker:
         self.model_thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(job.threads,))
         with about(job.model):
             self.task = self.model_thread.submit(open_task, job).result()
-        self.model_thread.submit(self.task.warm_up).result()
         self.kinds = row_kinds(job) | self.task.columns
 
     def run(self, part: Part) -> Done:

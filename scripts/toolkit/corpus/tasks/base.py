@@ -12,10 +12,6 @@ from toolkit.corpus.job import Job
 from toolkit.corpus.model import longest, open_for
 from toolkit.hub import open_tokenizer
 
-# A prepacked weight computes the first row counts that it meets as they are, and rounds up later ones. After a pass
-# with each of these row counts every further one is rounded, so results do not depend on earlier parts.
-WARM_UP_ROWS = range(1, 65)
-
 
 @dataclass
 class Encoded:
@@ -70,12 +66,6 @@ class Task:
     def compute(self, encoded: Encoded) -> dict[str, Sequence]:
         """The columns of the result, with a value for each text."""
         raise NotImplementedError
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        token = self.tokenizer.mask_token_id if self.job.task == "fill-mask" else self.tokenizer.cls_token_id
-        for rows in WARM_UP_ROWS if self.device.type == "cpu" else ():
-            self.read(packed([[token]] * rows, None, self.device), [1] * rows)
 
     def read(self, inputs: dict, lengths: list[int]) -> Iterable:
         """Runs the model on a batch. Returns a value for each sequence, on the CPU."""
