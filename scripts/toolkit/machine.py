@@ -19,7 +19,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = (
     "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
 )  # fmt: skip
-LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "openvino", "nncf", "torchao")
+LIBRARIES = (
+    "torch", "transformers", "onnxruntime", "onnx", "openvino", "nncf", "torchao", "sentence-transformers",
+    "ctranslate2",
+)  # fmt: skip
 
 
 def processor() -> dict:
@@ -110,19 +113,38 @@ def best_rate(config, dtype: torch.dtype, rows: tuple[int, ...] = (512, 2048)) -
     return best
 
 
+def identity() -> dict:
+    """The processor, its cores, and the versions of Python and of `LIBRARIES`, None for those not installed."""
+    return {
+        **processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {library: version(library) for library in LIBRARIES},
+    }
+
+
+def lines(machine: dict) -> list[str]:
+    """What `identity` returns, as text."""
+    libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    numbers = [f"{name} {machine[name]}" for name in ("family", "model", "stepping") if machine[name] is not None]
+    return [
+        f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
+        f"instructions: {', '.join(machine['flags']) or 'unknown'}; "
+        f"missing: {', '.join(machine['missing_flags']) or 'none'}",
+        f"Python {machine['python']}, {libraries}",
+    ]
+
+
 def describe(config, threads: int) -> dict:
     """The machine, for the JSON file of a benchmark: rates in GFLOP/s for the model's shapes, of bfloat16 where the CPU
     has instructions for it; bandwidth in GB/s."""
     natively = {name: dtype for name, dtype in DTYPES.items() if multiplies_natively(dtype)}  # others take minutes
     rates = {name: best_rate(config, dtype) for name, dtype in natively.items()}
     return {
-        **processor(),
-        "cores": os.cpu_count(),
+        **identity(),
         "threads": threads,
         "gflops": {dtype: rate / 1e9 for dtype, rate in rates.items()},
         "bandwidth_gb": bandwidth() / 1e9,
-        "python": platform.python_version(),
-        "versions": {library: version(library) for library in LIBRARIES},
     }
 
 

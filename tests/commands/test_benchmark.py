@@ -426,7 +426,7 @@ def test_a_peer_that_fails_stops_nothing(tmp_path, folder, small, monkeypatch, c
     assert [row["error"] for row in found["rows"]] == [None, "ValueError: not today", None]
     printed = capsys.readouterr().out
     assert "skipped openvino: RuntimeError: no such operator" in printed
-    assert "onnx            ValueError: not today" in printed
+    assert "onnx                  ValueError: not today" in printed
 
 
 def test_ours_that_fails_is_a_failure(tmp_path, folder, small, monkeypatch):

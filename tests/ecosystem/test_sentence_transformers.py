@@ -15,7 +15,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-import benchmark_sentences
+import sentence_similarity
 from modeling_scratchbert import ScratchBertModel
 from sentence_similarity import PARAPHRASES
 from toolkit import conversion
@@ -65,7 +65,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def test_the_folder_alone_gives_the_embeddings_of_the_original(converted, original, tmp_path):
     target = tmp_path / "embeddings.json"
-    scripts = str(Path(benchmark_sentences.__file__).parent)
+    scripts = str(Path(sentence_similarity.__file__).parent)
     environment = {"PYTHONPATH": scripts, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", ALONE, converted, target], input=json.dumps(TEXTS), text=True, capture_output=True,
@@ -123,21 +123,3 @@ def test_trains_as_the_original_does(minilm, converted, tmp_path):
         assert not torch.allclose(embeddings(model), before, atol=1e-3)
     assert losses[converted] == pytest.approx(losses[minilm], abs=1e-4)
     assert losses[converted][-1] < losses[converted][0]
-
-
-def test_benchmark(minilm, capsys, monkeypatch, quiet_only_here):
-    """Which of them is the faster is not for a test to say."""
-    assert benchmark_sentences.main([minilm, "--texts", "3", "--batch-size", "2", "--repetitions", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("3 texts, in batches of 2")
-    assert [line[:10].strip() for line in lines[1:]] == ["as it is", "converted", "optimised"]
-
-    def broken(self, *args, **kwargs):
-        found = encode(self, *args, **kwargs)
-        return found + 1e-4 if isinstance(self[0].auto_model, ScratchBertModel) else found
-
-    encode = SentenceTransformer.encode
-    monkeypatch.setattr(SentenceTransformer, "encode", broken)
-    assert benchmark_sentences.main([minilm, "--texts", "1", "--repetitions", "1"]) == 1
-    assert benchmark_sentences.main(["./nowhere"]) == 2
-    assert capsys.readouterr().err == "benchmark_sentences.py: ./nowhere: There is no folder ./nowhere.\n"

@@ -1,6 +1,6 @@
-"""The parts of the commands `benchmark` and `benchmark_sentences`."""
+"""The parts of the commands `benchmark` and `check_determinism`."""
 
-# Named here so that `benchmark --help` lists them without importing torch.
+# Named here so that `--help` lists them without importing torch.
 ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single-1", "single", "single-32")
 WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity", "cuda")
 VARIANT_NAMES = (
@@ -14,8 +14,12 @@ VARIANT_NAMES = (
     "openvino",
     "openvino-bf16",
     "openvino-int8",
+    "sentence-transformers",
+    "ctranslate2",
+    "ctranslate2-int8",
     "ours",
     "ours-optimised",
+    "ours-eager",
     "ours-compiled",
     "ours-bf16",
     "ours-int8",

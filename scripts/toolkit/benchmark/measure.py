@@ -14,12 +14,12 @@ from toolkit.benchmark.steps import decode, train
 from toolkit.benchmark.timing import interleave, timed_rows
 from toolkit.benchmark.variants import VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
-from toolkit.machine import describe, measure_again
+from toolkit.machine import describe, lines, measure_again
 
 LINEARITY_SIZES = [2**i for i in range(9)]
 LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
 
-HEADER = "variant            seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
+HEADER = "variant                  seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -104,12 +104,12 @@ def ours_on_gpu(report: dict) -> list[str]:
 
 def line(row: dict) -> str:
     if row["error"] is not None:
-        return f"{row['variant']:15} {row['error']}"
+        return f"{row['variant']:21} {row['error']}"
     wrong = "  WRONG" if failed(row) else ""
     difference = "nan" if row["max_abs"] is None else f"{row['max_abs']:.1e}"
     memory = "" if row["peak_mib"] is None else f"  peak {row['peak_mib']:.0f} MiB"
     return (
-        f"{row['variant']:15} {row['sequences_per_second']:8.1f} {row['tokens_per_second']:9.0f} "
+        f"{row['variant']:21} {row['sequences_per_second']:8.1f} {row['tokens_per_second']:9.0f} "
         f"{1000 * row['seconds_per_batch']:9.1f} {row['vs_bert']:8.2f} {row['vs_bert_times_fill_rate']:7.2f} "
         f"{row['lower_bound_share']:9.0%} {difference:>8}{memory}{wrong}"
     )
@@ -127,15 +127,10 @@ def print_lines(*lines: str) -> None:
 
 
 def print_machine(machine: dict) -> None:
-    libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
-    numbers = [f"{name} {machine[name]}" for name in ("family", "model", "stepping") if machine[name] is not None]
     print_lines(
-        f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores, threads: {machine['threads']}",
-        f"instructions: {', '.join(machine['flags']) or 'unknown'}; "
-        f"missing: {', '.join(machine['missing_flags']) or 'none'}",
-        f"matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
-        f"Python {machine['python']}, {libraries}",
+        *lines(machine),
+        f"threads: {machine['threads']}; matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
     )
 
 

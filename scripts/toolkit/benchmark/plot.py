@@ -12,9 +12,12 @@ STRONG, TEXT, GRID = "#d1410c", "#404040", "#dddddd"
 LOOKS = {
     "ours-": STRONG,
     "ours": "#f0a07a",
+    "ours-eager": "#f5b896",
     "ours-compiled": "#f9d3c0",
     "openvino": "#5c5c5c",
+    "ctranslate2": "#757575",
     "onnx": "#8f8f8f",
+    "sentence-transformers": "#a3a3a3",
     "bert": "#b3b3b3",
     "bert-compiled": "#cccccc",
     "bert-eager": "#e0e0e0",

@@ -1,4 +1,5 @@
-"""The variants that the benchmark times: one table of ways to run the same BERT, in other runtimes and in ours.
+"""The variants that `benchmark` times and `check_determinism` checks: ways to run the same BERT, in other runtimes and
+in ours.
 
 Each opens the same folder and returns a function from a padded batch to its last hidden states.
 """
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
+from torch.nn.functional import pad as pad_tokens
 from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
@@ -85,10 +88,10 @@ def ours(folder: Path, threads: int, compiled: bool = False) -> Run:
     return torch_run(torch.compile(model, dynamic=True) if compiled else model)
 
 
-def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.float32) -> Run:
+def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.float32, attention="sdpa") -> Run:
     """In bfloat16, the weights are loaded as such; int8 weights are made of float32."""
     loaded = torch.float32 if dtype == "int8" else dtype
-    model = ScratchBertModel.from_pretrained(folder, dtype=loaded).eval()
+    model = ScratchBertModel.from_pretrained(folder, dtype=loaded, attn_implementation=attention)
     return torch_run(model.optimize_for_inference(dtype))
 
 
@@ -204,6 +207,51 @@ def quantize(model, config):
     )
 
 
+def folder_with_vocabulary(folder: Path) -> Path:
+    """A copy of the model for libraries that open a tokenizer with it, from an earlier call if there was one. They are
+    given ids, so the words have no meaning."""
+    copy = folder / "with-vocabulary"
+    if not copy.exists():
+        model = BertModel.from_pretrained(folder)
+        model.config.position_embedding_type = "absolute"  # CTranslate2 expects it, and BertConfig no longer has it
+        model.save_pretrained(copy)
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        words = special + [f"[unused{i}]" for i in range(model.config.vocab_size)]
+        (copy / "vocab.txt").write_text("\n".join(words[: model.config.vocab_size]), encoding="utf-8")
+    return copy
+
+
+def sentence_transformers(folder: Path, threads: int) -> Run:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
+    model = SentenceTransformer(modules=[Transformer(str(folder_with_vocabulary(folder)))], device="cpu").eval()
+
+    @torch.inference_mode()
+    def run(inputs):
+        return model(dict(inputs))["token_embeddings"]
+
+    return run
+
+
+def ctranslate2(folder: Path, threads: int, precision: str = "float32") -> Run:
+    import ctranslate2
+
+    converted = folder / "ctranslate2"
+    if not converted.exists():
+        source = str(folder_with_vocabulary(folder))
+        ctranslate2.converters.TransformersConverter(source).convert(str(converted))
+    encoder = ctranslate2.Encoder(str(converted), device="cpu", compute_type=precision, intra_threads=threads)
+
+    def run(inputs):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        rows = [row[: sum(ones)] for row, ones in zip(ids.tolist(), mask.tolist(), strict=True)]
+        hidden = torch.from_numpy(numpy.array(encoder.forward_batch(rows).last_hidden_state))
+        return pad_tokens(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1]))
+
+    return run
+
+
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 VARIANTS = {
     "bert": Variant(bert),
@@ -216,8 +264,14 @@ VARIANTS = {
     "openvino": Variant(openvino, needs=("openvino",)),
     "openvino-bf16": Variant(partial(openvino, precision="bf16"), needs=("openvino",), precision="bfloat16"),
     "openvino-int8": Variant(partial(openvino, int8=True), needs=("openvino", "nncf"), precision="int8"),
+    "sentence-transformers": Variant(sentence_transformers, needs=("sentence_transformers",)),
+    "ctranslate2": Variant(ctranslate2, needs=("ctranslate2",)),
+    "ctranslate2-int8": Variant(
+        partial(ctranslate2, precision="int8_float32"), needs=("ctranslate2",), precision="int8"
+    ),
     "ours": Variant(ours, tolerance=TOLERANCE),
     "ours-optimised": Variant(ours_optimised, tolerance=TOLERANCE),
+    "ours-eager": Variant(partial(ours_optimised, attention="eager"), tolerance=TOLERANCE),
     "ours-compiled": Variant(partial(ours, compiled=True), tolerance=TOLERANCE),
     "ours-bf16": Variant(partial(ours_optimised, dtype=torch.bfloat16), precision="bfloat16"),
     "ours-int8": Variant(partial(ours_optimised, dtype="int8"), precision="int8"),
