@@ -386,6 +386,21 @@ def test_perplexity_is_that_of_the_masked_words_of_every_row(folder):
     )
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_loss_of_word_frequencies(folder, streaming):
+    """Those of the training set or, where that is streamed, of the evaluated one."""
+    files = [folder / "train.txt"] * 2 + [folder / "validation.txt"]
+    flags = {"streaming": streaming, "max_steps": 1, "train_file": files, "validation_file": files[-1:]}
+    task = task_of(folder, line_by_line=True, max_length=64, **flags)
+    words = " ".join(path.read_text() for path in (files[-1:] if streaming else files)).split()
+    counts = Counter(VOCABULARY.index(word) for word in words)
+    ordinary = range(len(SPECIAL), len(VOCABULARY))
+    labels = [label for row in task.splits["validation"]["labels"] for label in row if label != -100]
+    total = sum(counts[i] + 1 for i in ordinary)
+    expected = -np.mean([math.log((counts[label] + 1) / total) for label in labels])
+    assert task.evaluate(task.model, "validation").metrics["loss_by_frequency"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_pairs_are_judged_one_by_one(folder):
     task = task_of(folder, model=folder / "both", validation_file=[folder / "stories.txt"], next_sentence=True,
                    train_file=[folder / "stories.txt"])  # fmt: skip

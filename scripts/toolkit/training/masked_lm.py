@@ -186,12 +186,15 @@ class Pretraining(FineTuning):
         self.masking = Masking(self.tokenizer, settings.whole_word_masking)
         self.model = self.make_model()
         self.features = Features(FEATURES | (PAIR_FEATURES if settings.next_sentence else {}))
+        self.loss_by_frequency: dict[str, float] = {}
         for split, source in sources(settings).items():
             sequences = self.read(source, settings.streaming and split == "train")
             if split == "train":
                 self.train_set = sequences
             else:
                 self.splits[split] = self.mask_once(sequences, split)
+                counted = sequences if settings.streaming else self.train_set
+                self.loss_by_frequency[split] = self.frequency_loss(counted, self.splits[split])
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_token=["labels"], per_sequence=["next_sentence_label"]
         )
@@ -312,6 +315,18 @@ class Pretraining(FineTuning):
             raise ValueError(f"the {split} set is too small: no word of it is masked")
         return masked
 
+    def frequency_loss(self, counted: Dataset, masked: Dataset) -> float:
+        """The loss of a model that ignores the context, and predicts each masked word by its frequency in `counted`,
+        where each word of the vocabulary counts once more than it occurs."""
+        counts = (~self.masking.is_special).double()
+        for batch in counted.iter(1000):
+            counts += torch.bincount(
+                torch.tensor([i for ids in batch["input_ids"] for i in ids]), minlength=len(counts)
+            )
+        counts[self.masking.is_special] = 0
+        labels = [label for labels in masked["labels"] for label in labels if label != -100]
+        return -(counts / counts.sum())[labels].log().mean().item()
+
     def fingerprints(self):
         tokenizer = {"tokenizer": tokenizer_fingerprint(self.tokenizer)}
         if not self.settings.streaming:
@@ -374,7 +389,8 @@ class Pretraining(FineTuning):
         return [*words, cross_entropy(pairs, follows, reduction="none"), pairs.argmax(-1) == follows]
 
     def evaluate(self, model, split):
-        """`loss`, as in training; `perplexity` of the masked words; loss and accuracy of pairs."""
+        """`loss`, as in training; `perplexity` of the masked words; loss and accuracy of pairs; and
+        `loss_by_frequency`, which a model has that has learned nothing but the frequencies of words."""
 
         def forward(model, batch) -> tuple[list[list[int]], list[float]]:
             losses, predicted, *pairs = self.each_loss(model, batch)
@@ -386,7 +402,8 @@ class Pretraining(FineTuning):
         names = ("next_sentence_loss", "next_sentence_accuracy")
         of_pairs = {name: each / len(predicted) for name, each in zip(names, pairs, strict=False)}
         loss = total / words + of_pairs.get("next_sentence_loss", 0.0)
-        metrics = {"loss": loss, "perplexity": perplexity(total, words), **of_pairs}
+        metrics = {"loss": loss, "perplexity": perplexity(total, words), **of_pairs,
+                   "loss_by_frequency": self.loss_by_frequency[split]}  # fmt: skip
         return Evaluation(metrics, self.predictions(split, predicted))
 
     def predictions(self, split: str, predicted: list[list[int]]) -> list[dict]:
