@@ -25,25 +25,30 @@ source of an encoder-decoder is also cut at model_max_length of the tokenizer, w
 Code in the folder of a model runs only with --trust_remote_code. Without it, the installed package opens a ScratchBert,
 if its code is that of the package or of a release.
 
-In Python, `toolkit.generation.generate_text` does the same.
-
 Exit code: 0 a text was generated for each text; 2 bad usage, or a checkpoint that cannot be opened or does not support
 the flags; 130 interrupted; 141 the reader of the output has closed it.
 """
 
 import argparse
-import difflib
 import itertools
 import json
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from toolkit.cli import CommandError, Parser, about, integer_from, use_utf8, without_line_breaks, writing_output
 
 # This many batches of texts are read ahead and sorted by length, for batches with little padding.
 BATCHES_AHEAD = 16
+
+
+def json_or_text(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
 
 # The flags for fields of GenerationConfig, with the arguments of `add_argument`.
 COUNT, AMOUNT = {"type": integer_from(1), "metavar": "N"}, {"type": float, "metavar": "X"}
@@ -53,7 +58,9 @@ DECODING_FLAGS = {
     "num_beams": COUNT | {"help": "number of beams in beam search; 1: greedy decoding or sampling"},
     "length_penalty": AMOUNT | {"help": "beam search: above 0, long outputs are preferred; below 0, short ones"},
     "early_stopping": {
-        "choices": ["true", "false", "never"],
+        "type": json_or_text,
+        "choices": [True, False, "never"],
+        "metavar": "{true,false,never}",
         "help": "true: beam search ends with num_beams finished candidates; false: when a better one is unlikely; "
         "never: when there can be none",
     },
@@ -68,10 +75,6 @@ DECODING_FLAGS = {
         "action": "append",
         "metavar": "TEXT",
         "help": "an output ends where it contains this; may be given several times",
-    },
-    "cache_implementation": {
-        "choices": ["dynamic", "static", "offloaded", "offloaded_static", "quantized"],
-        "help": "how keys and values of earlier tokens are stored",
     },
 }
 MOST_USED = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_p")
@@ -97,8 +100,6 @@ def make_parser() -> Parser:
     model = parser.group("model")
     model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
                        help="the dtype of the computation; auto: that of the stored weights")  # fmt: skip
-    model.add_argument("--assistant", metavar="MODEL", help="a smaller generator that proposes tokens: faster, with "
-                       "the same output; one text at a time")  # fmt: skip
     model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of a model; "
                        "needed only if it is not what modeling_scratchbert saves")  # fmt: skip
     decoding = parser.group("decoding")
@@ -126,39 +127,6 @@ def option(text: str) -> tuple[str, object]:
     return name.replace("-", "_"), json_or_text(value)
 
 
-def json_or_text(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def decoding_options(args) -> dict:
-    """The fields of GenerationConfig that were given.
-
-    Raises:
-        CommandError: one does not exist, was given twice, or has an invalid value.
-    """
-    from toolkit.generation import OBJECTS, OPTIONS
-
-    flags = [(name, getattr(args, name)) for name in DECODING_FLAGS if hasattr(args, name)]
-    given = [(name, json_or_text(value) if isinstance(value, str) else value) for name, value in flags] + args.option
-    options = {}
-    for name, value in given:
-        if name not in OPTIONS:
-            closest = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0)[0]
-            raise CommandError(f"--option {name!r} does not exist; the closest is {closest!r}")
-        if name in options:
-            raise CommandError(f"{name} is given more than once")
-        try:
-            options[name] = OBJECTS[name](**value) if name in OBJECTS and isinstance(value, dict) else value
-        except TypeError as error:
-            raise CommandError(f"--option {name}: {error}") from error
-    if options.get("cache_implementation") == "paged":
-        raise CommandError("cache_implementation is 'paged', which is for serving; expected a cache of `generate`")
-    return options
-
-
 # ------------------------------------------------------------------------------------------------------- reading texts
 
 
@@ -168,17 +136,16 @@ def read_texts(args) -> Iterable[str]:
     Raises:
         CommandError: a file cannot be read, or is not UTF-8. Standard input raises while it is iterated.
     """
+    utf8 = {"encoding": "utf-8", "errors": "surrogateescape", "newline": "\n"}
     if args.texts:
-        return [decoded(os.fsencode(text), f"text {number}") for number, text in enumerate(args.texts, 1)]
+        return list(checked(args.texts, "text"))
     if args.file is not None:
-        try:
-            with open(args.file, "rb") as file:
-                return list(lines(file, args.file))
-        except OSError as error:
-            raise CommandError(f"{args.file}: {error.strerror}") from error
+        with about(args.file), open(args.file, **utf8) as file:
+            return list(checked(file, f"{args.file}, line"))
     if sys.stdin is None:
         raise CommandError("there is no text; expected some as arguments, in --file, or on standard input")
-    return typed_lines() if is_interactive(args) else lines(sys.stdin.buffer, "standard input")
+    sys.stdin.reconfigure(**utf8)
+    return checked(typed_lines() if is_interactive(args) else sys.stdin, "standard input, line")
 
 
 def is_interactive(args) -> bool:
@@ -186,28 +153,25 @@ def is_interactive(args) -> bool:
     return not args.texts and args.file is None and sys.stdin.isatty()
 
 
-def lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
-        yield decoded(line.rstrip(b"\r\n"), f"{name}, line {number}")
-
-
 def typed_lines() -> Iterator[str]:
     """The lines typed at the terminal, without empty ones, to the end of input."""
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
-            print(file=sys.stderr)
-            return
+    prompt = partial(print, "> ", end="", file=sys.stderr, flush=True)
+    prompt()
+    for line in sys.stdin:
         if line.strip():
-            yield decoded(line.rstrip(b"\r\n"), "standard input")
+            yield line
+        prompt()
+    print(file=sys.stderr)
 
 
-def decoded(line: bytes, where: str) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{where}: byte {error.start + 1}, {line[error.start]:#04x}, is not UTF-8") from error
+def checked(texts: Iterable[str], name: str) -> Iterator[str]:
+    """The texts without line ends. Raises CommandError at one that was not UTF-8."""
+    for number, text in enumerate(texts, 1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # of a byte that `surrogateescape` has kept
+            raise CommandError(f"{name} {number} is not UTF-8") from error
+        yield text if name == "text" else text.rstrip("\r\n")
 
 
 # ---------------------------------------------------------------------------------------------------------- generating
@@ -217,69 +181,46 @@ def generate(parser: Parser, args) -> None:
     """Reads the texts, opens the model, and prints its outputs.
 
     Raises:
-        CommandError: one of these is not possible.
+        CommandError: one of these is not possible, or the model does not support the options.
     """
     import torch
 
-    from toolkit.generation import chunks
+    from toolkit.generation import Answer, answer, chunks, make_plan, open_generator
     from toolkit.hub import silence_libraries
 
     silence_libraries()
-    options = decoding_options(args)
     texts = read_texts(args)
-    tokenizer, model, plan = prepare(args, options)
+    options = dict(args.option) | {name: getattr(args, name) for name in DECODING_FLAGS if hasattr(args, name)}
+    with about(args.model):
+        tokenizer, model = open_generator(args.model, args.dtype, args.device, args.trust_remote_code)
+        plan = make_plan(model, tokenizer, options, with_scores=args.jsonl)
+    if args.stream and (plan.num_beams > 1 or plan.num_return_sequences > 1):
+        raise CommandError("--stream prints one output while it grows; expected --num_beams 1 and "
+                           "--num_return_sequences 1")  # fmt: skip
     if args.seed is not None:
         torch.manual_seed(args.seed)
     number = 0
     waits = args.stream or args.batch_size == 1 or is_interactive(args)
     for window in chunks(texts, 1 if waits else args.batch_size * BATCHES_AHEAD):
-        answers = answer_window(args, model, tokenizer, window, plan)
-        for text, one in zip(window, answers, strict=True):
+        is_asked = [bool(args.texts or text.strip()) for text in window]  # an empty line has an empty output
+        asked = list(itertools.compress(window, is_asked))
+        with about(args.model):
+            answers = iter(answer(model, tokenizer, asked, plan, args.batch_size, show if args.stream else None))
+        for text, is_answered in zip(window, is_asked, strict=True):
             number += 1
+            one = next(answers) if is_answered else Answer([""] * plan.num_return_sequences)
             if one.dropped:
                 side = "last" if model.config.is_encoder_decoder else "first"
                 parser.report(f"text {number} is too long: its {side} {one.dropped} tokens are left out")
-            if not args.stream:
+            if args.stream:
+                print()
+            else:
                 write(text, one, args.jsonl)
         sys.stdout.flush()
 
 
-def prepare(args, options: dict) -> tuple:
-    """The tokenizer, the model, and the plan of the decoding.
-
-    Raises:
-        CommandError: they cannot be opened, or do not support the options.
-    """
-    from toolkit.generation import make_plan, open_assistant, open_generator
-
-    options_of_model = args.dtype, args.device, args.trust_remote_code
-    with about(args.model):
-        tokenizer, model = open_generator(args.model, *options_of_model)
-    if args.assistant is not None:
-        with about(args.assistant):
-            options["assistant_model"] = open_assistant(args.assistant, tokenizer, model, *options_of_model)
-    with about(args.model):
-        plan = make_plan(model, tokenizer, options, with_scores=args.jsonl)
-    if args.stream and (plan.num_beams > 1 or plan.num_return_sequences > 1):
-        raise CommandError("--stream prints one output while it grows; expected --num_beams 1 and "
-                           "--num_return_sequences 1")  # fmt: skip
-    return tokenizer, model, plan
-
-
-def answer_window(args, model, tokenizer, texts: list[str], plan) -> list:
-    """The answers to these texts, with empty outputs for empty lines. With --stream it prints them."""
-    from toolkit.generation import Answer, answer
-
-    def show(piece: str) -> None:
-        print(without_line_breaks(piece), end="", flush=True)
-
-    is_asked = [bool(args.texts or text.strip()) for text in texts]
-    asked = list(itertools.compress(texts, is_asked))
-    with about(args.model):
-        found = iter(answer(model, tokenizer, asked, plan, args.batch_size, show if args.stream else None))
-    if args.stream:
-        print(flush=True)
-    return [next(found) if asked else Answer([""] * plan.num_return_sequences) for asked in is_asked]
+def show(piece: str) -> None:
+    print(without_line_breaks(piece), end="", flush=True)
 
 
 def write(text: str, answer, as_json: bool) -> None:

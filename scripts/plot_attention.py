@@ -75,7 +75,7 @@ def title_of(model: str) -> str:
     return os.path.basename(os.path.abspath(model)) if Path(model).is_dir() else model
 
 
-def plot(args) -> None:
+def plot(parser: Parser, args) -> None:
     """Opens the model, writes the picture, and prints its path.
 
     Raises:
@@ -86,28 +86,25 @@ def plot(args) -> None:
     from toolkit.hub import silence_libraries
 
     silence_libraries()
-    with about(args.model):
-        tokenizer, model, kind = open_for_attention(args.model, args.kind, args.decoder_text)
-        found = attention(model, tokenizer, args.sentence, kind, args.decoder_text, args.max_tokens)
-        figure = draw(
-            found, args.layers, args.heads, f"{found.kind} of {shortened(title_of(args.model), 40)}\n{found.text}"
-        )
-    with about(args.output):
-        save(figure, args.output)
+    with warnings.catch_warnings(record=True) as caught:
+        with about(args.model):
+            tokenizer, model, kind = open_for_attention(args.model, args.kind, args.decoder_text)
+            found = attention(model, tokenizer, args.sentence, kind, args.decoder_text, args.max_tokens)
+            title = f"{found.kind} of {shortened(title_of(args.model), 40)}\n{found.text}"
+            figure = draw(found, args.layers, args.heads, title)
+        with about(args.output):
+            save(figure, args.output)
     print(args.output)
+    if args.output.suffix.lower() == ".png" and any("missing from font" in str(one.message) for one in caught):
+        parser.report("no font here has some of the letters, which are drawn as boxes; write an SVG, or name a font "
+                      "that has them as font.family in a matplotlibrc")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    with warnings.catch_warnings(record=True) as caught:
-        code = parser.run(lambda: plot(args))
-    is_png = args.output.suffix.lower() == ".png"
-    if code == 0 and is_png and any("missing from font" in str(one.message) for one in caught):
-        parser.report("no font here has some of the letters, which are drawn as boxes; write an SVG, or name a font "
-                      "that has them as font.family in a matplotlibrc")  # fmt: skip
-    return code
+    return parser.run(lambda: plot(parser, args))
 
 
 if __name__ == "__main__":

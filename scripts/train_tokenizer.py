@@ -78,12 +78,11 @@ def train(parser: Parser, args) -> None:
     with atomic_folder(args.output.resolve()) as folder:  # raises before the training if it cannot be written
         if args.pre_split == "bert":
             strip = {"keep": False, "strip": True}.get(args.accents)
-            tokenizer = train_bert(corpus.to_train_on, *sizes, args.cased, strip, args.model_max_length)
+            tokenizer = train_bert(corpus.texts, *sizes, args.cased, strip, args.model_max_length)
         else:
-            tokenizer = train_symbols(corpus.to_train_on, *sizes, args.model_max_length)
-        measured = corpus.to_measure()
+            tokenizer = train_symbols(corpus.texts, *sizes, args.model_max_length)
         save(tokenizer, folder)
-    print_report(tokenizer, *measured, args.output)
+        print_report(tokenizer, corpus, args.output)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """The attention weights of a model for one sentence, and a heat map of them for each attention head."""
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +16,19 @@ from toolkit.hub import check_source, open_model, open_tokenizer
 # Drawing a PNG takes eight bytes for each pixel. With the 12 × 12 heads of BERT-base that is enough for 48 tokens.
 MAX_PIXELS = 80_000_000
 
-# Lengths are in points; a pixel is half a point.
 COLOURS = "Blues"
 DPI = 144
 POINTS_PER_INCH = 72
+
+# Lengths in points.
 GRID = 1300  # the longer side of all maps together, unless cells would be too small or too large
 CELL = (7.2, 30)  # the minimum and maximum side of a weight's cell
-LINE = 1.2  # the height of a line, relative to the font size
-LABEL = 10  # the maximum font size of tokens
+TOKEN = 10  # the maximum font size of tokens
 HEAD = (10, 16)  # the minimum and maximum font size of "head 11"
 LEAST_MAP = 46  # the minimum side of a map, beside which "layer 11" is written
-BAR = (12, 300)  # the width and the maximum height of the colour bar
-GAP = 6  # between maps, and around everything
+BAR = 12  # the width of the colour bar
+GAP = 6  # between maps
+LINE = 1.2  # the height of a line, relative to the font size
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
@@ -91,11 +93,7 @@ def attention(
             encoder, words = model.get_encoder(), "the encoder's self-attention"
         maps = encoder(source, output_attentions=True).attentions
         return Attention(torch.cat(maps), keys, keys, words, sentence)
-    target_ids = (
-        generated_ids(model, tokenizer, source, max_tokens)
-        if target is None
-        else given_ids(model, tokenizer, target, max_tokens)
-    )
+    target_ids = decoder_ids(model, tokenizer, source, target, max_tokens)
     outputs = model(source, decoder_input_ids=torch.tensor([target_ids]), output_attentions=True, use_cache=False)
     queries = tokenizer.convert_ids_to_tokens(target_ids)
     text = f"{sentence} → {tokenizer.decode(target_ids, skip_special_tokens=True)}"
@@ -117,8 +115,15 @@ def encode(tokenizer, text: str, what: str, max_tokens: int) -> list[int]:
     return ids
 
 
-def given_ids(model, tokenizer, target: str, max_tokens: int) -> list[int]:
-    """The target as the decoder reads it in training: the start token in place of [CLS], and the end token."""
+def decoder_ids(model, tokenizer, source: torch.Tensor, target: str | None, max_tokens: int) -> list[int]:
+    """The ids that the decoder reads, the start token first: of the target as in training, with the start token in
+    place of [CLS] and with the end token; or what the model generates, at most `max_tokens`."""
+    if target is None:
+        length = min(max_tokens, model.config.max_position_embeddings) - 1
+        options = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
+        options |= special_ids(tokenizer, model.generation_config, {})
+        mask = torch.ones_like(source)
+        return model.generate(source, attention_mask=mask, max_new_tokens=length, **options)[0].tolist()
     start = model.config.decoder_start_token_id
     if start is None:
         raise ValueError("Its config.json has no decoder_start_token_id, which a target starts with.")
@@ -126,93 +131,7 @@ def given_ids(model, tokenizer, target: str, max_tokens: int) -> list[int]:
     return [start, *encode(tokenizer, target, "target", max_tokens)[len(opening) :]]
 
 
-def generated_ids(model, tokenizer, source: torch.Tensor, max_tokens: int) -> list[int]:
-    """What the model generates, the start token first, at most `max_tokens` tokens."""
-    room = min(max_tokens, model.config.max_position_embeddings)
-    return model.generate(
-        source,
-        attention_mask=torch.ones_like(source),
-        do_sample=False,
-        max_new_tokens=room - 1,
-        num_return_sequences=1,
-        return_dict_in_generate=False,
-        **special_ids(tokenizer, model.generation_config, {}),
-    )[0].tolist()
-
-
 # -------------------------------------------------------------------------------------------------------- the picture
-
-
-@dataclass
-class Layout:
-    """The positions of all parts, in points: `rows` × `columns` maps of `map_height` × `map_width`, the margins around
-    them, and the font sizes."""
-
-    rows: int
-    columns: int
-    map_height: float
-    map_width: float
-    token_size: float
-    head_size: float
-    title: str  # with line breaks
-    title_size: float
-    left: float
-    bottom: float
-    turned: bool  # whether the columns' tokens are vertical
-    right: float  # the margin of the colour bar with its numbers
-
-    @classmethod
-    def of(cls, rows: int, columns: int, queries: Sequence[str], keys: Sequence[str], title: str) -> "Layout":
-        """The layout for `rows` layers, `columns` heads, and these tokens."""
-        cell = GRID / max(rows * len(queries), columns * len(keys))
-        cell = min(max(cell, CELL[0]), CELL[1])
-        size = min(cell / LINE, LABEL)
-        height, width = max(cell * len(queries), LEAST_MAP), max(cell * len(keys), LEAST_MAP)
-        head_size = min(max(columns * width / 100, HEAD[0]), HEAD[1], max(min(height, width) / 5, HEAD[0]))
-        across = width_of(keys, size)
-        turned = across > 0.9 * width / len(keys)
-        layout = cls(
-            rows, columns, height, width, size, head_size, title="", title_size=1.3 * head_size,
-            left=width_of(queries, size) + 2 * LINE * head_size + 4 * GAP,
-            bottom=(across if turned else LINE * size) + LINE * head_size + 3 * GAP,
-            turned=turned,
-            right=BAR[0] + 5 * head_size + 4 * GAP,
-        )  # fmt: skip
-        layout.title, layout.title_size = fitted(title, layout.title_size, layout.width - 2 * GAP)
-        return layout
-
-    @property
-    def grid_width(self) -> float:
-        return self.columns * (self.map_width + GAP) - GAP
-
-    @property
-    def grid_height(self) -> float:
-        return self.rows * (self.map_height + GAP) - GAP
-
-    @property
-    def width(self) -> float:
-        return self.left + self.grid_width + self.right
-
-    @property
-    def top(self) -> float:
-        """The margin of the title and of the names of the heads."""
-        lines = self.title.count("\n") + 1
-        return 1.1 * LINE * self.title_size * lines + LINE * self.head_size + 4 * GAP
-
-    @property
-    def height(self) -> float:
-        return self.bottom + self.grid_height + self.top
-
-    def at(self, x: float, y: float) -> tuple[float, float]:
-        """A point as fractions of the figure."""
-        return x / self.width, y / self.height
-
-    def grid(self) -> dict[str, float]:
-        """The position of the maps, as matplotlib's subplot parameters."""
-        left, bottom = self.at(self.left, self.bottom)
-        right, top = self.at(self.left + self.grid_width, self.bottom + self.grid_height)
-        gaps = {"wspace": GAP / self.map_width, "hspace": GAP / self.map_height}
-        return {"left": left, "right": right, "bottom": bottom, "top": top, **gaps}
 
 
 def width_of(texts: Sequence[str], size: float) -> float:
@@ -239,56 +158,62 @@ def draw(
     """Draws a heat map for each of `layers` and `heads`, in this order; None: all.
 
     Returns:
-        A `matplotlib.figure.Figure`, with room for every label. Its first axes are the maps, layer by layer; each has
-        one image, whose array is that head's weights, `(queries, keys)`. The last is the colour bar.
+        A `matplotlib.figure.Figure`. Its first axes are the maps, layer by layer; each has one image, whose array is
+        that head's weights, `(queries, keys)`. The last is the colour bar.
 
     Raises:
         ValueError: there is no such layer or head.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     layers = chosen("layers", layers, attention.weights.shape[0])
     heads = chosen("heads", heads, attention.weights.shape[1])
-    layout = Layout.of(len(layers), len(heads), attention.queries, attention.keys, title)
-    figure = Figure(figsize=(layout.width / POINTS_PER_INCH, layout.height / POINTS_PER_INCH), dpi=DPI)
-    maps = figure.subplots(len(layers), len(heads), squeeze=False, gridspec_kw=layout.grid())
-    for row, layer in zip(maps, layers, strict=True):
-        for axes, head in zip(row, heads, strict=True):
+    queries, keys = attention.queries, attention.keys
+    cell = GRID / max(len(layers) * len(queries), len(heads) * len(keys))
+    cell = min(max(cell, CELL[0]), CELL[1])
+    map_height, map_width = (max(cell * len(tokens), LEAST_MAP) for tokens in (queries, keys))
+    grid_height, grid_width = len(layers) * (map_height + GAP), len(heads) * (map_width + GAP)
+    size = min(max(grid_width / 100, HEAD[0]), HEAD[1], max(min(map_height, map_width) / 5, HEAD[0]))
+    token_size = min(cell / LINE, TOKEN)
+    is_vertical = width_of(keys, token_size) > 0.9 * map_width / len(keys)
+    width = grid_width + width_of(queries, token_size) + 10 * size
+    title, title_size = fitted(title, 1.2 * size, width)
+    height = grid_height + (width_of(keys, token_size) if is_vertical else token_size) + 5 * LINE * size
+    height += LINE * title_size * (title.count("\n") + 1)
+    with rc_context({"font.size": size, "axes.titlesize": "medium", "figure.labelsize": "medium"}):
+        figure = Figure((width / POINTS_PER_INCH, height / POINTS_PER_INCH), DPI, layout="constrained")
+        figure.get_layout_engine().set(
+            w_pad=GAP / 2 / POINTS_PER_INCH, h_pad=GAP / 2 / POINTS_PER_INCH, wspace=0, hspace=0
+        )
+        figure.suptitle(title, fontsize=title_size, parse_math=False)
+        maps = figure.subplots(len(layers), len(heads), squeeze=False)
+        for axes, (layer, head) in zip(maps.flat, itertools.product(layers, heads), strict=True):
             weights = attention.weights[layer, head].numpy()
             # "nearest" draws cells of many pixels in an SVG as well; viewers would blur cells of one pixel.
             image = axes.imshow(weights, vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-    label(figure, maps, layout, attention, layers, heads)
-    left, top = layout.left + layout.grid_width + 2 * GAP, layout.bottom + layout.grid_height
-    height = min(layout.grid_height, BAR[1])
-    bar = figure.add_axes((*layout.at(left, top - height), *layout.at(BAR[0], height)))
-    figure.colorbar(image, cax=bar, ticks=[0, 0.25, 0.5, 0.75, 1])
-    bar.tick_params(labelsize=layout.head_size)
-    bar.set_ylabel("attention weight", fontsize=layout.head_size)
+        figure.colorbar(
+            image, ax=maps, label="attention weight", ticks=[0, 0.25, 0.5, 0.75, 1],
+            aspect=grid_height / BAR, fraction=BAR / grid_width, pad=2 * GAP / grid_width,
+        )  # fmt: skip
+        label(figure, maps, attention, layers, heads, token_size, "vertical" if is_vertical else "horizontal")
     return figure
 
 
-def label(figure, maps, layout: Layout, attention: Attention, layers: Sequence[int], heads: Sequence[int]) -> None:
+def label(figure, maps, attention: Attention, layers, heads, token_size: float, rotation: str) -> None:
     """Writes the labels around the maps. Tokens are not parsed as formulas, even if they contain $."""
-    tokens = {"fontsize": layout.token_size, "parse_math": False}
+    tokens = {"fontsize": token_size, "parse_math": False}
     for axes, layer in zip(maps[:, 0], layers, strict=True):
         axes.set_yticks(range(len(attention.queries)), attention.queries, **tokens)
-        axes.tick_params(axis="y", length=2, pad=2)
-        middle = axes.get_position().y0 + axes.get_position().height / 2
-        x, _ = layout.at(2 * GAP + 1.5 * LINE * layout.head_size, 0)
-        figure.text(x, middle, f"layer {layer}", rotation=90, ha="center", va="center", fontsize=layout.head_size)
+        axes.set_ylabel(f"layer {layer}")
     for axes in maps[-1]:
-        axes.set_xticks(range(len(attention.keys)), attention.keys, rotation=90 if layout.turned else 0, **tokens)
-        axes.tick_params(axis="x", length=2, pad=2)
+        axes.set_xticks(range(len(attention.keys)), attention.keys, rotation=rotation, **tokens)
     for axes, head in zip(maps[0], heads, strict=True):
-        axes.set_title(f"head {head}", fontsize=layout.head_size, pad=GAP)
-    x, y = layout.at(layout.left + layout.grid_width / 2, layout.bottom + layout.grid_height / 2)
-    left, bottom = layout.at(GAP + LINE * layout.head_size / 2, GAP + LINE * layout.head_size / 2)
-    queries, keys = ("query (target)", "key (source)") if attention.kind == "cross-attention" else ("query", "key")
-    figure.text(left, y, queries, rotation=90, ha="center", va="center", fontsize=layout.head_size)
-    figure.text(x, bottom, keys, ha="center", va="center", fontsize=layout.head_size)
-    figure.text(*layout.at(layout.width / 2, layout.height - GAP), layout.title, ha="center", va="top",
-                fontsize=layout.title_size, parse_math=False)  # fmt: skip
+        axes.set_title(f"head {head}")
+    is_cross = attention.kind == "cross-attention"
+    figure.supylabel("query (target)" if is_cross else "query")
+    figure.supxlabel("key (source)" if is_cross else "key")
 
 
 def chosen(what: str, indices: Sequence[int] | None, count: int) -> list[int]:
@@ -310,13 +235,10 @@ def save(figure, path: Path) -> None:
     from matplotlib import rc_context
 
     width, height = (round(side * DPI) for side in figure.get_size_inches())
-    kind = path.suffix[1:].lower()
-    if kind == "png" and width * height > MAX_PIXELS:
+    if path.suffix.lower() == ".png" and width * height > MAX_PIXELS:
         raise ValueError(
             f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose --layers and "
             "--heads, shorten the text, or write an SVG."
         )
-    # The same picture gives the same bytes.
-    options = {"metadata": {"Date": None}} if kind == "svg" else {}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plot_attention"}), atomic_file(path) as temporary:
-        figure.savefig(temporary, format=kind, **options)
+        figure.savefig(temporary, metadata={"Date": None})  # the same picture gives the same bytes

@@ -2,21 +2,12 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    CompileConfig,
-    GenerationConfig,
-    WatermarkingConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 from transformers.generation import BaseStreamer, GenerationMode
 
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config, to_device
@@ -24,19 +15,6 @@ from toolkit.remote_code import check_code, import_package
 
 # The limit of new tokens if neither the options nor the model set one.
 DEFAULT_NEW_TOKENS = 128
-
-# Fields of GenerationConfig that are not options: they add to what `generate` returns beside the text, or belong to
-# decoding methods that transformers no longer has.
-NOT_OPTIONS = {
-    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
-    "transformers_version", "is_assistant", "continuous_batching_config",
-    "constraints", "diversity_penalty", "dola_layers", "force_words_ids", "low_memory", "num_beam_groups",
-    "penalty_alpha",
-}  # fmt: skip
-OPTIONS = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - NOT_OPTIONS
-
-# Options whose value is an object with several fields.
-OBJECTS = {"compile_config": CompileConfig, "watermarking_config": WatermarkingConfig}
 
 
 # ----------------------------------------------------------------------------------------------------- texts to texts
@@ -59,83 +37,54 @@ class Plan:
     room: int  # the tokens that a text may have, special tokens included
     num_beams: int
     num_return_sequences: int
-    one_by_one: bool  # assisted decoding requires batches of one
+    one_by_one: bool  # prompt lookup requires batches of one
     same_length: bool  # the texts of a batch must be equally long, because padding would count as text
 
 
-def generate_text(model, tokenizer, texts: list[str], batch_size: int = 8, **options) -> list[list[str]]:
-    """The texts that a model generates for each of `texts`.
+def make_plan(model, tokenizer, options: dict, with_scores: bool = False) -> Plan:
+    """The plan for these options.
 
     Args:
-        model: a ScratchBertForConditionalGeneration, or a ScratchBertForCausalLM, which continues the texts.
-        tokenizer: the model's; not changed.
-        texts: of any length. A text with more tokens than the model has positions is cut, with a warning: at its end,
-            or, if it is to be continued, at its beginning. The source of an encoder-decoder is also cut at
-            `tokenizer.model_max_length`, to which the training has cut it.
-        batch_size: texts per call of the model, texts of similar length together. Without sampling it does not change
-            the result.
-        options: fields of `GenerationConfig`, and `assistant_model`, an argument of `generate`. Defaults come from
-            `model.generation_config`; if that has no maximum length, it is 128 new tokens, and if it has no end token,
-            it is the tokenizer's [SEP].
-
-    Returns:
-        For each text, in order, its `num_return_sequences` outputs, the best first, without special tokens.
+        options: fields of `GenerationConfig`. Defaults come from `model.generation_config`; if that has no maximum
+            length, it is 128 new tokens, and if it has no end token, it is the tokenizer's [SEP].
+        with_scores: the answers of beam search have scores.
 
     Raises:
-        ValueError: the options contradict each other, one would have no effect, there are too few positions for the new
-            tokens, or there is nothing to continue.
+        ValueError: the options contradict each other, one does not exist or would have no effect, or there are too few
+            positions for the new tokens.
     """
-    plan = make_plan(model, tokenizer, options)
-    answers = answer(model, tokenizer, texts, plan, batch_size)
-    if dropped := sum(one.dropped > 0 for one in answers):
-        warnings.warn(
-            f"{dropped} of {len(texts)} texts are too long for the model's positions or the tokenizer's "
-            "model_max_length and were cut.",
-            stacklevel=2,
-        )
-    return [one.outputs for one in answers]
-
-
-def make_plan(model, tokenizer, options: dict, with_scores: bool = False) -> Plan:
-    """The plan for these options. Raises ValueError as `generate_text` does, except for an invalid text."""
     effective = copy.deepcopy(model.generation_config)
-    effective.update(**options, return_dict_in_generate=True)
+    if unknown := effective.update(**{**options, "return_dict_in_generate": True}):
+        raise ValueError(f"GenerationConfig has no field {min(unknown)}; expected one of its fields.")
     # The model's own fields may have no effect; those among the options must have one.
     effective.validate(strict=True, user_set_attributes={"do_sample", "num_beams", *options})
-    assistant = options.get("assistant_model")
     arguments = {"tokenizer": tokenizer, **special_ids(tokenizer, effective, options), **options}
 
-    limit = min(one.config.max_position_embeddings for one in (model, assistant) if one is not None)
-    opening, _ = special_tokens(tokenizer)
     continues = not model.config.is_encoder_decoder
-    room, most = limit, limit - (len(opening) if continues else 0)
+    limit = model.config.max_position_embeddings
+    most = limit - (len(special_tokens(tokenizer)[0]) if continues else 0)
     if options.get("max_length") is not None and "max_new_tokens" not in options:
         effective.max_new_tokens = arguments["max_new_tokens"] = None  # the model's own would take precedence
     elif effective.max_new_tokens is None and effective.max_length is None:
         default = min(DEFAULT_NEW_TOKENS, most // 2 if continues else most)
         effective.max_new_tokens = arguments["max_new_tokens"] = default
-    new = effective.max_new_tokens
+    room, new = limit, effective.max_new_tokens
     if new is not None:
         if new > most:
             raise ValueError(f"max_new_tokens is {new}; expected at most {most}, with {limit} positions.")
         if (effective.min_new_tokens or 0) > new:
             raise ValueError(f"min_new_tokens is {effective.min_new_tokens}; expected at most max_new_tokens, {new}.")
         room = limit + 1 - new if continues else limit  # the last token is not fed back
-    if not continues:
-        room = min(room, tokenizer.model_max_length)
-    num_beams = effective.num_beams or 1
-    if assistant is not None and num_beams > 1:
-        raise ValueError(
-            f"num_beams is {num_beams}; expected 1, because an assistant supports greedy decoding and sampling only."
-        )
+    if effective.cache_implementation == "paged":
+        raise ValueError("cache_implementation is 'paged', which is for serving; expected a cache of `generate`.")
     # Beam search returns the scores of its outputs only together with those of all tokens.
-    output = {"return_dict_in_generate": True, "output_scores": with_scores and num_beams > 1}
+    arguments |= {"return_dict_in_generate": True, "output_scores": with_scores and (effective.num_beams or 1) > 1}
     return Plan(
-        arguments={**arguments, **output},
-        room=room,
-        num_beams=num_beams,
+        arguments=arguments,
+        room=room if continues else min(room, tokenizer.model_max_length),
+        num_beams=effective.num_beams or 1,
         num_return_sequences=effective.num_return_sequences or 1,
-        one_by_one=effective.get_generation_mode(assistant) == GenerationMode.ASSISTED_GENERATION,
+        one_by_one=effective.get_generation_mode() == GenerationMode.ASSISTED_GENERATION,
         same_length=continues and (new is None or bool(effective.min_length)),
     )
 
@@ -167,9 +116,12 @@ def answer(
     batch_size: int,
     show: Callable[[str], None] | None = None,
 ) -> list[Answer]:
-    """Generates the outputs of each text.
+    """Generates the outputs of each text. Texts of similar length are batched.
 
     Args:
+        texts: of any length. A text with more than `plan.room` tokens is cut: at its end or, if it is to be continued,
+            at its beginning.
+        batch_size: texts per call of the model. Without sampling it does not change the result.
         show: is called with each piece of the output as it is generated; requires `batch_size` 1.
 
     Raises:
@@ -193,15 +145,13 @@ def encode(model, tokenizer, texts: list[str], room: int) -> list[tuple[list[int
         ValueError: a text to continue has no tokens.
     """
     opening, closing = special_tokens(tokenizer)
+    is_seq2seq = model.config.is_encoder_decoder
+    most = room - len(opening) - (len(closing) if is_seq2seq else 0)
     bodies = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     encoded = []
     for text, body in zip(texts, bodies, strict=True):
-        if model.config.is_encoder_decoder:
-            kept = body[: room - len(opening) - len(closing)]
-            ids = opening + kept + closing
-        else:
-            kept = body[max(0, len(body) - (room - len(opening))) :]
-            ids = opening + kept
+        kept = body[:most] if is_seq2seq else body[max(0, len(body) - most) :]
+        ids = opening + kept + (closing if is_seq2seq else [])
         if not ids:
             raise ValueError(f"{text!r} has no tokens, and the tokenizer adds none, so there is nothing to continue.")
         encoded.append((ids, len(body) - len(kept)))
@@ -224,22 +174,19 @@ def chunks(items: Iterable, size: int) -> Iterator[list]:
 def answer_batch(model, tokenizer, rows: list[tuple[str, list[int]]], plan: Plan, show) -> list[Answer]:
     """One call of `generate`, for texts and their token ids."""
     is_seq2seq = model.config.is_encoder_decoder
-    tensors = [torch.tensor(ids) for _, ids in rows]
     # A decoder continues at the end of the text, so its padding is on the left.
-    pad = partial(pad_sequence, batch_first=True, padding_side="right" if is_seq2seq else "left")
-    input_ids = pad(tensors, padding_value=tokenizer.pad_token_id or 0).to(model.device)
-    attention_mask = pad([torch.ones_like(ids) for ids in tensors]).to(model.device)
+    inputs = tokenizer.pad({"input_ids": [ids for _, ids in rows]}, padding_side="right" if is_seq2seq else "left",
+                           return_tensors="pt").to(model.device)  # fmt: skip
     decoders = [
         partial(decode, tokenizer) if is_seq2seq else partial(decode_continued, tokenizer, text, ids)
         for text, ids in rows
     ]
     result = model.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
+        **inputs,
         streamer=None if show is None else WordStreamer(decoders[0], show),
         **plan.arguments,
     )
-    sequences = result.sequences[:, 0 if is_seq2seq else input_ids.shape[1] :].tolist()
+    sequences = result.sequences[:, 0 if is_seq2seq else inputs.input_ids.shape[1] :].tolist()
     scores = result.sequences_scores.tolist() if plan.arguments["output_scores"] else None
     n = plan.num_return_sequences
     return [
@@ -305,52 +252,23 @@ def open_generator(source: str, dtype: str, device: str | None, trust_remote_cod
     """
     check_source(source)
     fields = read_config(source)
+    kind, is_remote = fields.get("model_type"), trust_remote_code and "auto_map" in fields
     if not trust_remote_code:
         check_code(source, fields)
-    model_class = generator_class(source, fields, trust_remote_code)
+    if not is_remote and kind not in ("scratchbert", "bert", "encoder-decoder"):
+        raise ValueError(f"Its config.json is missing or has model_type {kind!r}; expected a ScratchBert or a BERT.")
+    is_encoder_decoder = fields.get("is_encoder_decoder") or kind == "encoder-decoder"
+    if not is_encoder_decoder and not fields.get("is_decoder"):
+        raise ValueError(
+            "It is an encoder, which generates nothing; expected a generator. Make one of its weights with "
+            "ScratchBertForConditionalGeneration.from_bert(…), train it, and save it."
+        )
+    if is_remote:
+        model_class = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+    else:
+        name = "ScratchBertForConditionalGeneration" if is_encoder_decoder else "ScratchBertForCausalLM"
+        model_class = getattr(import_package(), name)
     tokenizer = open_tokenizer(source, trust_remote_code=trust_remote_code)
     advice = "Train it as a generator first, and save that."
     model = open_model(model_class, source, advice=advice, trust_remote_code=trust_remote_code, dtype=dtype)
     return tokenizer, to_device(model, device)
-
-
-def generator_class(source: str, fields: dict, trust_remote_code: bool):
-    """The class that opens a checkpoint with these fields in its config.json.
-
-    Raises:
-        ValueError: it is of another kind of model, or an encoder alone.
-    """
-    kind = fields.get("model_type")
-    is_ours = kind not in ("bert", "encoder-decoder")
-    if is_ours:
-        if kind == "scratchbert" and "auto_map" not in fields:  # no code beside the weights
-            import_package()
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if not any(cls.__name__ == "ScratchBertConfig" for cls in type(config).__mro__):
-            raise ValueError(f"It has model_type {kind!r}; expected a ScratchBert or a BERT.")
-        fields = config.to_dict()
-    if fields.get("is_encoder_decoder") or kind == "encoder-decoder":
-        return AutoModelForSeq2SeqLM if is_ours else import_package().ScratchBertForConditionalGeneration
-    if fields.get("is_decoder"):
-        return AutoModelForCausalLM if is_ours else import_package().ScratchBertForCausalLM
-    raise ValueError(
-        "It is an encoder, which generates nothing; expected a generator. Make one of its weights with "
-        "ScratchBertForConditionalGeneration.from_bert(…), train it, and save it."
-    )
-
-
-def open_assistant(source: str, tokenizer, model, dtype: str, device: str | None, trust_remote_code: bool = False):
-    """A model that proposes tokens to `model`, for assisted decoding.
-
-    Raises:
-        ValueError: the two are of different kinds or have different vocabularies.
-        OSError, ImportError: as `open_generator`.
-    """
-    its_tokenizer, assistant = open_generator(source, dtype, device, trust_remote_code)
-    if assistant.config.is_encoder_decoder != model.config.is_encoder_decoder:
-        raise ValueError(
-            "Either the model or its assistant has an encoder, and the other has none; expected two of a kind."
-        )
-    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError("Its vocabulary differs from the model's, so it cannot propose tokens.")
-    return assistant

@@ -39,32 +39,18 @@ CLASSIFICATION_METRICS = {
 }
 METRICS_OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
 
+SHARES = ("accuracy", "f1", "precision", "recall", "rouge1", "rouge2", "rougeL", "rougeLsum", "item_error_rate",
+          "next_sentence_accuracy")  # fmt: skip
+
 # The lowest and the highest value of each metric of a whole set.
-SHARE, CORRELATION, PER_CENT, NOT_NEGATIVE = (0, 1), (-1, 1), (0, 100), (0, math.inf)
-RANGES = {
-    "accuracy": SHARE,
-    "f1": SHARE,
-    "precision": SHARE,
-    "recall": SHARE,
-    "matthews_correlation": CORRELATION,
-    "pearson": CORRELATION,
-    "spearman": CORRELATION,
-    "mean_squared_error": NOT_NEGATIVE,
-    "exact_match": PER_CENT,
-    "rouge1": SHARE,
-    "rouge2": SHARE,
-    "rougeL": SHARE,
-    "rougeLsum": SHARE,
-    "bleu": PER_CENT,
-    "chrf": PER_CENT,
-    "token_error_rate": NOT_NEGATIVE,
-    "item_error_rate": SHARE,
-    "loss": NOT_NEGATIVE,
-    "perplexity": (1, math.inf),
-    "next_sentence_loss": NOT_NEGATIVE,
-    "next_sentence_accuracy": SHARE,
-}
-RANGES_OF_TASKS = {"question-answering": {"f1": PER_CENT}}  # where they differ
+RANGES = (
+    dict.fromkeys(SHARES, (0, 1))
+    | dict.fromkeys(("matthews_correlation", "pearson", "spearman"), (-1, 1))
+    | dict.fromkeys(("exact_match", "bleu", "chrf"), (0, 100))
+    | dict.fromkeys(("mean_squared_error", "token_error_rate", "loss", "next_sentence_loss"), (0, math.inf))
+    | {"perplexity": (1, math.inf)}
+)
+RANGES_OF_TASKS = {"question-answering": {"f1": (0, 100)}}  # where they differ
 
 
 def load(name: str):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from matplotlib import image
+from matplotlib.figure import Figure
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, BertConfig, BertModel
@@ -651,19 +652,17 @@ def test_ours_has_a_hue_and_the_others_greys():
 
 
 def test_the_fastest_is_bold_and_the_reference_a_line():
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots()
+    axis = Figure().subplots()
     rows = [row for row in made_up(["bert", "openvino", "ours-optimised"])["rows"] if row["variant"] != "bert"]
     next(row for row in rows if row["workload"] == "single" and row["variant"] == "openvino")["vs_bert"] = 9.0
     benchmark_plot.bars(axis, "float32", rows)
+    assert sorted(text.get_text() for text in axis.texts) == sorted(f"{row['vs_bert']:.2f}" for row in rows)
     bold = [text.get_text() for text in axis.texts if text.get_weight() == "bold"]
     assert sorted(bold) == ["1.60"] * (len(ENCODER_WORKLOADS) - 1) + ["9.00"]
     assert [line.get_xdata() for line in axis.lines] == [[1, 1]]
     labels = [tick.get_text() for tick in axis.get_yticklabels()]
     assert labels == [name + ("\n50% filled" if name == "mix" else "") for name in ENCODER_WORKLOADS]
     assert axis.get_xlim()[1] > 9
-    pyplot.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -292,7 +292,7 @@ def test_few_texts_are_measured_on_themselves(tmp_path, capsys):
 def test_texts_are_never_all_in_memory(trained, monkeypatch):
     """Of each pass, no row is asked for before those in front of it are through."""
     corpus = wordpiece.Corpus(Source(files=[REVIEWS]), None, "stop", 100, print)
-    texts = corpus.to_train_on()
+    texts = corpus.texts()
     monkeypatch.setattr(wordpiece, "text_of", lambda row, column: pytest.fail("read ahead"))
     with pytest.raises(pytest.fail.Exception, match="read ahead"):
         next(texts)

@@ -23,8 +23,8 @@ import train_tokenizer
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertForMaskedLM
 from support.finetuning import assert_one_line, read_settings
 from support.folders import CONFIGURATION
+from support.generation import answers, generate_text
 from support.models import tiny_config
-from toolkit.generation import generate_text
 from toolkit.training import optimizer
 from toolkit.training.seq2seq import Seq2Seq, items
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
@@ -416,12 +416,12 @@ def test_the_saved_model_generates_as_the_evaluation_did_for_sources_that_were_c
     rows = [json.loads(line) for line in (tmp_path / "out" / "predictions_test.jsonl").read_text().splitlines()]
     model, tokenizer = (auto.from_pretrained(tmp_path / "out") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
     assert tokenizer.model_max_length == 4
-    with pytest.warns(UserWarning, match="3 of 6 texts are too long"):
-        found = generate_text(model.eval(), tokenizer, [row["source"] for row in rows])
-    assert [text for [text] in found] == [row["prediction"] for row in rows]
+    found = answers(model.eval(), tokenizer, [row["source"] for row in rows])
+    assert sum(one.dropped > 0 for one in found) == 3
+    assert [text for one in found for text in one.outputs] == [row["prediction"] for row in rows]
     tokenizer.model_max_length = 32
-    whole = generate_text(model, tokenizer, [row["source"] for row in rows])
-    assert whole != found
+    whole = answers(model, tokenizer, [row["source"] for row in rows])
+    assert [one.outputs for one in whole] != [one.outputs for one in found]
 
 
 def test_a_generator_takes_the_special_ids_of_the_tokenizer(flags, make_task, save_generator):

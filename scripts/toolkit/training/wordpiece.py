@@ -3,8 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -54,24 +53,16 @@ class Corpus:
         self.columns = [find_column(columns_in_files, column, ["text"], "the texts") for column in columns or [None]]
         self.warn = warn
 
-    def texts(self) -> Iterator[tuple[bool, str]]:
-        """Each text, and whether it is held out."""
+    def texts(self, held_out: bool = False) -> Iterator[str]:
+        """The texts of the rows to train on, or of those that are held out."""
         warn, self.warn = self.warn, lambda message: None
         rows = keep_rows(read_rows(self.source), self.texts_of, self.on_bad_row, warn)
         for number, row in enumerate(rows, 1):
-            is_held_out = self.held_out > 0 and number % self.held_out == 0
-            yield from ((is_held_out, text) for text in row["texts"])
+            if held_out == (self.held_out > 0 and number % self.held_out == 0):
+                yield from row["texts"]
 
     def texts_of(self, row: dict) -> dict[str, list[str]]:
         return {"texts": [text_of(row, column) for column in self.columns]}
-
-    def to_train_on(self) -> Iterator[str]:
-        return (text for is_held_out, text in self.texts() if not is_held_out)
-
-    def to_measure(self) -> tuple[bool, list[str]]:
-        """Whether there are held-out texts, and the first of these, or else the first of all."""
-        found = list(islice((text for is_held_out, text in self.texts() if is_held_out), MEASURED))
-        return bool(found), found or list(islice((text for _, text in self.texts()), MEASURED))
 
 
 # ---------------------------------------------------------------------------------------------------------- vocabulary
@@ -106,7 +97,7 @@ def train_bert(
     )  # fmt: skip
     if not pieces:
         raise ValueError("there is no text to train on, only spaces and control characters")
-    check_size(vocab_size, {"characters, at the beginning of a word and within": len(pieces)})
+    check_size(vocab_size, len(pieces), f"{len(pieces):,} characters, at the beginning of a word and within")
     letters = [piece for piece in pieces if not piece.startswith(PIECE) or piece == PIECE[0]]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
@@ -121,7 +112,7 @@ def train_bert(
     return BertTokenizer(vocab=backend.get_vocab(), **settings)
 
 
-def alphabet(words: Iterable[str] | Counter, limit: int) -> list[str]:
+def alphabet(words: Iterable[str], limit: int) -> list[str]:
     """The pieces of one character that spell these words: each character, in Unicode order, followed by those within a
     word, with ## before them; at most `limit` characters, the most frequent ones."""
     first, later = Counter(), Counter()
@@ -133,18 +124,12 @@ def alphabet(words: Iterable[str] | Counter, limit: int) -> list[str]:
     return kept + [PIECE + character for character in kept if character in later]
 
 
-def check_size(vocab_size: int, parts: dict[str, int]) -> None:
-    """Raises ValueError unless the special tokens and these parts fit into the vocabulary.
-
-    Args:
-        parts: from a description to a number of tokens.
-    """
-    needed = len(SPECIAL) + sum(parts.values())
-    if vocab_size < needed:
-        counts = " and ".join(f"{count:,} {what}" for what, count in parts.items())
+def check_size(vocab_size: int, tokens: int, description: str) -> None:
+    """Raises ValueError unless the special tokens and so many others fit into the vocabulary."""
+    if vocab_size < len(SPECIAL) + tokens:
         raise ValueError(
-            f"--vocab_size is {vocab_size:,}; expected at least {needed:,}, for {len(SPECIAL)} special tokens and "
-            f"{counts}"
+            f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, for {len(SPECIAL)} special "
+            f"tokens and {description}"
         )
 
 
@@ -166,7 +151,8 @@ def train_symbols(
         raise ValueError("there is no text to train on, only spaces")
     whole = sorted((symbol for symbol in seen if seen[symbol] >= min_frequency), key=lambda one: (-seen[one], one))
     pieces = alphabet((symbol for symbol in seen.elements() if seen[symbol] < min_frequency), limit_alphabet)
-    check_size(vocab_size, {"symbols": len(whole), "characters to spell the rarer ones with": len(pieces)})
+    parts = f"{len(whole):,} symbols and {len(pieces):,} characters to spell the rarer ones with"
+    check_size(vocab_size, len(whole) + len(pieces), parts)
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(SPECIAL + whole + pieces))}
     backend = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=max(map(len, seen))))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -176,11 +162,9 @@ def train_symbols(
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
     )
-    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        **roles,
-        mask_token="[MASK]",
+        **{f"{token[1:-1].lower()}_token": token for token in SPECIAL},
         model_max_length=model_max_length,
         model_input_names=BertTokenizer.model_input_names,
     )
@@ -189,31 +173,17 @@ def train_symbols(
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-@dataclass
-class Measure:
-    """Counts of a tokenizer's results on texts."""
-
-    texts: int
-    words: int
-    tokens: int
-    unknown: int
-
-
-def measure(tokenizer, texts: list[str]) -> Measure:
-    """Counts words (separated by spaces), tokens without [CLS] and [SEP], and [UNK] among these."""
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-    ids = Counter(number for row in encoded["input_ids"] for number in row)
-    return Measure(len(texts), sum(len(text.split()) for text in texts), ids.total(), ids[tokenizer.unk_token_id])
-
-
-def print_report(tokenizer, is_held_out: bool, texts: list[str], output: Path) -> None:
-    """Prints the counts and an example."""
-    found = measure(tokenizer, texts)
-    on = "held out" if is_held_out else "trained on"
+def print_report(tokenizer, corpus: Corpus, output: Path) -> None:
+    """Prints the number of words (separated by spaces), of tokens without [CLS] and [SEP], and of [UNK] among these,
+    and an example, for the first texts that were held out, or else for the first of all."""
+    held_out = list(islice(corpus.texts(held_out=True), MEASURED))
+    texts = held_out or list(islice(corpus.texts(), MEASURED))
+    ids = Counter(chain.from_iterable(tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    words, tokens = sum(len(text.split()) for text in texts), ids.total()
     print(f"{output}: {len(tokenizer):,} tokens")
-    print(f"on {found.texts:,} texts that were {on}, with {found.words:,} words:")
-    if found.tokens:
-        print(f"  {found.tokens / found.words:.2f} tokens per word, {found.unknown / found.tokens:.2%} of them [UNK]")
+    print(f"on {len(texts):,} texts that were {'held out' if held_out else 'trained on'}, with {words:,} words:")
+    if tokens:
+        print(f"  {tokens / words:.2f} tokens per word, {ids[tokenizer.unk_token_id] / tokens:.2%} of them [UNK]")
     sample = tokenizer.tokenize(texts[0])
     print(f"  {' '.join(sample[:40])}{' …' if len(sample) > 40 else ''}")
 
@@ -222,6 +192,4 @@ def save(tokenizer, folder: Path) -> None:
     """Writes the tokenizer's files."""
     tokenizer.save_pretrained(folder)
     if isinstance(tokenizer, BertTokenizer):
-        words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        text = "".join(f"{word}\n" for word, _ in words)
-        (folder / "vocab.txt").write_text(text, encoding="utf-8", newline="\n")
+        tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.txt
