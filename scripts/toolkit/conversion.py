@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+import yaml
+from huggingface_hub import ModelCardData, RepoCard, snapshot_download
 from huggingface_hub.errors import DryRunError
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
@@ -43,7 +44,7 @@ from toolkit.checkpoint import (
     why_unused,
 )
 from toolkit.files import atomic_folder, check_target, looks_like_a_path, read_json_object
-from toolkit.model_card import conversion_card
+from toolkit.model_card import TASKS, opening, parse, render, update_metadata
 
 OUR_CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
 
@@ -66,6 +67,10 @@ LEFT_BEHIND = {
 # Fields of the source's config.json that are not copied. "encoder" and "decoder" are the two configurations of an
 # EncoderDecoderModel.
 NOT_KEPT = {"auto_map", "torch_dtype", "encoder", "decoder", *NOT_IN_BERT}
+
+# In the model card, around the section on the conversion, which the next conversion replaces.
+SECTION = "<!-- {} of what convert_checkpoint.py wrote -->"
+BEGIN, END = SECTION.format("Begin"), SECTION.format("End")
 
 
 @dataclass
@@ -370,19 +375,28 @@ def write_vocabulary(folder: Path, report: Report) -> None:
 
 
 def write_card(folder: Path, checkpoint: Source, to: str, title: str, report: Report) -> None:
-    """Writes README.md, the model card. Bytes of the source's that are not UTF-8 are kept."""
-    path = checkpoint.folder / "README.md"
-    card, notes = conversion_card(
-        path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else "",
-        to=to,
+    """Writes README.md, the model card: the source's metadata, a section on the conversion, and the source's text.
+    Bytes of the source's that are not UTF-8 are kept."""
+    path, is_ours, model_class = checkpoint.folder / "README.md", to == "scratchbert", report.model_class
+    text = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
+    try:
+        card = parse(text)
+    except (TypeError, ValueError, yaml.YAMLError):
+        report.notes.append("the metadata of README.md cannot be read as YAML; it is kept as text")
+        card = RepoCard(f"---\n\n---\n{text}")
+    hub_id = checkpoint.name if checkpoint.on_hub else None
+    update_metadata(card.data, is_ours, TASKS.get(short_name(model_class)), hub_id)
+    section = render(
+        ModelCardData(),
         title=title,
-        model_class=report.model_class,
-        origin=checkpoint.name if checkpoint.on_hub else checkpoint.folder.resolve().name,
-        base_model=checkpoint.name if checkpoint.on_hub else None,
-        for_sentence_transformers="modules.json" in report.copied,
+        converted_from=hub_id or checkpoint.folder.resolve().name,
+        reference=reference_class(model_class) if is_ours else None,
+        use=opening(title, model_class, trust_remote_code=is_ours) | {"sentences": "modules.json" in report.copied},
     )
-    report.notes += notes
-    (folder / "README.md").write_bytes(card.encode("utf-8", "surrogateescape"))
+    before, _, rest = card.text.partition(f"\n{BEGIN}")
+    body = before + rest.partition(f"{END}\n")[2]  # without the section of an earlier conversion
+    card.text = f"\n{BEGIN}{section.text}{END}\n{body}"
+    (folder / "README.md").write_bytes(str(card).encode("utf-8", "surrogateescape"))
 
 
 def print_report(report: Report, target: Path, to: str) -> None:

@@ -2,7 +2,6 @@
 
 import mmap
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from toolkit.checkpoint import weights_among
 from toolkit.files import read_json_object
-from toolkit.model_card import published_card, shown
-from toolkit.training.settings import with_paths
+from toolkit.model_card import published_card
+from toolkit.paths import public_path, with_paths
 
 SECRET = "it looks like a secret"
 
@@ -36,6 +35,8 @@ SECRET_TEXT = re.compile(
     rb"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16})"
     rb"|://[^/\s\"':@]+:[^/\s\"'@]+@|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
+NEW_TOKEN = "create one with write access on {endpoint}/settings/tokens and give it by `hf auth login` or HF_TOKEN"
+
 # Files of weights, and the probe of older ones.
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|probe\.json")
 
@@ -46,10 +47,6 @@ class Listing:
 
     files: dict[str, Path | bytes]
     left: dict[str, str]
-
-    def size(self, name: str) -> int:
-        content = self.files[name]
-        return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def push(
@@ -80,10 +77,7 @@ def push(
         HfHubHTTPError, httpx's HTTPError, RuntimeError: the Hub refuses, or cannot be reached; see `explain`.
     """
     if get_token() is None:
-        raise LocalTokenNotFoundError(
-            f"There is no token; create one with write access on {constants.ENDPOINT}/settings/tokens and give it by "
-            "`hf auth login` or HF_TOKEN."
-        )
+        raise LocalTokenNotFoundError(f"There is no token; {NEW_TOKEN.format(endpoint=constants.ENDPOINT)}.")
     api = HfApi()
     if not pull_request:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -97,10 +91,15 @@ def push(
         if not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
         remote = api.model_info(repo, revision=revision)
+    existing = [file.rfilename for file in remote.siblings or []]
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in listing.files.items()]
+    # Old weights under other names (sharded or in one file) could be opened instead of the new ones.
+    stale = [name for name in existing if WEIGHTS.fullmatch(name) and name not in listing.files]
+    operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
     # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two.
     commit = api.create_commit(
         repo,
-        operations(listing, [file.rfilename for file in remote.siblings or []]),
+        operations,
         commit_message=message,
         revision=revision,
         create_pr=pull_request,
@@ -108,14 +107,6 @@ def push(
         parent_commit=remote.sha,
     )
     return commit, commit.oid != remote.sha
-
-
-def operations(listing: Listing, existing: list[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """The operations of a commit that adds the files to a repository with the files `existing`, and deletes old weights
-    under other names (sharded or in one file), which could be opened instead of the new ones."""
-    stale = [name for name in existing if WEIGHTS.fullmatch(name) and name not in listing.files]
-    add = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in listing.files.items()]
-    return add + [CommitOperationDelete(path_in_repo=name) for name in stale]
 
 
 # ----------------------------------------------------------------------------------------------- the files to upload
@@ -172,7 +163,7 @@ def public_recipe(path: Path) -> str:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    return yaml.safe_dump(with_paths(recipe, lambda value, _: shown(value)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(with_paths(recipe, public_path), sort_keys=False, allow_unicode=True)
 
 
 def why_left(name: str, path: Path) -> str | None:
@@ -214,7 +205,10 @@ def find_secret(text, token: str | None, pattern: re.Pattern | None) -> int | No
 
 def describe(listing: Listing) -> str:
     """The files with their sizes in bytes, and those that are left behind with the reason."""
-    sizes = {name: listing.size(name) for name in sorted(listing.files)}
+    sizes = {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for name, content in sorted(listing.files.items())
+    }
     lines = [f"{size:>15,}  {name}" for name, size in sizes.items()]
     lines.append(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
     for why in dict.fromkeys(listing.left.values()):
@@ -226,50 +220,35 @@ def describe(listing: Listing) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- errors
 
+# What the statuses of the Hub's answers mean, and what to do.
+STATUSES = {
+    401: f"the Hub does not accept the token ({{status}}); {NEW_TOKEN}",
+    403: "the token has no write access to {repo} ({status}); use one that has, a repository of your own, or "
+    "--pull_request",
+    404: "{repo} or its revision does not exist, or is private and not yours ({status})",
+    **dict.fromkeys((409, 412), "somebody else has pushed to {repo} ({status}); look at it, and run this again"),
+    500: "the Hub has an error ({status}); run this again later. Either all files are uploaded or none",
+}  # fmt: skip
+
 
 def explain(error: BaseException, repo: str) -> str:
     """What went wrong in a push to `repo`, and what to do. The user's token is masked."""
-    message = next((text for cause in causes(error) if (text := explanation(cause, repo))), str(error))
-    token = get_token()
-    return message.replace(token, "…") if token else message
-
-
-def explanation(cause: BaseException, repo: str) -> str | None:
+    cause, message = error, str(error)
+    while cause is not None and not isinstance(cause, (HTTPError, OfflineModeIsEnabled)):
+        cause = cause.__cause__
     if isinstance(cause, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set; unset it to push"
-    if isinstance(cause, HfHubHTTPError):
-        return refusal(cause, repo)
-    if isinstance(cause, HTTPError):
-        return (
+        message = "HF_HUB_OFFLINE is set; unset it to push"
+    elif isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        if meaning := STATUSES.get(min(status, 500)):
+            message = meaning.format(repo=repo, status=status, endpoint=constants.ENDPOINT)
+        else:
+            message = str(cause)
+    elif cause is not None:
+        message = (
             f"the Hub at {constants.ENDPOINT} cannot be reached, or closed the connection "
             f"({cause or type(cause).__name__}); check the network, the proxy and HF_ENDPOINT, and run it again. "
             "Either all files are uploaded or none"
         )
-    return None
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def refusal(error: HfHubHTTPError, repo: str) -> str:
-    status = error.response.status_code
-    if status == 401:
-        return (
-            f"the Hub does not accept the token (401); create one with write access on {constants.ENDPOINT}"
-            "/settings/tokens and give it by `hf auth login` or HF_TOKEN"
-        )
-    if status == 403:
-        return (
-            f"the token has no write access to {repo} (403); use one that has, a repository of your own, or "
-            "--pull_request"
-        )
-    if status == 404:
-        return f"{repo} or its revision does not exist, or is private and not yours (404)"
-    if status in (409, 412):
-        return f"somebody else has pushed to {repo} in the meantime ({status}); look at it, and run this again"
-    if status >= 500:
-        return f"the Hub has an error ({status}); run this again later. Either all files are uploaded or none"
-    return str(error)
+    token = get_token()
+    return message.replace(token, "…") if token else message

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from support.folders import SCRIPTS
 from toolkit import cli, files
@@ -226,8 +228,8 @@ def interrupted_while_writing(path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
-    files.write_json(path, {"x": float("nan"), "y": [1.5, float("inf")]})
-    assert path.read_text() == '{\n  "x": null,\n  "y": [\n    1.5,\n    null\n  ]\n}\n'
+    files.write_json(path, {"ä": float("nan"), "y": [np.float32(1.5), torch.tensor(float("inf"))]})
+    assert path.read_text("utf-8") == '{\n  "ä": null,\n  "y": [\n    1.5,\n    null\n  ]\n}\n'
     with pytest.raises(KeyboardInterrupt), files.atomic_file(path) as temporary:
         interrupted_while_writing(temporary)
     assert "null" in path.read_text()

@@ -4,6 +4,8 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,15 +30,36 @@ IMPORTED_ONCE = {
 }
 
 
-def imported(path: Path) -> dict[str, set[str]]:
+def statements(tree: ast.AST, in_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements; without `in_functions`, only those that run when the file is imported."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from statements(node, in_functions)
+
+
+def imported(path: Path, in_functions: bool = True) -> dict[str, set[str]]:
     """From each module that a file imports, at any level, to the names that it takes from it."""
     found: dict[str, set[str]] = {}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8")), in_functions):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.setdefault(alias.name, set())
-        elif isinstance(node, ast.ImportFrom):
+        else:
             found.setdefault("." * node.level + (node.module or ""), set()).update(each.name for each in node.names)
+    return found
+
+
+def toolkit_imports(in_functions: bool) -> dict[str, set[str]]:
+    """From each module of the toolkit to those that it imports."""
+    modules = {".".join(path.relative_to(SCRIPTS).with_suffix("").parts).removesuffix(".__init__"): path
+               for path in TOOLKIT}  # fmt: skip
+    found = {}
+    for module, path in modules.items():
+        imports = imported(path, in_functions).items()
+        names = {each for name, taken in imports for each in (name, *(f"{name}.{inner}" for inner in taken))}
+        found[module] = names & modules.keys() - {module}
     return found
 
 
@@ -60,6 +83,21 @@ def test_a_command_imports_toolkit_and_nothing_else_of_ours(path):
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda path: path.name)
 def test_the_package_does_not_know_the_toolkit(path):
     assert "toolkit" not in {top(module) for module in imported(path)}
+
+
+@pytest.mark.parametrize("in_functions", [False, True])
+def test_no_import_of_the_toolkit_is_in_a_cycle(in_functions):
+    found = toolkit_imports(in_functions)
+    # The `main` of the training commands: it parses the flags before it imports torch.
+    found["toolkit.training.settings"].discard("toolkit.training.run")
+    assert len(list(TopologicalSorter(found).static_order())) > 50  # else CycleError
+
+
+def test_what_all_commands_share_does_not_import_training_or_corpus():
+    parts = ("toolkit.training", "toolkit.corpus")
+    found = toolkit_imports(in_functions=False)
+    shared = {module for module in found if module.count(".") == 1 and module not in (*parts, "toolkit.benchmark")}
+    assert {each for module in shared for each in found[module] if each.startswith(parts)} == set()
 
 
 def test_what_the_package_may_move_is_imported_once():

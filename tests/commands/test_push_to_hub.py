@@ -21,6 +21,7 @@ import modeling_scratchbert
 import push_to_hub
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from support.folders import SCRIPTS
+from support.golden import assert_golden
 from support.hub_server import serving, use
 from support.models import OURS, inputs_for, random_scratchbert
 from toolkit import publish
@@ -474,30 +475,27 @@ def test_nothing_new_is_no_commit(hub, push):
 # --- the card
 
 
-def sent_card(hub) -> tuple[dict, str]:
-    text = hub.files("ada/m")["README.md"].decode()
-    _, metadata, body = text.split("---\n", 2)
-    return yaml.safe_load(metadata), body
-
-
-def test_a_card_is_made_where_there_is_none(hub, folder, push):
+def test_a_card_is_made_where_there_is_none(hub, tmp_path, folder, push):
+    """With the metrics, and the table of --parity without its folders and its gradients."""
     (folder / "metrics.json").write_text(json.dumps({"validation": {"accuracy": 0.9375}, "history": []}))
-    assert push()[0] == 0
-    metadata, body = sent_card(hub)
-    assert metadata == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-classification",
-        "tags": ["scratchbert"],
-    }
-    assert body.startswith("\n# m\n")
-    assert "| accuracy | 0.9375 |" in body
-    assert 'AutoModelForSequenceClassification.from_pretrained("ada/m", trust_remote_code=True)' in body
+    row = {"what": "hidden state 2", "kind": "hidden state", "shape": [3, 7, 32], "max_abs": 2.5e-7,
+           "own_error": 3e-7, "equal": True}  # fmt: skip
+    report = {
+        "model": f"ScratchBertModel from {tmp_path}/my-model",
+        "reference": "BertModel from google/bert exported to BERT",
+        "batch": "3 sentences", "not_compared": ["pooler, only in google/bert"],
+        "rows": [row, {**row, "kind": "gradient", "what": "gradient: x"}, {**row, "equal": False}],
+        "verdict": "DIFFERENT: hidden state 2",
+    }  # fmt: skip
+    (tmp_path / "parity.json").write_text(json.dumps(report))
+    assert push("ada/m", "--parity", str(tmp_path / "parity.json"))[0] == 0
+    assert_golden(hub.files("ada/m")["README.md"].decode(), Path(__file__).with_name("golden") / "published.md")
     assert not (folder / "README.md").exists()
 
 
 def test_the_folder_s_card_is_kept(hub, folder, push):
     card = (
-        "---\n# a comment\nlanguage: no\npipeline_tag: zero-shot-classification\n---\n\n# my-model\n\n"
+        "---\nlanguage: no\npipeline_tag: zero-shot-classification\nversion: '1.10'\n---\n\n# my-model\n\n"
         "## Results\n\nGood.\n\n"
         'model = AutoModel.from_pretrained("my-model", trust_remote_code=True)\n'
         'other = AutoModel.from_pretrained("bert-base-uncased")\n'
@@ -505,34 +503,14 @@ def test_the_folder_s_card_is_kept(hub, folder, push):
     (folder / "README.md").write_text(card)
     (folder / "metrics.json").write_text(json.dumps({"validation": {"accuracy": 0.9375}}))
     assert push()[0] == 0
-    expected = card.replace('("my-model"', '("ada/m"')
-    expected = expected.replace(
-        "classification\n---", "classification\nlibrary_name: transformers\ntags:\n- scratchbert\n---"
-    )
+    expected = card.replace('("my-model"', '("ada/m"').replace("language: no", "language: 'no'")
+    expected = expected.replace("'1.10'\n", "'1.10'\ntags:\n- scratchbert\nlibrary_name: transformers\n")
     assert hub.files("ada/m")["README.md"].decode() == expected
     assert (folder / "README.md").read_text() == card
 
-    (folder / "README.md").write_text("---\ntags: [a\n---\n")
-    assert_one_line(push(), "README.md has metadata that cannot be read")
-
-
-def test_a_table_of_parity(hub, tmp_path, folder, push):
-    row = {"what": "hidden state 2", "kind": "hidden state", "shape": [3, 7, 32], "max_abs": 2.5e-7,
-           "own_error": 3e-7, "equal": True}  # fmt: skip
-    report = {
-        "model": f"ScratchBertModel from {tmp_path}/my-model",
-        "reference": "BertModel from google/bert exported to BERT",
-        "batch": "3 sentences", "not_compared": [], "rows": [row, {**row, "kind": "gradient", "what": "gradient: x"}],
-        "verdict": "equal: values within 2.5e-07",
-    }  # fmt: skip
-    (tmp_path / "parity.json").write_text(json.dumps(report))
-    assert push("ada/m", "--parity", str(tmp_path / "parity.json"))[0] == 0
-    body = sent_card(hub)[1]
-    assert "| hidden state 2 | 3×7×32 | 2.5e-07 | 3e-07 | equal |" in body
-    assert "gradient: x" not in body
-    assert "- model: ScratchBertModel from my-model\n- reference: BertModel from google/bert exported" in body
-    assert "\nequal: values within 2.5e-07\n" in body
-    assert str(tmp_path) not in body
+    for metadata in ("tags: [a", "model-index: broken"):
+        (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
+        assert_one_line(push(), "README.md has metadata that cannot be read")
 
 
 def test_a_pushed_recipe_has_no_absolute_path(tmp_path):

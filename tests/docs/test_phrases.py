@@ -29,7 +29,7 @@ PHRASES = {
     r"nobody waits for": "non-blocking",
     r"it wants (one )?of": "expected one of",
 }
-SUFFIXES = {".cfg", ".json", ".md", ".py", ".toml", ".yaml"}
+SUFFIXES = {".cfg", ".jinja", ".json", ".md", ".py", ".toml", ".yaml"}
 
 
 def texts():

@@ -27,7 +27,6 @@ from support.finetuning import make_task, read_settings, save_tiny
 from support.folders import DATA
 from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit import row_files
-from toolkit.model_card import training_section
 from toolkit.row_files import BadRow, find_column, text_of
 from toolkit.training import rows as training_rows
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
@@ -253,12 +252,6 @@ def test_the_recipe_keeps_the_pattern(tmp_path, monkeypatch):
     again = read_settings(ClassificationSettings, ["recipe.yaml"])
     assert (again.train_file, again.test_file) == ([f"{tmp_path}/rows-*.csv"], [f"{tmp_path}/more/?.csv"])
     assert changed_flags(given, tmp_path / "recipe.yaml") == {}
-
-
-def test_patterns_are_not_emphasis_in_the_table_of_the_model_card():
-    settings = {"train_file": ["data/*.csv", "more/*.csv"]}
-    section = training_section(settings, [], rows={}, checkpoint="", defaults={})
-    assert r"| train_file | \*.csv, \*.csv |" in section
 
 
 def test_a_field_may_be_longer_than_the_csv_module_likes(write):

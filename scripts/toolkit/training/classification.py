@@ -39,6 +39,7 @@ class Classification(FineTuning):
             rows = self.read(source)
             self.labels = self.labels or in_saved_order(self.find_labels(rows), self.saved_labels)
             self.rows[split], self.splits[split] = rows, self.encode(rows)
+            self.row_counts[split] = len(rows)
         self.train_set = self.splits.pop("train")
         del self.rows["train"]
         self.model = self.make_model()

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -23,14 +22,15 @@ from tqdm.auto import tqdm
 
 from toolkit import publish
 from toolkit.cli import CommandError
+from toolkit.files import write_json
 from toolkit.metrics import main_metrics
-from toolkit.model_card import auto_class, is_own, write_training_card
+from toolkit.model_card import auto_class, is_own
 from toolkit.progress import LogLines
+from toolkit.training.card import write_card
 from toolkit.training.checkpoints import Checkpoints, Progress, megabytes, read_progress, writing
 from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS
-from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, write_metrics
-from toolkit.training.settings import defaults_of
+from toolkit.training.report import checkpoint_in_words, in_words, plot_curves
 from toolkit.training.sharding import prepare
 from toolkit.training.task import AFTER_DIVERGENCE, Task, TrainingError, non_padding_tokens, sources, to_device
 
@@ -430,26 +430,12 @@ class Training:
         """Writes the model, its tokenizer, the metrics, the curves and the model card."""
         model.save_pretrained(folder, state_dict=weights)
         self.task.tokenizer.save_pretrained(folder)
-        write_metrics(folder, report)
+        write_json(folder / "metrics.json", report)
         names = main_metrics(report.get("validation", {}), first=self.task.metric)
         plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
-        # A row may have several windows, which share its place. Masked-LM sequences do not follow the rows.
-        counted = {} if self.task.name == "fill-mask" else {"train": self.task.train_set, **self.task.splits}
-        write_training_card(
-            folder,
-            task=self.task.name,
-            model_class=self.model_class,
-            base_model=self.settings.model,
-            dataset=self.settings.dataset or self.settings.train_file,
-            dataset_on_hub=self.settings.dataset is not None,
-            metrics={split: report[split] for split in self.task.splits},
-            settings=asdict(self.settings),
-            history=self.progress.history,
-            rows={split: len(set(examples["place"])) for split, examples in counted.items()},
-            checkpoint=checkpoint_in_words(self.progress, self.task.metric),
-            defaults=defaults_of(self.settings),
-            name=self.output.resolve().name,
-        )
+        metrics = {split: report[split] for split in self.task.splits}
+        name = self.output.resolve().name
+        write_card(folder, self.task, self.progress, metrics, model_class=self.model_class, name=name)
 
     def summary(self, report: dict) -> str:
         """What is printed at the end: the metrics, whose weights the model has, how to open it, and the space that the

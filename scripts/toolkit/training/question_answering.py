@@ -135,6 +135,7 @@ class QuestionAnswering(FineTuning):
         for split, source in sources(settings).items():
             self.rows[split] = self.read(source)
             self.splits[split] = self.encode(self.rows[split])
+            self.row_counts[split] = len(self.rows[split])
         self.check_answers(self.rows["train"], self.splits["train"])
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
         threshold = self.make_threshold(self.rows.pop("train"))

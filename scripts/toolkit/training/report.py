@@ -1,4 +1,4 @@
-"""The report of a training run: metrics.json, curves.png and confusion_matrix.png.
+"""The report of a training run: its metrics in words, and curves.png.
 
 A history is a list of points in the order of the run. A point of the training has `step`, `epoch`, `loss`,
 `learning_rate` and `tokens_per_second`; one of an evaluation has `step`, `epoch` and `validation`, a dict from metric
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.files import to_json, write_json
+from toolkit.files import to_json
 from toolkit.metrics import metric_range
-from toolkit.model_card import History, cell
+from toolkit.model_card import cell
 from toolkit.pictures import has_matplotlib, new_figure
 from toolkit.training.checkpoints import Progress
+
+History = Sequence[Mapping]
 
 # Metrics of each label, such as DATE_precision, that are left out of progress lines, where they would be most of the
 # text. Each label's F1 is shown; metrics.json and the model card have all metrics.
@@ -29,11 +31,6 @@ LARGEST_LINEAR_RATIO = 100
 
 # A loss curve with more points than this is smoothed.
 MOST_UNSMOOTHED = 25
-
-
-def write_metrics(folder: Path, metrics: Mapping) -> None:
-    """Writes metrics.json into `folder`. NaN, which JSON does not have, becomes null."""
-    write_json(Path(folder) / "metrics.json", metrics)
 
 
 def headline(metrics: Mapping) -> dict:

@@ -53,6 +53,7 @@ class Seq2Seq(FineTuning):
         self.set_generation()
         for split, source in found.items():
             self.splits[split] = self.encode(self.read(source))
+            self.row_counts[split] = len(self.splits[split])
         self.train_set = self.splits.pop("train")
         if self.text_metrics and "validation" in self.splits and not has_checkpoint(settings):
             self.report_changed_targets(self.splits["validation"])

@@ -17,15 +17,12 @@ import yaml
 
 from toolkit.cli import Parser, continuing_when_output_is_closed
 from toolkit.files import find_shipped, looks_like_a_path
+from toolkit.paths import FILES, with_paths
 
 # The first group of `--help`. The others are in the order of GROUPS.
 MOST_USED = ("model", "output", "train_file", "validation_file", "max_length", "batch_size", "epochs", "learning_rate",
              "seed", "resume")  # fmt: skip
 GROUPS = ("most used", "data", "model", "training", "evaluation", "output")
-
-# Flags whose values are files or folders; or, where no such folder exists, hub ids.
-FILES = ("train_file", "validation_file", "test_file", "config_file", "output")
-FOLDERS_OR_HUB_IDS = ("model", "tokenizer", "dataset")
 
 # How `--help` shows the values of these flags; others are VALUE, or N or X for numbers.
 METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL", "tokenizer": "TOKENIZER",
@@ -652,18 +649,6 @@ def recipe_of(settings: Settings) -> str:
 def absolute(value: str, is_file: bool) -> str:
     """The absolute path of a file or an existing folder; a hub id as it is."""
     return str(Path(value).resolve()) if is_file or Path(value).is_dir() else value
-
-
-def with_paths(settings: dict, change) -> dict:
-    """The settings with `change(value, is_file)` applied to each value that is a file, a folder or a hub id."""
-
-    def changed(name: str, value):
-        if isinstance(value, list):
-            return [changed(name, each) for each in value]
-        is_path = isinstance(value, str) and name in (*FILES, *FOLDERS_OR_HUB_IDS)
-        return change(value, name in FILES) if is_path else value
-
-    return {name: changed(name, value) for name, value in settings.items()}
 
 
 def changed_flags(settings: Settings, recipe: Path) -> dict[str, tuple]:

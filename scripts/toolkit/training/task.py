@@ -68,6 +68,7 @@ class Task(ABC):
         new_weights: the names of the parameters that the checkpoint lacks. They are random, so no flag freezes them.
         splits: the examples of "validation" and "test", if there are any.
         rows: the rows of these splits, if metrics are computed from the rows.
+        row_counts: the number of rows of each split and of "train"; empty if the sequences do not follow the rows.
         metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction. Of
             checkpoints with the same value, the one with the lowest loss is the best.
         evaluates_at_start: whether the model is evaluated before the first update, as step 0.
@@ -80,7 +81,7 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        self.splits, self.rows, self.new_weights = {}, {}, set()
+        self.splits, self.rows, self.row_counts, self.new_weights = {}, {}, {}, set()
 
     def open_model(self, open_checkpoint: Callable, *, new_head: bool = False, **fields):
         """The model of --model in float32, with these fields of its configuration. Sets `new_weights` and, if the run

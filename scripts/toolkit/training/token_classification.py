@@ -143,6 +143,7 @@ class TokenClassification(FineTuning):
             self.rows[split] = self.read(source)
             self.labels = self.labels or in_saved_order(self.find_labels(self.rows[split]), self.saved_labels)
             self.splits[split] = self.encode(self.rows[split])
+            self.row_counts[split] = len(self.rows[split])
         self.train_set = self.splits.pop("train")
         self.tag_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
         self.model = self.make_model()
