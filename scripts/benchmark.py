@@ -4,7 +4,7 @@
     benchmark.py --output speed                        also writes speed/report.json and speed/report.png
     benchmark.py --quick
     benchmark.py --workloads reviews single --variants openvino ours-optimised --memory
-    benchmark.py --workloads decoding cuda
+    benchmark.py --workloads decoding
 
 All variants run in one process, in turns: for each repetition and batch, each variant once, on the same padded batch
 with its mask. The time of a batch is the median over the repetitions; a row has the mean over its batches.
@@ -15,11 +15,13 @@ padding; the GEMM lower bound, the time of the blocks' matrix products on non-pa
 here, as a share of the time; and the largest absolute difference to BertModel at non-padding tokens.
 
 The workloads single-1, single and single-32 are one sentence of 1, 12 and 32 tokens. "decoding" times those of our
-variants that generate (as loaded, optimised, bfloat16, int8) beside EncoderDecoderModel in float32. "cuda" compares
-BertModel and our model on a GPU, in bfloat16, whatever --variants are; without a GPU it is skipped.
+variants that generate (as loaded, optimised, bfloat16, int8) beside EncoderDecoderModel in float32.
+
+The variants bert-cuda, bert-cuda-flash (flash attention, on packed sequences) and ours-cuda run in bfloat16 on a GPU.
+Their times include copying the token ids to it, and they have no GEMM lower bound.
 
 Variants that fail are reported with the reason. Runtimes that are not installed are skipped and listed, as are those
-that compute bfloat16 on a CPU without instructions for it.
+that compute bfloat16 on a CPU without instructions for it, or require a GPU that is not there.
 
 Exit code: 0; 1 if one of our variants differs from BertModel (float32, by more than 1e-5), generates other tokens in
 float32, or fails; 2 if the benchmark cannot run.
@@ -87,7 +89,7 @@ def parse(parser: Parser, argv: list[str] | None):
 
 def draws(args) -> bool:
     """Whether the picture has any of the workloads."""
-    return not set(args.workloads) <= {"training", "decoding", "cuda"}
+    return not set(args.workloads) <= {"training", "decoding"}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -42,16 +42,16 @@ def main(argv: list[str] | None = None) -> int:
         open_report_output(args)
         from toolkit.files import write_json
         from toolkit.hub import silence_libraries
-        from toolkit.parity import check, plot, table
+        from toolkit.parity import as_text, check, plot
 
         silence_libraries()
         report = check(args.model, args.other, args.seed)
-        print(f"\n{table(report)}")
+        print(f"\n{as_text(report)}")
         if args.json is not None:
-            write_json(args.json, asdict(report))
+            write_json(args.json, report | {"rows": list(map(asdict, report["rows"]))})
         if args.plot is not None:
             plot(report, args.plot)
-        return 0 if report.equal else 1
+        return 0 if report["equal"] else 1
 
     return parser.run(work, expected=(RuntimeError,))
 

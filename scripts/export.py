@@ -51,12 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> None:
-        from toolkit.exporting import export, verdict
+        from toolkit.exporting import export
         from toolkit.hub import silence_libraries
 
         silence_libraries()
-        found = export(args.model, args.output, args.format, overwrite=args.overwrite)
-        print(verdict(found, args.format, args.output))
+        export(args.model, args.output, args.format, overwrite=args.overwrite)
 
     return parser.run(work, interrupted=f"interrupted; {args.output} is unchanged", expected=(RuntimeError,))
 

@@ -22,25 +22,12 @@ Exit code: 0 all questions answered; 2 bad usage, or a file or checkpoint that c
 reader of the output has closed it.
 """
 
-import argparse
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 
 from toolkit.cli import Parser, about, integer_from, use_utf8, without_line_breaks, writing_output
-
-
-def number(text: str) -> float:
-    """Raises ArgumentTypeError if it is no number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number")
-    return value
 
 
 def make_parser() -> Parser:
@@ -67,7 +54,7 @@ def make_parser() -> Parser:
     output.add_argument("--n_best", type=integer_from(1), default=1, metavar="N", help="maximum number of answers to "
                         "each question")  # fmt: skip
     decides = output.add_mutually_exclusive_group()
-    decides.add_argument("--threshold", type=number, metavar="X", help="the score that an answer must exceed; a higher "
+    decides.add_argument("--threshold", type=float, metavar="X", help="the score that an answer must exceed; a higher "
                          "one gives fewer answers; default: that of the training")  # fmt: skip
     decides.add_argument("--always_answer", action="store_true", help="give the best answer, whatever its score")
     output.add_argument("--json", action="store_true", help="print an object on each line: question, and answers with "
@@ -79,10 +66,10 @@ def read_context(args) -> str:
     """Raises CommandError if it cannot be read."""
     if args.context is not None:
         return args.context
-    with about("standard input" if args.context_file == "-" else args.context_file):
-        if args.context_file == "-":
-            return sys.stdin.buffer.read().decode("utf-8-sig")
-        return Path(args.context_file).read_bytes().decode("utf-8-sig")  # the BOM is no character of the text
+    source = args.context_file
+    with about("standard input" if source == "-" else source):
+        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        return content.decode("utf-8-sig")  # the BOM is no character of the text
 
 
 def answer_all(args) -> None:
@@ -97,7 +84,7 @@ def answer_all(args) -> None:
     silence_libraries()
     context = read_context(args)
     names = ("max_length", "stride", "max_answer_length", "threshold")
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}  # others are saved
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}  # others are saved
     if args.always_answer:
         options["threshold"] = None
     with about(args.model):

@@ -11,17 +11,10 @@ Exit code: 0; 1 if, among the default sentences, an unrelated pair is as similar
 checkpoint that cannot be opened, or only with the package despite --without_package.
 """
 
-from __future__ import annotations
-
-import importlib
 import inspect
 import sys
-from typing import TYPE_CHECKING
 
-from toolkit.cli import CommandError, Parser, about
-
-if TYPE_CHECKING:
-    import torch
+from toolkit.cli import CommandError, Parser, about, table
 
 PACKAGE = "modeling_scratchbert"
 
@@ -33,31 +26,16 @@ PARAPHRASES = [
 ]
 
 
-class HiddenPackage:
-    """An import finder that hides the package. The code beside the weights is not hidden: its modules are named
-    `transformers_modules.…`.
-    """
-
-    def find_spec(self, name, path=None, target=None):
-        """Raises ModuleNotFoundError for the package and its modules."""
-        if name.split(".")[0] == PACKAGE:
-            raise ModuleNotFoundError(f"{name} is hidden (--without_package)", name=name)
-
-
 def block_package() -> None:
-    """Hides the package from this process.
+    """Hides the package from this process. The code beside the weights is not hidden: its modules are named
+    `transformers_modules.…`.
 
     Raises:
-        RuntimeError: it has been imported, or can still be imported.
+        RuntimeError: it has been imported.
     """
     if PACKAGE in sys.modules:
         raise RuntimeError(f"{PACKAGE} has been imported already, so it cannot be hidden.")
-    sys.meta_path.insert(0, HiddenPackage())
-    try:
-        importlib.import_module(PACKAGE)
-    except ModuleNotFoundError:
-        return
-    raise RuntimeError(f"{PACKAGE} can still be imported.")
+    sys.modules[PACKAGE] = None  # an import then raises ModuleNotFoundError
 
 
 def open_checkpoint(source: str, without_package: bool, trust_remote_code: bool):
@@ -83,13 +61,11 @@ def open_checkpoint(source: str, without_package: bool, trust_remote_code: bool)
     if without_package:
         if not module.startswith("transformers_modules."):
             raise RuntimeError(f"{name} comes from {module}, not from code beside the weights.")
-        if PACKAGE in sys.modules:
-            raise RuntimeError(f"The code beside the weights imported {PACKAGE}.")
         print(f"The package {PACKAGE} is hidden from this process: the checkpoint's own code was enough.")
     return open_tokenizer(source, trust_remote_code=trust_remote_code), model
 
 
-def embed(sentences: list[str], tokenizer, model) -> torch.Tensor:
+def embed(sentences: list[str], tokenizer, model):
     """The embeddings, `(N, C)`, each of length 1."""
     import torch
 
@@ -101,24 +77,22 @@ def embed(sentences: list[str], tokenizer, model) -> torch.Tensor:
     return torch.nn.functional.normalize((states * weights).sum(dim=1) / weights.sum(dim=1))
 
 
-def table(sentences: list[str], similarities: torch.Tensor) -> str:
+def triangle(sentences: list[str], similarities) -> str:
     """The sentences with their numbers, and the similarities below the diagonal."""
-    width = max(map(len, sentences))
-    lines = [" " * (width + 4) + "".join(f"{i + 1:>7}" for i in range(len(sentences)))]
-    for i, sentence in enumerate(sentences):
-        row = "".join(f"{value:7.2f}" for value in similarities[i, : i + 1].tolist())
-        lines.append(f"{i + 1:>2}  {sentence:<{width}}{row}")
-    return "\n".join(lines)
+    rows = [["", *(str(i) for i in range(1, len(sentences) + 1))]]
+    for i, (sentence, values) in enumerate(zip(sentences, similarities.tolist(), strict=True), 1):
+        rows.append([f"{i:2}  {sentence}", *(f"{value:.2f}" if j < i else "" for j, value in enumerate(values))])
+    return table(rows)
 
 
-def makes_sense(similarities: torch.Tensor) -> bool:
+def makes_sense(similarities) -> bool:
     """Whether each default sentence is more similar to its paraphrase than any two unrelated ones are. Prints both
     bounds."""
     import torch
 
     pair = torch.arange(len(similarities)) // 2
-    paraphrase = (pair[:, None] == pair[None, :]).fill_diagonal_(False)
-    lowest, highest = similarities[paraphrase].min(), similarities[pair[:, None] != pair[None, :]].max()
+    same = pair[:, None] == pair
+    lowest, highest = similarities[same].min(), similarities[~same].max()
     print(f"\nparaphrases (1 and 2, 3 and 4, 5 and 6): at least {lowest:.2f}; all others: at most {highest:.2f}")
     return bool(lowest > highest)  # False if either is NaN
 
@@ -156,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             sentences = args.sentences or [sentence for pair in PARAPHRASES for sentence in pair]
             embeddings = embed(sentences, tokenizer, model)
         similarities = embeddings @ embeddings.T
-        print(f"\n{table(sentences, similarities)}")
+        print(f"\n{triangle(sentences, similarities)}")
         if not args.sentences and not makes_sense(similarities):
             raise CommandError("an unrelated pair is as similar as a paraphrase", exit_code=1)
 

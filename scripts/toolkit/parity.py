@@ -11,18 +11,19 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderModel
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
+from modeling_scratchbert import ScratchBertConfig
 from toolkit.checkpoint import (
     Checkpoint,
     covering_classes,
+    decoder_of,
+    is_per_token,
     load,
     open_tokenizer_if_any,
     read_checkpoint,
@@ -31,9 +32,9 @@ from toolkit.checkpoint import (
     used_parts,
     why_unused,
 )
-from toolkit.cli import shortened
-from toolkit.files import atomic_file
+from toolkit.cli import shortened, table
 from toolkit.machine import version
+from toolkit.pictures import new_figure
 
 TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of their tensor
 
@@ -41,24 +42,10 @@ TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of t
 # gradient whose norm in float64 is below this share of the whole model's is compared relative to the whole model's.
 ZERO_GRADIENT = 1e-7
 
-# The logits that each class returns: from the output's field to the name in the table.
-LOGITS = {
-    "ForPreTraining": {
-        "prediction_logits": "masked-LM logits",
-        "seq_relationship_logits": "next-sentence logits",
-    },
-    "ForMaskedLM": {"logits": "masked-LM logits"},
-    "ForNextSentencePrediction": {"logits": "next-sentence logits"},
-    "ForSequenceClassification": {"logits": "sequence logits"},
-    "ForMultipleChoice": {"logits": "choice logits"},
-    "ForTokenClassification": {"logits": "token logits"},
-    "ForQuestionAnswering": {"start_logits": "answer start logits", "end_logits": "answer end logits"},
-    "ForCausalLM": {"logits": "next-word logits"},
-    "ForConditionalGeneration": {"logits": "next-word logits"},
-    "Model": {},
-    "Seq2SeqModel": {},
-}
-ONE_PER_TOKEN = {"masked-LM logits", "next-word logits", "token logits", "answer start logits", "answer end logits"}
+# Of a parameter's name: encoder or decoder of a seq2seq model, and the number of the layer or the part outside of them.
+GRADIENT_NAME = re.compile(
+    r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?(?:blocks\.(\d+)|(\w+))"
+)
 
 # Single texts, pairs, a single word, and a row of padding only.
 SENTENCES = [
@@ -81,9 +68,11 @@ def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None
     names = ["is_encoder_decoder", "add_cross_attention", "vocab_size", "hidden_size", "num_hidden_layers",
              "num_attention_heads", "max_position_embeddings", "type_vocab_size"]  # fmt: skip
     names += ["num_labels"] if parts & {"classifier", "qa_outputs"} else []
-    sizes = [{name: getattr(side.config, name) for name in names} for side in (one, other)]
-    for side, own in zip((one, other), sizes, strict=True):
-        own["num_decoder_layers"] = side.config.decoder_config().num_hidden_layers
+    sizes = [
+        {name: getattr(side.config, name) for name in names}
+        | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
+        for side in (one, other)
+    ]
     for name, here in sizes[0].items():
         if here != sizes[1][name]:
             raise ValueError(
@@ -119,12 +108,10 @@ def make_batch(
 ) -> dict[str, torch.Tensor]:
     """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`. The targets of a seq2seq model are
     the same rows in reverse order; a decoder with cross-attention attends to random encoder outputs."""
-    width = max(len(ids) for ids, _ in rows)
 
     def padded(columns, value):
-        right = [list(column) + [value] * (width - len(column)) for column in columns]
-        left = [[value] * (width - len(column)) + list(column) for column in columns]
-        return torch.tensor(right + left)
+        rows = [torch.tensor(column, dtype=torch.long) for column in columns]
+        return torch.cat([pad_sequence(rows, True, value, padding_side=side) for side in ("right", "left")])
 
     batch = {
         "input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
@@ -145,16 +132,17 @@ def load_pair(subject: Checkpoint, reference: Checkpoint | None, name: str, pool
     """The two models to compare. Without a checkpoint for the reference, it is the `Bert…` class, opened from the same
     checkpoint if that is a BERT, else from an export of the ScratchBert."""
     if reference is not None:
-        return tuple(load(side.source, side.kind, name, pooler) for side in (subject, reference))
-    model = load(subject.source, "scratchbert", name, pooler)
+        return tuple(load(side, side.kind, name, pooler) for side in (subject, reference))
+    model = load(subject, "scratchbert", name, pooler)
     if subject.kind != "scratchbert":
-        return model, load(subject.source, subject.kind, name, pooler)
+        return model, load(subject, subject.kind, name, pooler)
     with tempfile.TemporaryDirectory() as folder:
         if subject.config.is_encoder_decoder:
             save_as_two_berts(model, Path(folder))
-            return model, load(folder, "encoder-decoder", name, pooler)
-        model.save_as_bert(folder)
-        return model, load(folder, "bert", name, pooler)
+        else:
+            model.save_as_bert(folder)
+        exported = read_checkpoint(folder)
+        return model, load(exported, exported.kind, name, pooler)
 
 
 def save_as_two_berts(model, folder: Path) -> None:
@@ -169,11 +157,9 @@ def save_as_two_berts(model, folder: Path) -> None:
             f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; expected another "
             "ScratchBert to compare it with."
         )
-    decoder = ScratchBertForCausalLM(model.config.decoder_config())
-    decoder.model, decoder.lm_head = model.get_decoder(), model.lm_head
     folders = (folder / "encoder", folder / "decoder")
     model.get_encoder().save_as_bert(folders[0])
-    decoder.save_as_bert(folders[1])
+    decoder_of(model).save_as_bert(folders[1])
     EncoderDecoderModel.from_encoder_decoder_pretrained(*folders).save_pretrained(folder)
 
 
@@ -184,41 +170,42 @@ def save_as_two_berts(model, folder: Path) -> None:
 class Observed:
     """One output of a model: the values at non-padding tokens, and the shape that it was returned in."""
 
-    kind: str
-    stack: str  # "encoder" or "decoder"; "" if there is only one, and for the outputs after both
+    kind: str  # "hidden state", "attention", "cross-attention", "pooler" or "logits"
     layer: int | None
     shape: list[int]
     values: torch.Tensor
 
 
 def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str, Observed], dict[str, torch.Tensor]]:
-    """All outputs of a model by name, and the gradients of all its parameters by ScratchBert's name."""
+    """All outputs of a model by name, in the order in which data flows, and the gradients of all its parameters by
+    ScratchBert's name."""
     tokens_of = non_padding_tokens(batch)
     batch = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     if type(model).__name__.endswith("ForMultipleChoice"):
         choices = ("input_ids", "attention_mask", "token_type_ids")
         batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in choices}
-    maps = attention_maps(model, batch, tokens_of)
-    values = outputs(model, batch, tokens_of)
+    seen = outputs(model, batch, tokens_of)
 
     # Gradients are of a scalar that weights every number of every output differently.
     generator = torch.Generator().manual_seed(seed)
     total = sum(
-        (seen.values * torch.randn(seen.values.shape, generator=generator).to(seen.values.dtype)).mean()
-        for seen in values.values()
+        (one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
+        for one in seen.values()
+        if one.values.requires_grad
     )
     model.zero_grad()
     total.backward()
-    kind = model.config.model_type
-    gradients = {
-        to_scratchbert(name, kind): parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    found = gradients(model)
     model.zero_grad()  # a copy of the model must not hold the gradients
-    for seen in values.values():
-        seen.values = seen.values.detach()
-    return {**values, **maps}, gradients
+    for one in seen.values():
+        one.values = one.values.detach()
+    return seen, found
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """The gradients of the parameters that have one, by ScratchBert's name."""
+    named = {to_scratchbert(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
+    return {name: gradient for name, gradient in named.items() if gradient is not None}
 
 
 def non_padding_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -231,67 +218,47 @@ def non_padding_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {"encoder": source, "decoder": batch["decoder_attention_mask"].bool() & source.any(dim=1, keepdim=True)}
 
 
-def attention_maps(model, batch, tokens_of: dict[str, torch.Tensor]) -> dict[str, Observed]:
-    """The attention weights of every layer between non-padding tokens, which only the eager kernel returns."""
-    with eager(model), torch.no_grad():
-        returned = model(**batch, output_attentions=True)
-    seen = {}
-    for stack, tokens in tokens_of.items():
-        seen |= maps_of("attention", stack, returned[f"{stack}_attentions".removeprefix("_")], tokens, tokens)
-    stack, tokens = list(tokens_of.items())[-1]
-    keys = tokens_of.get("encoder", batch.get("encoder_attention_mask"))
-    if keys is not None and "cross_attentions" in returned:
-        seen |= maps_of("cross-attention", stack, returned.cross_attentions, tokens, keys.bool())
-    return seen
-
-
-def maps_of(kind: str, stack: str, maps, queries: torch.Tensor, keys: torch.Tensor) -> dict[str, Observed]:
-    pairs = queries[:, :, None] & keys[:, None, :]
-    return {
-        f"{stack} layer {i}: {kind}".lstrip(): Observed(
-            kind, stack, i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs]
-        )
-        for i, weights in enumerate(maps)
-    }
-
-
-@contextmanager
-def eager(model) -> Iterator[None]:
-    default = model.config._attn_implementation
+def outputs(model, batch: dict[str, torch.Tensor], tokens_of: dict[str, torch.Tensor]) -> dict[str, Observed]:
+    """The outputs, computed with the model's default attention kernel, and the attention weights between non-padding
+    tokens, which only the eager kernel returns."""
+    kernel = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(default)
-
-
-def outputs(model, batch, tokens_of: dict[str, torch.Tensor]) -> dict[str, Observed]:
-    """Everything else that a model returns, computed with its default attention kernel."""
-    pooled, hook = [], None
-    if getattr(model.base_model, "pooler", None) is not None:
-        hook = model.base_model.pooler.register_forward_hook(lambda module, args, output: pooled.append(output))
+    with torch.no_grad():
+        maps = model(**batch, output_attentions=True)
+    model.set_attn_implementation(kernel)
+    pooled, pooler = [], getattr(model.base_model, "pooler", None)
+    hook = pooler and pooler.register_forward_hook(lambda module, args, output: pooled.append(output))
     returned = model(**batch, output_hidden_states=True)
     if hook is not None:
         hook.remove()
 
     seen = {}
     for stack, tokens in tokens_of.items():
-        embeddings, *layers = returned[f"{stack}_hidden_states".removeprefix("_")]
-        named = {"embeddings": (None, embeddings)}
-        named |= {f"layer {i}: hidden state": (i, states) for i, states in enumerate(layers)}
-        for name, (layer, states) in named.items():
-            seen[f"{stack} {name}".lstrip()] = Observed(
-                "hidden state", stack, layer, list(states.shape), states[tokens]
-            )
+        field = f"{stack}_".lstrip("_")
+        # The tokens that each kind of attention attends to.
+        keys_of = {"attention": (f"{field}attentions", tokens)}
+        source = tokens_of.get("encoder", batch.get("encoder_attention_mask"))
+        if stack != "encoder" and source is not None and "cross_attentions" in maps:
+            keys_of["cross-attention"] = ("cross_attentions", source.bool())
+        embeddings, *layers = returned[f"{field}hidden_states"]
+        name = f"{stack} embeddings".lstrip()
+        seen[name] = Observed("hidden state", None, list(embeddings.shape), embeddings[tokens])
+        for i, states in enumerate(layers):
+            name = f"{stack} layer {i}: ".lstrip()
+            for kind, (attentions, keys) in keys_of.items():
+                weights, pairs = maps[attentions][i], tokens[:, :, None] & keys[:, None, :]
+                seen[name + kind] = Observed(kind, i, list(weights.shape), weights.permute(0, 2, 3, 1)[pairs])
+            seen[f"{name}hidden state"] = Observed("hidden state", i, list(states.shape), states[tokens])
     # Outputs for a whole sequence come from its first token, which must not be padding.
-    tokens = list(tokens_of.values())[-1]
     whole = tokens[:, 0]
     for output in pooled:
-        seen["pooler"] = Observed("pooler", "", None, list(output.shape), output[whole])
-    for field, name in LOGITS[short_name(type(model).__name__)].items():
-        logits = returned[field]
-        flat = logits.flatten() if name == "choice logits" else logits
-        seen[name] = Observed("logits", "", None, list(logits.shape), flat[tokens if name in ONE_PER_TOKEN else whole])
+        seen["pooler"] = Observed("pooler", None, list(output.shape), output[whole])
+    for output, logits in returned.items():
+        if output.endswith("logits"):
+            values = logits.flatten() if len(logits) < len(whole) else logits  # of multiple choice, two to a row
+            at = tokens if is_per_token(output, logits) else whole
+            name = f"{short_name(type(model).__name__)}: {output}"
+            seen[name] = Observed("logits", None, list(logits.shape), values[at])
     return seen
 
 
@@ -303,7 +270,7 @@ class Row:
     """One line of the table."""
 
     what: str
-    kind: str  # "hidden state", "attention", "cross-attention", "pooler", "logits" or "gradient"
+    kind: str  # as in `Observed`, or "gradient"
     layer: int | None
     shape: list[int] | None  # None for gradients, of which a row has several tensors
     tensors: int
@@ -311,9 +278,18 @@ class Row:
     # Of values: max_abs / max |reference|; of gradients: ‖difference‖ / ‖reference‖ of the worst tensor.
     relative: float
     own_error: float  # the reference's float32 error: max_abs of values, relative of gradients
-    limit: float
-    equal: bool
     worst: str | None = None  # of gradients: the tensor that all numbers but max_abs belong to
+    limit: float = field(init=False)
+    equal: bool = field(init=False)
+
+    def __post_init__(self):
+        self.limit = max(TOLERANCE, self.own_error)
+        self.equal = self.measured <= self.limit and math.isfinite(self.measured)
+
+    @property
+    def measured(self) -> float:
+        """The number that must be within the limit."""
+        return self.relative if self.kind == "gradient" else self.max_abs
 
 
 def compare(model, reference, batch: dict[str, torch.Tensor], seed: int = 0) -> list[Row]:
@@ -331,7 +307,7 @@ def compare(model, reference, batch: dict[str, torch.Tensor], seed: int = 0) -> 
     if one_sided := sorted(ours.keys() ^ theirs.keys()):
         raise ValueError(f"Only one of the models returns {', '.join(one_sided)}.")
     exact, exact_gradients = observe(copy.deepcopy(reference).double(), batch, seed)
-    rows = [value_row(name, ours[name], theirs[name], exact[name]) for name in in_order(theirs)]
+    rows = [value_row(name, ours[name], theirs[name], exact[name]) for name in theirs]
     ties = shared_tensors(reference) | shared_tensors(model)
     return rows + gradient_rows(*(summed(side, ties) for side in (our_gradients, their_gradients, exact_gradients)))
 
@@ -352,37 +328,10 @@ def summed(gradients: dict[str, torch.Tensor], ties: dict[str, str]) -> dict[str
     return total
 
 
-def in_order(seen: dict[str, Observed]) -> list[str]:
-    """The outputs' names in the order in which data flows."""
-    stacks = ("encoder", "decoder", "")
-    kinds = ("attention", "cross-attention", "hidden state", "pooler", "logits")
-
-    def place(name):
-        one = seen[name]
-        layer = one.layer
-        if layer is None:
-            layer = -1 if one.kind == "hidden state" else math.inf
-        return (stacks.index(one.stack), layer, kinds.index(one.kind))
-
-    return sorted(seen, key=place)
-
-
 def value_row(name: str, ours: Observed, theirs: Observed, exact: Observed) -> Row:
-    max_abs = largest(ours.values - theirs.values)
-    own_error = largest(theirs.values - exact.values)
-    limit = max(TOLERANCE, own_error)
-    return Row(
-        what=name,
-        kind=theirs.kind,
-        layer=theirs.layer,
-        shape=theirs.shape,
-        tensors=1,
-        max_abs=max_abs,
-        relative=ratio(max_abs, largest(theirs.values)),
-        own_error=own_error,
-        limit=limit,
-        equal=within(max_abs, limit),
-    )
+    max_abs, own_error = largest(ours.values - theirs.values), largest(theirs.values - exact.values)
+    relative = ratio(max_abs, largest(theirs.values))
+    return Row(name, theirs.kind, theirs.layer, theirs.shape, 1, max_abs, relative, own_error)
 
 
 def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
@@ -394,78 +343,32 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         our, their, true = (side.get(name, zero) for side in (ours, theirs, exact))
         scale = norm(true) if norm(true) > ZERO_GRADIENT * whole else whole
         relative, own_error = ratio(norm(our - their), scale), ratio(norm(their - true), scale)
-        limit = max(TOLERANCE, own_error)
-        block = re.search(r"\.blocks\.(\d+)\.", name)
-        stack = re.match(r"model\.(encoder|decoder)\.(?=embeddings|encoder|pooler)", name)  # of a seq2seq model
-        rest = name[stack.end() :] if stack else name.removeprefix("model.")
-        part = f"layer {block[1]}" if block else rest.removeprefix("encoder.").split(".")[0]
-        group = f"{stack[1]} {part}" if stack else part
-        row = Row(
-            what=f"gradient: {group.replace('_', ' ')}",
-            kind="gradient",
-            layer=int(block[1]) if block else None,
-            shape=None,
-            tensors=1,
-            max_abs=largest(our - their),
-            relative=relative,
-            own_error=own_error,
-            limit=limit,
-            equal=within(relative, limit),
-            worst=name,
-        )
+        stack, layer, part = GRADIENT_NAME.match(name).groups()
+        group = " ".join(filter(None, (stack, f"layer {layer}" if layer else part.replace("_", " "))))
+        row = Row(f"gradient: {group}", "gradient", layer and int(layer), None, 1, largest(our - their), relative,
+                  own_error, worst=name)  # fmt: skip
         groups.setdefault(group, []).append(row)
-    return [merged(rows) for rows in groups.values()]
-
-
-def merged(rows: list[Row]) -> Row:
-    """One row for all tensors of a group, with the numbers of the worst one."""
-    worst = max(rows, key=lambda row: row.relative / row.limit if math.isfinite(row.limit) else math.inf)
-    return replace(
-        worst,
-        tensors=len(rows),
-        max_abs=max(row.max_abs for row in rows),
-        equal=all(row.equal for row in rows),
-    )
+    return [
+        replace(max(rows, key=lambda row: (not row.equal, row.relative / row.limit)), tensors=len(rows),
+                max_abs=max(row.max_abs for row in rows))
+        for rows in groups.values()
+    ]  # fmt: skip
 
 
 def largest(values: torch.Tensor) -> float:
     """The largest absolute value; infinite if any is NaN, so that every comparison with a limit fails."""
-    return not_nan(values.abs().max().item() if values.numel() else 0.0)
+    return values.abs().nan_to_num(math.inf, math.inf).max().item() if values.numel() else 0.0
 
 
 def norm(values: torch.Tensor) -> float:
-    return not_nan(values.double().norm().item())
-
-
-def not_nan(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    return values.double().norm().nan_to_num(math.inf, math.inf).item()
 
 
 def ratio(part: float, whole: float) -> float:
-    if part == 0:
-        return 0.0
-    return not_nan(part / whole) if whole else math.inf
-
-
-def within(difference: float, limit: float) -> bool:
-    return math.isfinite(difference) and difference <= limit
+    return part / whole if whole else math.inf if part else 0.0
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-
-
-@dataclass
-class Report:
-    """The result, as it is written into the JSON file."""
-
-    model: str
-    reference: str
-    batch: str
-    not_compared: list[str]
-    rows: list[Row]
-    equal: bool
-    verdict: str
-    versions: dict[str, str]
 
 
 def not_reached(checkpoint: Checkpoint) -> list[str]:
@@ -478,8 +381,9 @@ def not_reached(checkpoint: Checkpoint) -> list[str]:
     return names
 
 
-def check(source: str, other: str | None, seed: int) -> Report:
+def check(source: str, other: str | None, seed: int) -> dict:
     """Opens two checkpoints, compares them in every class that they have the tensors of, and prints the slow steps.
+    Returns the report, as it is written into the JSON file, but for `rows`, a list of `Row`.
 
     Args:
         other: None: the reference class.
@@ -519,17 +423,18 @@ def check(source: str, other: str | None, seed: int) -> Report:
     not_compared += [f"{name} of {side.source}" for side in checkpoints for name in not_reached(side)]
     ours, theirs = (" and ".join(names) for names in zip(*pairs, strict=True))
     exported = " exported to BERT" if reference is None and subject.kind == "scratchbert" else ""
-    return Report(
-        model=f"{ours} from {subject.source}",
-        reference=f"{theirs} from {checkpoints[0].source}{exported}",
-        batch=f"{len(texts)} {origin}; each padded to {batch['input_ids'].shape[1]} on the right and on the left, "
-        f"{batch['attention_mask'].sum()} non-padding tokens in all",
-        not_compared=not_compared,
-        rows=rows,
-        equal=all(row.equal for row in rows),
-        verdict=verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
-        versions=versions(),
-    )
+    padding = f"each padded to {batch['input_ids'].shape[1]} on the right and on the left"
+    return {
+        "model": f"{ours} from {subject.source}",
+        "reference": f"{theirs} from {checkpoints[0].source}{exported}",
+        "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
+        "not_compared": not_compared,
+        "rows": rows,
+        "equal": all(row.equal for row in rows),
+        "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) or "not installed" for name in ("torch", "transformers", "scratchbert")},
+    }
 
 
 def timed(what: str, function, *args):
@@ -544,10 +449,9 @@ def verdict(rows: list[Row]) -> str:
     different = [row for row in rows if not row.equal]
     if different:
         first = different[0]
-        measured = first.relative if first.kind == "gradient" else first.max_abs
         where = f"{first.what} ({first.worst})" if first.worst else first.what
         return (
-            f"DIFFERENT: first at {where}: {measured:.1e} where {first.limit:.1e} is allowed; "
+            f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
             f"{len(different)} of {len(rows)} rows differ"
         )
     if not any(row.max_abs for row in rows):
@@ -560,88 +464,66 @@ def verdict(rows: list[Row]) -> str:
     )
 
 
-def versions() -> dict[str, str]:
-    libraries = ("torch", "transformers", "scratchbert")
-    return {"python": platform.python_version(), **{name: version(name) or "not installed" for name in libraries}}
-
-
-def table(report: Report) -> str:
+def as_text(report: dict) -> str:
     """The report as text."""
-    values = [row for row in report.rows if row.kind != "gradient"]
-    gradients = [row for row in report.rows if row.kind == "gradient"]
+    values = [row for row in report["rows"] if row.kind != "gradient"]
+    gradients = [row for row in report["rows"] if row.kind == "gradient"]
     lines = [("what", "shape", "max abs", "relative", "own error", "verdict")]
     lines += [cells(row, "×".join(map(str, row.shape))) for row in values]
     lines += [(), ("gradients, worst tensor", "tensors", "max abs", "relative", "own error", "verdict")]
     lines += [cells(row, str(row.tensors)) for row in gradients]
-    widths = [max(len(line[i]) for line in lines if line) for i in range(6)]
-    text = "\n".join(
-        "  ".join(cell.ljust(width) if i in (0, 5) else cell.rjust(width)
-                  for i, (cell, width) in enumerate(zip(line, widths, strict=bool(line)))).rstrip()
-        for line in lines
-    )  # fmt: skip
-    head = [f"model      {report.model}", f"reference  {report.reference}", f"batch      {report.batch}"]
-    head += [f"not compared: {name}" for name in report.not_compared]
+    head = [f"model      {report['model']}", f"reference  {report['reference']}", f"batch      {report['batch']}"]
+    head += [f"not compared: {name}" for name in report["not_compared"]]
     legend = (
         "relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
         "own error: of the reference, float32 against float64; of gradients, relative"
     )
-    return "\n".join([*head, "", text, "", legend, report.verdict])
+    return "\n".join([*head, "", table(lines), "", legend, report["verdict"]])
 
 
 def cells(row: Row, shape: str) -> tuple[str, ...]:
     numbers = (f"{number:.1e}" if number else "0" for number in (row.max_abs, row.relative, row.own_error))
-    return (row.what.removeprefix("gradient: "), shape, *numbers, "equal" if row.equal else "DIFFERS")
+    verdict = f"{'equal' if row.equal else 'DIFFERS':7}"  # as wide as its header, so that it is on the left
+    return (row.what.removeprefix("gradient: "), shape, *numbers, verdict)
 
 
-def plot(report: Report, path: Path) -> None:
-    """Draws the difference of each layer on a log axis, whose lowest line is zero."""
-    import matplotlib  # in an extra
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def plot(report: dict, path: Path) -> None:
+    """Draws the difference of each layer on a log axis, which is linear below the smallest number, down to zero."""
     styles = {
         "hidden state": ("tab:blue", "o", 9),
         "cross-attention": ("tab:green", "^", 7),
         "attention": ("tab:orange", "s", 5),
     }
-    rows = [row for row in report.rows if row.kind in styles]
+    rows = [row for row in report["rows"] if row.kind in styles]
     places = list(dict.fromkeys(place(row) for row in rows))
-    numbers = [number for row in rows for number in (row.max_abs, row.own_error) if 0 < number < math.inf]
-    low, high = (math.floor(math.log10(bound)) for bound in (min([*numbers, TOLERANCE]), max([*numbers, TOLERANCE])))
-    zero = 10.0 ** (low - 1)
+    numbers = [number for row in rows for number in (row.max_abs, row.own_error, TOLERANCE) if number > 0]
+    smallest = 10.0 ** math.floor(math.log10(min(numbers)))
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    # The larger markers are drawn first, so that smaller ones on top of them stay visible.
-    for kind, (colour, marker, size) in styles.items():
-        chosen = [row for row in rows if row.kind == kind]
-        if not chosen:
-            continue
-        layers = [places.index(place(row)) for row in chosen]
-        differences = [on_axis(row.max_abs, zero) for row in chosen]
-        own_errors = [on_axis(row.own_error, zero) for row in chosen]
-        axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: difference")
-        axes.plot(layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error of the reference")
-    axes.axhline(TOLERANCE, color="black", linestyle=":", label="1e-5, the tolerance")
-    axes.set_yscale("log")
-    powers = range(low, high + 2)
-    axes.set_yticks([zero, *(10.0**power for power in powers)], ["0", *(f"1e{power}" for power in powers)])
-    axes.minorticks_off()
-    axes.set_xticks(range(len(places)), [name.split()[-1].replace("embeddings", "emb.") for name in places])
-    axes.grid(axis="y", color="lightgrey", linewidth=0.5)
-    axes.set_xlabel("layer of the encoder, then of the decoder" if places[0].startswith("encoder") else "layer")
-    axes.set_ylabel("max absolute difference")
-    axes.set_title(f"{shortened(report.model)}\nagainst {shortened(report.reference)}", fontsize="medium")
-    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=120)
-    pyplot.close(figure)
+    with new_figure(path, 9, 5.5) as figure:
+        axes = figure.subplots()
+        axes.set_yscale("symlog", linthresh=smallest)
+        # The larger markers are drawn first, so that smaller ones on top of them stay visible.
+        for kind, (colour, marker, size) in styles.items():
+            chosen = [row for row in rows if row.kind == kind]
+            layers = [places.index(place(row)) for row in chosen]
+            differences, own_errors = [row.max_abs for row in chosen], [row.own_error for row in chosen]
+            if chosen:
+                axes.plot(
+                    layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: difference"
+                )
+                axes.plot(
+                    layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error of the reference"
+                )
+        axes.axhline(TOLERANCE, color="black", linestyle=":", label="1e-5, the tolerance")
+        axes.set_ylim(bottom=-smallest / 5)  # so that the markers at zero are whole
+        axes.set_xticks(range(len(places)), [name.split()[-1].replace("embeddings", "emb.") for name in places])
+        axes.grid(axis="y", color="lightgrey", linewidth=0.5)
+        axes.set_xlabel("layer of the encoder, then of the decoder" if places[0].startswith("encoder") else "layer")
+        axes.set_ylabel("max absolute difference")
+        axes.set_title(f"{shortened(report['model'])}\nagainst {shortened(report['reference'])}", fontsize="medium")
+        figure.legend(fontsize="small", loc="outside lower center", ncols=2)
 
 
 def place(row: Row) -> str:
     """Where in the model the values of a row are: "embeddings", "decoder layer 3"."""
     return row.what.partition(":")[0]
-
-
-def on_axis(number: float, zero: float) -> float:
-    return (number or zero) if math.isfinite(number) else math.nan

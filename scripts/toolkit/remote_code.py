@@ -35,13 +35,10 @@ def check_code(source: str, fields: dict) -> None:
         if path is not None and (path.suffix == ".py" or names_code(path)):
             raise ValueError(f"It has its own code in {name}; expected none. If you trust it, {FLAG} runs it.")
     code = fields.get("auto_map") or {}
-    if fields.get("model_type") == "scratchbert":
-        package = import_package()
-        check_auto_map(code, package.configuration_scratchbert.AUTO_MAP)
-        if code:
-            check_files(source, package)
-    elif code:
-        check_auto_map(code, {})
+    package = import_package() if fields.get("model_type") == "scratchbert" else None
+    check_auto_map(code, package.configuration_scratchbert.AUTO_MAP if package else {})
+    if package and code:
+        check_files(source, package)
 
 
 def names_code(tokenizer_config: Path) -> bool:

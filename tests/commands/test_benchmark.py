@@ -1,8 +1,10 @@
 """`scripts/benchmark.py`: its batches, lower bounds and verdict; that every variant runs. No time is ever asserted."""
 
 import json
+import math
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from transformers import AttentionInterface, BertConfig, BertModel
 
 import benchmark
 from toolkit import machine as benchmark_machine
-from toolkit.benchmark import ENCODER_WORKLOADS, cuda, lower_bound, measure
+from toolkit.benchmark import ENCODER_WORKLOADS, measure
 from toolkit.benchmark import plot as benchmark_plot
 from toolkit.benchmark import steps as benchmark_steps
 from toolkit.benchmark import timing as benchmark_timing
@@ -57,7 +59,7 @@ def folder(tmp_path_factory):
 def small(monkeypatch):
     """The smallest of everything, on a machine that need not be measured."""
     monkeypatch.setattr(measure, "describe", lambda config, threads: MACHINE)
-    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measure, "measure_again", lambda machine, config: None)
     monkeypatch.setattr(measure, "LINEARITY_SIZES", [1, 4])
     monkeypatch.setattr(measure, "LINEARITY_FILL_RATES", [0.5, 1.0])
@@ -69,7 +71,7 @@ def run(*arguments) -> int:
 
 
 def report(tmp_path, *arguments) -> tuple[int, dict]:
-    """The exit code, and the JSON file."""
+    """The exit code, and the JSON file, of a short run."""
     code = run(*arguments, "--repetitions", 1, "--batches", 1, "--json", tmp_path / "report.json")
     return code, json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
 
@@ -137,7 +139,7 @@ def test_the_line_has_batches_that_grow_in_one_way_each():
 def test_the_lower_bounds_products_by_hand():
     # Per layer: 3 + 5 tokens through 4 · 32² + 2 · 32 · 48 weights, and (3² + 5²) pairs, 32 wide, in two products.
     by_hand = 2 * ((3 + 5) * 2 * (4 * 32**2 + 2 * 32 * 48) + (3**2 + 5**2) * 2 * 2 * 32)
-    assert lower_bound.encoder_flops(config(), [3, 5]) == by_hand
+    assert benchmark_timing.encoder_flops(config(), [3, 5]) == by_hand
 
 
 def test_the_lower_bounds_products_as_torch_counts_them():
@@ -147,27 +149,27 @@ def test_the_lower_bounds_products_as_torch_counts_them():
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.full((1, length), 5))
         total += counter.get_total_flops()
-    assert lower_bound.encoder_flops(config(), [3, 7]) == total
+    assert benchmark_timing.encoder_flops(config(), [3, 7]) == total
 
 
 def test_the_lower_bound_is_at_the_dtypes_own_rate():
-    flops = lower_bound.encoder_flops(config(), [8])
-    assert lower_bound.encoder_seconds(config(), [8], MACHINE, "float32") == pytest.approx(flops / 100e9)
-    assert lower_bound.encoder_seconds(config(), [8], MACHINE, "bfloat16") == pytest.approx(flops / 200e9)
+    flops = benchmark_timing.encoder_flops(config(), [8])
+    assert benchmark_timing.encoder_seconds(config(), [8], MACHINE, "float32") == pytest.approx(flops / 100e9)
+    assert benchmark_timing.encoder_seconds(config(), [8], MACHINE, "bfloat16") == pytest.approx(flops / 200e9)
 
 
 def test_packed_is_the_linear_layer():
     weight, bias, x = torch.randn(24, 16), torch.randn(24), torch.randn(5, 16)
-    expected = benchmark_machine.plain_linear(weight, bias)(x)
-    torch.testing.assert_close(benchmark_machine.prepacked_linear(weight, bias)(x), expected)
+    for layer in benchmark_timing.linear_layers(weight, bias):
+        torch.testing.assert_close(layer(x), x @ weight.T + bias)
 
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_the_machine_is_described(natively, monkeypatch):
-    monkeypatch.setattr(benchmark_machine, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
-    monkeypatch.setattr(benchmark_machine, "bandwidth", lambda: 2e10)
-    monkeypatch.setattr(benchmark_machine, "best_rate", lambda config, dtype: {torch.float32: 1e9}.get(dtype, 2e9))
-    machine = benchmark_machine.describe(config(), 3)
+    monkeypatch.setattr(benchmark_timing, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
+    monkeypatch.setattr(benchmark_timing, "bandwidth", lambda: 2e10)
+    monkeypatch.setattr(benchmark_timing, "best_rate", lambda config, dtype: {torch.float32: 1e9}.get(dtype, 2e9))
+    machine = benchmark_timing.describe(config(), 3)
     assert machine.keys() == MACHINE.keys()
     assert machine["gflops"] == ({"float32": 1.0, "bfloat16": 2.0} if natively else {"float32": 1.0})
     assert (machine["threads"], machine["bandwidth_gb"]) == (3, 20.0)
@@ -213,17 +215,17 @@ def test_a_processor_of_which_nothing_is_known(tmp_path, monkeypatch, capsys):
 
 
 def test_of_two_rates_the_better_is_kept(monkeypatch):
-    monkeypatch.setattr(benchmark_machine, "best_rate", lambda config, dtype: 150e9)
-    monkeypatch.setattr(benchmark_machine, "bandwidth", lambda: 15e9)
+    monkeypatch.setattr(benchmark_timing, "best_rate", lambda config, dtype: 150e9)
+    monkeypatch.setattr(benchmark_timing, "bandwidth", lambda: 15e9)
     machine = {"gflops": {"float32": 100.0, "bfloat16": 200.0}, "bandwidth_gb": 10.0}
-    benchmark_machine.measure_again(machine, config())
+    benchmark_timing.measure_again(machine, config())
     assert machine == {"gflops": {"float32": 150.0, "bfloat16": 200.0}, "bandwidth_gb": 15.0}
 
 
 def test_rates_are_measured():
-    assert benchmark_machine.best_rate(config(), torch.float32, rows=(4,)) > 0
-    assert benchmark_machine.bandwidth(1000) > 0
-    assert lower_bound.decoding_step_seconds(config(), 2) > 0
+    assert benchmark_timing.best_rate(config(), torch.float32, rows=(4,)) > 0
+    assert benchmark_timing.bandwidth(1000) > 0
+    assert benchmark_timing.decoding_step_seconds(config(), 2) > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- variants
@@ -237,7 +239,7 @@ def test_every_variant_computes_the_model(name, folder):
     assert reasons == {}
     batches = benchmark_workloads.make_batches("single", config(), None, 1, seed=0)[:2]
     batches.append(benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])]))
-    deviations, reasons = benchmark_timing.warm_up(runs, batches)
+    deviations, reasons = measure.warm_up(runs, batches)
     assert reasons == {}
     exact = VARIANTS[name].precision == "float32"
     assert deviations[name] <= (1e-5 if exact else 1.0)
@@ -254,10 +256,10 @@ def test_what_is_not_installed_is_named(monkeypatch):
 
 
 def test_precisions_are_as_the_names_say():
-    endings = {"bf16": "bfloat16", "int8": "int8"}
-    assert {name: variant.precision for name, variant in VARIANTS.items()} == {
-        name: endings.get(name.rpartition("-")[2], "float32") for name in VARIANTS
-    }
+    parts = {"bf16": "bfloat16", "int8": "int8", "cuda": "bfloat16 on a GPU"}
+    for name, variant in VARIANTS.items():
+        found = [precision for part, precision in parts.items() if part in name.split("-")]
+        assert [variant.precision] == (found or ["float32"])
     assert {variant.dtype for variant in VARIANTS.values() if variant.precision == "int8"} == {"float32"}
 
 
@@ -268,6 +270,7 @@ def test_peers_that_would_emulate_bfloat16_are_skipped(natively, monkeypatch):
     assert VARIANTS["ours-bf16"].dtype == ("bfloat16" if natively else "float32")
     expected = None if natively else "this CPU has no bfloat16 instructions"
     assert benchmark_variants.missing("bert-bf16") == benchmark_variants.missing("openvino-bf16") == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert all(benchmark_variants.missing(name) is None for name in VARIANTS if name not in BFLOAT16_PEERS)
 
 
@@ -345,7 +348,6 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
     assert all(row["same_tokens"] and row["gemm_lower_bound"] > 0 for row in found["decoding"])
     assert found["decoding"][0]["seconds"].keys() == {"bert", "ours", "ours-optimised"}
     assert found["decoding"][0]["equal_tokens"] == {}
-    assert found["cuda"] is None
     assert image.imread(tmp_path / "speed.png")[..., :3].std() > 0.05
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "speed.png"]
     printed = capsys.readouterr().out
@@ -354,7 +356,6 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
         "full-512: 1 × 4 sequences, fill rate 100%",
         "training",
         "linearity",
-        "skipped cuda: this machine has no CUDA GPU",
         "single-32: 10 × 1 sequences",
         "batch  2 greedy",
     ):
@@ -364,10 +365,10 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
 
 @pytest.mark.parametrize(
     ("workload", "files"),
-    [("single", ["report.json", "report.png"]), ("decoding", ["report.json"]), ("cuda", ["report.json"])],
+    [("single", ["report.json", "report.png"]), ("decoding", ["report.json"])],
 )
 def test_output_is_the_folder_of_the_report(workload, files, tmp_path, folder, small):
-    """The picture has no panel for decoding or a GPU; the numbers are written all the same."""
+    """The picture has no panel for decoding; the numbers are written all the same."""
     output = tmp_path / "new" / "speed"
     arguments = ("--model", folder, "--variants", "ours", "--workloads", workload)
     assert run(*arguments, "--repetitions", 1, "--batches", 1, "--output", output) == 0
@@ -380,64 +381,63 @@ def test_output_is_the_folder_of_the_report(workload, files, tmp_path, folder, s
         assert image.imread(output / "report.png")[..., :3].std() > 0.05
 
 
-def shifted(by):
-    def build(folder, threads):
-        run = benchmark_variants.bert(folder, threads)
-        return lambda inputs: run(inputs) + by
-
-    return build
+def shifted(by, folder, threads):
+    """BertModel with other numbers."""
+    run = benchmark_variants.as_loaded(folder, threads)
+    return lambda inputs: run(inputs) + by
 
 
-@pytest.mark.parametrize("by", [2e-5, float("nan")])
-def test_other_numbers_of_ours_are_a_failure(by, tmp_path, folder, small, monkeypatch, capsys):
-    monkeypatch.setitem(VARIANTS, "ours", Variant(shifted(by), tolerance=1e-5))
-    code, found = report(tmp_path, "--model", folder, "--variants", "ours", "--workloads", "single")
-    assert code == 1
-    assert found["failures"] == ["ours on single: differs from BertModel"]
-    assert "WRONG" in capsys.readouterr().out
+def not_opened(folder, threads):
+    raise RuntimeError("no such\noperator")
 
 
-def test_other_numbers_of_a_peer_are_reported_alone(tmp_path, folder, small, monkeypatch):
-    monkeypatch.setitem(VARIANTS, "bert-eager", Variant(shifted(0.5)))
-    code, found = report(tmp_path, "--model", folder, "--variants", "bert-eager", "--workloads", "single")
-    assert code == 0
-    assert found["rows"][1]["max_abs"] == pytest.approx(0.5)
+def not_run(folder, threads):
+    def run(inputs):
+        raise ValueError("not today")
+
+    return run
+
+
+GPU_VARIANTS = [name for name, variant in VARIANTS.items() if variant.precision == benchmark_variants.ON_GPU]
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "words", "failures"),
+    [
+        ("ours", partial(shifted, 2e-5), "ours  WRONG", ["ours on single: differs from BertModel"]),
+        ("ours", partial(shifted, math.nan), "nan\n", ["ours on single: differs from BertModel"]),
+        ("ours", not_run, "ours: ValueError: not today", ["ours on single: ValueError: not today"]),
+        ("ours", not_opened, "skipped ours: RuntimeError: no such operator", ["ours: RuntimeError: no such operator"]),
+        ("ours-cuda", not_run, "ours-cuda: ValueError: not today", ["ours-cuda on single: ValueError: not today"]),
+        ("bert-eager", partial(shifted, 0.5), "5.0e-01\n", []),
+        ("onnx", not_run, "onnx: ValueError: not today", []),
+        ("openvino", not_opened, "skipped openvino: RuntimeError: no such operator", []),
+        ("bert-cuda-flash", not_opened, "skipped bert-cuda-flash: RuntimeError: no such operator", []),
+    ],
+)
+def test_ours_must_agree_and_others_are_reported(name, build, words, failures, tmp_path, folder, small, monkeypatch,
+                                                 capsys):  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(VARIANTS, name, Variant(build, tolerance=1e-5 if name == "ours" else None))
+    code, found = report(tmp_path, "--model", folder, "--variants", name, "--workloads", "single")
+    assert (code, found["failures"]) == (len(failures), failures)
+    assert words in capsys.readouterr().out
+    errors = {row["variant"]: row["error"] for row in found["rows"]} | found["unavailable"]
+    assert {name for name, error in errors.items() if error} == ({name} if build in (not_run, not_opened) else set())
+
+
+def test_without_a_gpu_its_variants_are_skipped(tmp_path, folder, small, capsys):
+    code, found = report(tmp_path, "--model", folder, "--workloads", "single", "--variants", *GPU_VARIANTS)
+    assert (code, found["failures"], list(found["unavailable"])) == (0, [], GPU_VARIANTS)
+    assert "skipped ours-cuda: this machine has no CUDA GPU that torch can use" in capsys.readouterr().out
 
 
 def test_numbers_on_padding_do_not_count():
     batch = benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])])
     reference = torch.zeros(2, 3, 4)
     hidden = torch.where(batch.attention_mask[..., None].bool(), 0.0, 9.0).expand(2, 3, 4)
-    assert benchmark_timing.deviation(hidden, reference, batch) == 0
-    assert benchmark_timing.deviation(hidden + 1, reference, batch) == 1
-
-
-def test_a_peer_that_fails_stops_nothing(tmp_path, folder, small, monkeypatch, capsys):
-    def build(folder, threads):
-        raise RuntimeError("no such operator\nand more of it")
-
-    def run(inputs):
-        raise ValueError("not today")
-
-    monkeypatch.setitem(VARIANTS, "openvino", Variant(build))
-    monkeypatch.setitem(VARIANTS, "onnx", Variant(lambda folder, threads: run))
-    code, found = report(tmp_path, "--model", folder, "--variants", "openvino", "onnx", "ours", "--workloads", "single")
-    assert code == 0
-    assert found["unavailable"] == {"openvino": "RuntimeError: no such operator"}
-    assert [row["error"] for row in found["rows"]] == [None, "ValueError: not today", None]
-    printed = capsys.readouterr().out
-    assert "skipped openvino: RuntimeError: no such operator" in printed
-    assert "onnx                  ValueError: not today" in printed
-
-
-def test_ours_that_fails_is_a_failure(tmp_path, folder, small, monkeypatch):
-    def run(inputs):
-        raise ValueError("not today")
-
-    monkeypatch.setitem(VARIANTS, "ours", Variant(lambda folder, threads: run))
-    code, found = report(tmp_path, "--model", folder, "--variants", "ours", "--workloads", "single")
-    assert code == 1
-    assert found["failures"] == ["ours on single: ValueError: not today"]
+    assert measure.deviation(hidden, reference, batch) == 0
+    assert measure.deviation(hidden + 1, reference, batch) == 1
 
 
 def decoding_with_other_tokens(name, tmp_path, folder, monkeypatch, *variants) -> tuple[int, dict]:
@@ -506,18 +506,12 @@ def test_other_gradients_show(folder):
 
 
 @pytest.fixture
-def as_gpu(monkeypatch):
-    """The CPU in the place of a GPU, in float32; flash attention in the open. Counts how often it is waited for."""
+def as_gpu(small, monkeypatch):
+    """The CPU in the place of a GPU; flash attention in the open. Counts how often it is waited for."""
     waits = []
-    for name, value in {
-        "is_available": lambda: True,
-        "get_device_name": lambda: "a GPU",
-        "synchronize": lambda: waits.append(1),
-    }.items():
-        monkeypatch.setattr(cuda.torch.cuda, name, value)
-    monkeypatch.setattr(cuda, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda, "DTYPE", torch.float32)
-    monkeypatch.setattr(cuda, "REPETITIONS", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(benchmark_variants, "GPU", "cpu")
 
     def each_sequence(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **options):
         lengths = cu_seq_lens_q.diff().tolist()
@@ -529,56 +523,21 @@ def as_gpu(monkeypatch):
         return torch.cat(found, dim=2).transpose(1, 2), None
 
     AttentionInterface.register("each_sequence", each_sequence)
-    monkeypatch.setitem(cuda.VARIANTS, "bert-flash", lambda folder: cuda.packed(folder, "each_sequence"))
+    flash = partial(benchmark_variants.on_gpu, attention="each_sequence", is_packed=True)
+    monkeypatch.setitem(VARIANTS, "bert-cuda-flash", Variant(flash, precision=benchmark_variants.ON_GPU))
     return waits
 
 
-def test_variants_on_a_gpu_compute_the_model(folder, as_gpu):
-    runs, reasons = cuda.open_variants(folder)
-    assert reasons == {}
-    batch = benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7]), torch.tensor([5, 6, 7, 8, 9])])
-    rows = cuda.rows_of("reviews", runs, [batch], 2)
-    assert [row["variant"] for row in rows] == ["bert", "bert-flash", "ours"]
-    assert len(as_gpu) == 3 * (1 + 2)
-    for row in rows:
-        assert row["max_abs"] <= 1e-5
-        assert row["fill_rate"] == pytest.approx(9 / 15)
-        assert row["tokens_per_second"] == pytest.approx(9 / row["seconds_per_batch"])
-        assert row["sequences_per_second"] == pytest.approx(3 / row["seconds_per_batch"])
-    assert rows[0]["vs_bert"] == 1.0
-
-
-def test_a_run_on_a_gpu(tmp_path, folder, small, as_gpu, minilm, monkeypatch, capsys):
-    def build(folder):
-        raise ImportError("flash_attn is not installed")
-
-    monkeypatch.setitem(cuda.VARIANTS, "bert-flash", build)
-    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
-    code, found = report(tmp_path, "--model", folder, "--workloads", "cuda", "--variants", "bert")
-    assert (code, found["failures"], found["rows"]) == (0, [], [])
-    assert found["cuda"]["gpu"] == "a GPU"
-    assert found["cuda"]["unavailable"] == {"bert-flash": "ImportError: flash_attn is not installed"}
-    pairs = [(row["workload"], row["variant"]) for row in found["cuda"]["rows"]]
-    assert pairs == [(workload, name) for workload in ("reviews", "full-128") for name in ("bert", "ours")]
-    printed = capsys.readouterr().out
-    for text in (
-        "cuda: a GPU",
-        "skipped bert-flash: ImportError",
-        "reviews   (fill rate",
-        "full-128  (fill rate 100%)",
-    ):
-        assert text in printed
-
-
-def test_ours_that_fails_on_a_gpu_is_a_failure(tmp_path, folder, small, as_gpu, minilm, monkeypatch):
-    def run(inputs):
-        raise ValueError("not today")
-
-    monkeypatch.setitem(cuda.VARIANTS, "ours", lambda folder: run)
-    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
-    code, found = report(tmp_path, "--model", folder, "--workloads", "cuda", "--variants", "bert")
-    assert code == 1
-    assert found["failures"] == ["ours on the GPU: ValueError: not today"] * 2
+def test_variants_on_a_gpu_compute_the_model(tmp_path, folder, as_gpu):
+    code, found = report(tmp_path, "--model", folder, "--workloads", "mix", "--variants", *GPU_VARIANTS)
+    assert (code, found["failures"], found["unavailable"]) == (0, [], {})
+    assert [row["variant"] for row in found["rows"]] == ["bert", "bert-cuda", "bert-cuda-flash", "ours-cuda"]
+    assert len(as_gpu) == 3 * (1 + 1)  # to warm up, and one repetition
+    for row in found["rows"][1:]:
+        assert 0 < row["max_abs"] < 0.1
+        assert row["lower_bound_share"] is None
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds_per_batch"])
+        assert row["sequences_per_second"] == pytest.approx(row["sequences"] / row["seconds_per_batch"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the picture

@@ -566,24 +566,24 @@ def test_refused_by_its_files(bert, tmp_path, capsys):
     save_file({"conv.weight": torch.ones(3)}, source / "model.safetensors", metadata={"format": "pt"})
     assert_refused([source, target], "expected the tensors of a BERT", capsys)
     (source / "config.json").write_text("{")
-    assert_refused([source, target], "is not JSON", capsys)
+    assert_refused([source, target], "is not a valid JSON file", capsys)
     (source / "config.json").write_text("[]")
-    assert_refused([source, target], "is not a JSON object", capsys)
+    assert_refused([source, target], "config.json holds no configuration", capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
 
 
 def test_a_changed_weight_is_never_written(bert, tmp_path, monkeypatch, capsys):
     source = bert()
-    load_whole = script.load_whole
+    open_class = script.open_class
 
-    def load_and_change(*args, **kwargs):
-        model = load_whole(*args, **kwargs)
+    def open_and_change(*args, **kwargs):
+        model = open_class(*args, **kwargs)
         with torch.no_grad():
             model.encoder.blocks[1].attention.key.bias[3] = -0.0
         return model
 
     rewrite(source, lambda tensors: tensors["encoder.layer.1.attention.self.key.bias"][3].zero_())
-    monkeypatch.setattr(script, "load_whole", load_and_change)
+    monkeypatch.setattr(script, "open_class", open_and_change)
     assert convert_checkpoint.main([str(source), str(tmp_path / "there")]) == 2
     assert "encoder.layer.1.attention.self.key.bias would change" in capsys.readouterr().err
     assert not (tmp_path / "there").exists()

@@ -72,7 +72,7 @@ for name, (auto, head, options) in wanted.items():
         }
     except Exception as error:
         found[name] = f"{type(error).__name__}: {error}"
-assert PACKAGE not in sys.modules
+assert sys.modules[PACKAGE] is None
 torch.save(found, "found.pt")
 """
 

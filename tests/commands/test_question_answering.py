@@ -513,7 +513,8 @@ def test_prints_the_answers(folders, tokenizer, kind, tmp_path, capsys, monkeypa
             "'0' is invalid; expected an integer of at least 1",
         ),
         (["MODEL", "--question", "Who?", "--context", " "], "context 0 is empty"),
-        (["MODEL", "--question", "Who?", "--context", "It.", "--threshold", "nan"], "'nan' is invalid; expected a num"),
+        (["MODEL", "--question", "Who?", "--context", "It.", "--threshold", "nan"], "threshold is nan"),
+        (["MODEL", "--question", "Who?", "--context", "It.", "--threshold", "low"], "--threshold: .*'low'"),
         (
             ["MODEL", "--question", "Who?", "--context", "It.", "--max-length", "999"],
             "expected at most 400, the positions",

@@ -1,5 +1,6 @@
 """Timing of the variants in turns, in one process, and the report of the results."""
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -8,38 +9,70 @@ from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
 from toolkit.benchmark import ENCODER_WORKLOADS
-from toolkit.benchmark.cuda import run_on_gpu
-from toolkit.benchmark.lower_bound import encoder_seconds
 from toolkit.benchmark.steps import decode, train
-from toolkit.benchmark.timing import interleave, timed_rows
-from toolkit.benchmark.variants import VARIANTS, Run, missing, open_variants, peak_memory
+from toolkit.benchmark.timing import describe, encoder_seconds, interleave, measure_again
+from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
-from toolkit.machine import describe, lines, measure_again
+from toolkit.cli import described, table
+from toolkit.machine import lines
+from toolkit.parity import largest
 
 LINEARITY_SIZES = [2**i for i in range(9)]
 LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
-
-HEADER = "variant                  seq/s  tokens/s  ms/batch  vs bert  × fill     bound  max abs"
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
+def deviation(hidden: torch.Tensor, reference: torch.Tensor, batch: Batch) -> float:
+    """The largest difference at a non-padding token; infinite if a value there is NaN."""
+    return largest((hidden.float().cpu() - reference.float())[batch.attention_mask.bool()])
+
+
+def warm_up(runs: dict[str, Run], batches: list[Batch]) -> tuple[dict[str, float], dict[str, str]]:
+    """Runs each variant once on each batch: its difference to BertModel, or why it fails."""
+    deviations, reasons = dict.fromkeys(runs, 0.0), {}
+    for batch in batches:
+        reference = runs["bert"](batch.inputs)
+        for name in runs.keys() - {"bert"} - reasons.keys():
+            try:
+                found = deviation(runs[name](batch.inputs), reference, batch)
+                deviations[name] = max(deviations[name], found)
+            except Exception as error:  # a runtime can raise any exception
+                reasons[name] = described(error)
+    return deviations, reasons
+
+
 def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, machine: dict, repetitions: int) -> list:
-    """A row for each variant."""
+    """A row for each variant: its speed, and its difference to BertModel, or the error."""
+    deviations, reasons = warm_up(runs, batches)
+    working = {name: run for name, run in runs.items() if name not in reasons}
+    seconds = interleave(working, [batch.inputs for batch in batches], repetitions)
     lengths = [length for batch in batches for length in batch.lengths]
-    rows = timed_rows(workload, runs, batches, repetitions)
-    for row in rows:
-        variant = VARIANTS[row["variant"]]
-        row["precision"] = variant.precision
-        if row["error"] is None:
-            total = row["seconds_per_batch"] * len(batches)
-            row |= {
-                "vs_bert_times_fill_rate": row["vs_bert"] * row["fill_rate"],
-                "gemm_gflops": machine["gflops"][variant.dtype],
-                "lower_bound_share": encoder_seconds(config, lengths, machine, variant.dtype) / total,
-                "peak_mib": None,
-            }
+    fill_rate = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
+    rows = []
+    for name in runs:
+        variant = VARIANTS[name]
+        rows.append({"workload": workload, "batches": len(batches), "sequences": len(lengths), "tokens": sum(lengths),
+                     "fill_rate": fill_rate, "variant": name, "precision": variant.precision,
+                     "error": reasons.get(name)})  # fmt: skip
+        if name in reasons:
+            continue
+        total, speed_up = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
+        rows[-1] |= {
+            "seconds_per_batch": total / len(batches),
+            "sequences_per_second": len(lengths) / total,
+            "tokens_per_second": sum(lengths) / total,
+            "vs_bert": speed_up,
+            "vs_bert_times_fill_rate": speed_up * fill_rate,
+            "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
+            "gemm_gflops": None,
+            "lower_bound_share": None,
+            "peak_mib": None,
+        }
+        if variant.precision != ON_GPU:
+            rows[-1]["gemm_gflops"] = machine["gflops"][variant.dtype]
+            rows[-1]["lower_bound_share"] = encoder_seconds(config, lengths, machine, variant.dtype) / total
     return rows
 
 
@@ -48,7 +81,7 @@ def linearity_rows(run: Run, config, machine: dict, repetitions: int, seed: int)
     batches = linearity_batches(config, LINEARITY_SIZES, LINEARITY_FILL_RATES, seed)
     for _, batch in batches:
         run(batch.inputs)
-    seconds = interleave({"run": run}, [batch for _, batch in batches], repetitions)["run"]
+    seconds = interleave({"run": run}, [batch.inputs for _, batch in batches], repetitions)["run"]
     return [
         {
             "series": series,
@@ -90,40 +123,45 @@ def failures(report: dict) -> list[str]:
         for row in report["decoding"]
         if not row["same_tokens"]
     ]
-    if report["cuda"] is not None:
-        found += [f"ours on the GPU: {reason}" for reason in ours_on_gpu(report["cuda"])]
     return found
 
 
-def ours_on_gpu(report: dict) -> list[str]:
-    """Why our variant failed on the GPU. In bfloat16, differences to BertModel are reported only."""
-    found = [report["unavailable"].get("ours")]
-    found += [row["error"] for row in report["rows"] if row["variant"] == "ours"]
-    return [reason for reason in found if reason is not None]
-
-
-def line(row: dict) -> str:
-    if row["error"] is not None:
-        return f"{row['variant']:21} {row['error']}"
-    wrong = "  WRONG" if failed(row) else ""
-    difference = "nan" if row["max_abs"] is None else f"{row['max_abs']:.1e}"
-    memory = "" if row["peak_mib"] is None else f"  peak {row['peak_mib']:.0f} MiB"
-    return (
-        f"{row['variant']:21} {row['sequences_per_second']:8.1f} {row['tokens_per_second']:9.0f} "
-        f"{1000 * row['seconds_per_batch']:9.1f} {row['vs_bert']:8.2f} {row['vs_bert_times_fill_rate']:7.2f} "
-        f"{row['lower_bound_share']:9.0%} {difference:>8}{memory}{wrong}"
+def print_rows(rows: list[dict]) -> None:
+    """Prints the rows of a workload."""
+    header = ("variant", "seq/s", "tokens/s", "ms/batch", "vs bert", "× fill", "bound", "max abs")
+    shape = f"{rows[0]['batches']} × {rows[0]['sequences'] // rows[0]['batches']} sequences"
+    print_lines(
+        f"\n{rows[0]['workload']}: {shape}, fill rate {rows[0]['fill_rate']:.0%}",
+        table([header, *(cells(row) for row in rows if row["error"] is None)]),
+        *(f"{row['variant']}: {row['error']}" for row in rows if row["error"] is not None),
     )
 
 
-def linearity_line(row: dict) -> str:
+def cells(row: dict) -> tuple[str, ...]:
+    share, peak, difference = (row[name] for name in ("lower_bound_share", "peak_mib", "max_abs"))
     return (
-        f"{row['series']:9} {row['sequences']:4} sequences, fill rate {row['fill_rate']:4.0%}, "
-        f"{row['tokens']:6} tokens {1000 * row['seconds']:8.1f} ms, lower bound {1000 * row['lower_bound']:8.1f} ms"
+        row["variant"] + ("  WRONG" if failed(row) else ""),
+        f"{row['sequences_per_second']:.1f}",
+        f"{row['tokens_per_second']:.0f}",
+        f"{1000 * row['seconds_per_batch']:.1f}",
+        f"{row['vs_bert']:.2f}",
+        f"{row['vs_bert_times_fill_rate']:.2f}",
+        "" if share is None else f"{share:.0%}",
+        ("nan" if difference is None else f"{difference:.1e}") + ("" if peak is None else f"  peak {peak:.0f} MiB"),
     )
+
+
+def print_linearity(rows: list[dict]) -> None:
+    lines = [("varied", "sequences", "fill rate", "tokens", "ms", "bound, ms")]
+    for row in rows:
+        numbers = (f"{1000 * row[name]:.1f}" for name in ("seconds", "lower_bound"))
+        lines.append((row["series"], str(row["sequences"]), f"{row['fill_rate']:.0%}", str(row["tokens"]), *numbers))
+    print_lines("\nlinearity: ours-optimised", table(lines))
 
 
 def print_lines(*lines: str) -> None:
-    print("\n".join(lines), flush=True)
+    for line in lines:
+        print(line, flush=True)
 
 
 def print_machine(machine: dict) -> None:
@@ -155,27 +193,6 @@ def print_decoding(row: dict) -> None:
     )
 
 
-def print_cuda(report: dict | None) -> None:
-    if report is None:
-        print_lines("\nskipped cuda: this machine has no CUDA GPU that torch can use")
-        return
-    print_lines(f"\ncuda: {report['gpu']}, bfloat16")
-    for name, reason in report["unavailable"].items():
-        print_lines(f"skipped {name}: {reason}")
-    for row in report["rows"]:
-        print_lines(f"{row['workload']:9} (fill rate {row['fill_rate']:4.0%}) {cuda_line(row)}")
-
-
-def cuda_line(row: dict) -> str:
-    if row["error"] is not None:
-        return f"{row['variant']:10} {row['error']}"
-    difference = "nan" if row["max_abs"] is None else f"{row['max_abs']:.1e}"
-    return (
-        f"{row['variant']:10} {row['sequences_per_second']:9.1f} seq/s {row['tokens_per_second']:10.0f} tokens/s "
-        f"{1000 * row['seconds_per_batch']:8.2f} ms/batch  ×{row['vs_bert']:.2f}  max abs {difference}"
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -194,13 +211,11 @@ def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) 
         batches = make_batches(workload, config, args.model, args.batches, args.seed)
         measure_again(report["machine"], config)
         rows = rows_of(workload, runs, batches, config, report["machine"], args.repetitions)
-        shape = f"{len(batches)} × {len(batches[0].lengths)} sequences, fill rate {rows[0]['fill_rate']:.0%}"
-        print_lines(f"\n{workload}: {shape}", HEADER)
-        for row in rows:
-            if args.memory and row["error"] is None:
-                largest_batch = max(batches, key=lambda batch: batch.input_ids.numel())
+        if args.memory:
+            largest_batch = max(batches, key=lambda batch: batch.input_ids.numel())
+            for row in (row for row in rows if row["error"] is None):
                 row["peak_mib"] = peak_memory(row["variant"], folder, args.threads, largest_batch)
-            print_lines(line(row))
+        print_rows(rows)
         report["rows"] += rows
 
 
@@ -209,7 +224,7 @@ def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) ->
         report["linearity"] = linearity_rows(
             runs["ours-optimised"], config, report["machine"], args.repetitions, args.seed
         )
-        print_lines("\nlinearity: ours-optimised", *map(linearity_line, report["linearity"]))
+        print_linearity(report["linearity"])
     runs.clear()  # the steps below open their own models
     if "training" in args.workloads:
         batches = make_batches("training", config, args.model, args.batches, args.seed)
@@ -222,9 +237,6 @@ def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) ->
         for row in decode(folder, args.variants, args.cases, args.tokens, args.repetitions, bandwidth, args.seed):
             report["decoding"].append(row)
             print_decoding(row)
-    if "cuda" in args.workloads:
-        report["cuda"] = run_on_gpu(folder, config, args.model, args.batches, args.repetitions, args.seed)
-        print_cuda(report["cuda"])
 
 
 def benchmark(args) -> dict:
@@ -245,11 +257,10 @@ def benchmark(args) -> dict:
         runs, unavailable = open_variants(list(dict.fromkeys(["bert", *args.variants])), folder, args.threads)
         if "bert" in unavailable:
             raise RuntimeError(f"BertModel, the reference, cannot be opened: {unavailable['bert']}")
-        for name, reason in unavailable.items():
-            print_lines(f"skipped {name}: {reason}")
+        print_lines(*(f"skipped {name}: {reason}" for name, reason in unavailable.items()))
         report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
                   "repetitions": args.repetitions, "seed": args.seed, "unavailable": unavailable,
-                  "rows": [], "linearity": [], "training": None, "decoding": [], "cuda": None}  # fmt: skip
+                  "rows": [], "linearity": [], "training": None, "decoding": []}  # fmt: skip
         run_encoder(report, runs, config, folder, args)
         run_steps(report, runs, config, folder, args)
     report["failures"] = failures(report)

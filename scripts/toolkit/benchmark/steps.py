@@ -1,27 +1,24 @@
 """The steps that the benchmark times beside whole batches: of training and of decoding."""
 
-import gc
 import statistics
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import BertForSequenceClassification, EncoderDecoderModel, StoppingCriteria
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
-from toolkit.benchmark.lower_bound import decoding_step_bytes, decoding_step_seconds
+from toolkit.benchmark.timing import decoding_step_bytes, decoding_step_seconds, interleave
 from toolkit.benchmark.variants import VARIANTS, missing
 from toolkit.benchmark.workloads import Batch, pad, random_rows
-from toolkit.checkpoint import to_scratchbert
+from toolkit.parity import gradient_rows, gradients
 
 BEAMS = {"greedy": 1, "beam 4": 4}
 # Our variants that are timed decoding, and the argument of optimize_for_inference().
 GENERATORS = {"ours": None, "ours-optimised": None, "ours-bf16": torch.bfloat16, "ours-int8": "int8"}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-# ------------------------------------------------------------------------------------------------------------- training
 
 
 def models_to_train(folder: Path) -> dict[str, torch.nn.Module]:
@@ -32,53 +29,37 @@ def models_to_train(folder: Path) -> dict[str, torch.nn.Module]:
     return {name: model_class.from_pretrained(classifier).train() for name, model_class in classes.items()}
 
 
-def training_step(model, optimizer, batch: Batch) -> tuple[float, float]:
-    """The seconds that a step takes, and its loss. The gradients stay in the model."""
-    started = time.perf_counter()
-    optimizer.zero_grad()
-    loss = model(**batch.inputs, labels=batch.labels).loss
-    loss.backward()
-    optimizer.step()
-    return time.perf_counter() - started, loss.item()
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    """The gradients by our names. Without the keys' biases, whose gradient is zero except for rounding."""
-    found = {to_scratchbert(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if not name.endswith("key.bias")}
-
-
 def gradient_difference(models: dict[str, torch.nn.Module]) -> float:
     """The largest ‖difference‖ / ‖gradient‖ over all tensors."""
     theirs, ours = gradients(models["bert"]), gradients(models["ours"])
-    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+    return max(row.relative for row in gradient_rows(ours, theirs, theirs))
 
 
 def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
     """The median seconds of a step of each model, and the differences of the losses and of the first gradients."""
-    models = models_to_train(folder)
+    models, losses = models_to_train(folder), {"bert": [], "ours": []}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in models.items()}
-    seconds = {name: [] for name in models}
-    losses, difference = [], 0.0
-    for i, batch in enumerate(batches[j % len(batches)] for j in range(repetitions + 1)):
-        both = {}
-        for name in sorted(models, reverse=bool(i % 2)):
-            took, both[name] = training_step(models[name], optimizers[name], batch)
-            seconds[name] += [took] if i else []  # the first step warms up
-        losses.append(abs(both["bert"] - both["ours"]))
-        difference = difference if i else gradient_difference(models)
+
+    def step(name: str, batch: Batch) -> None:
+        """The gradients stay in the model."""
+        optimizers[name].zero_grad()
+        loss = models[name](**batch.inputs, labels=batch.labels).loss
+        loss.backward()
+        optimizers[name].step()
+        losses[name].append(loss.item())
+
+    runs = {name: partial(step, name) for name in models}
+    for warm_up in runs.values():
+        warm_up(batches[0])
+    difference = gradient_difference(models)
+    seconds = interleave(runs, [batches[i % len(batches)] for i in range(1, repetitions + 1)], 1)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    del models, optimizers
-    gc.collect()
     return {
         "seconds": medians,
         "vs_bert": medians["bert"] / medians["ours"],
-        "loss_difference": max(losses),
+        "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
         "gradient_difference": difference,
     }
-
-
-# ------------------------------------------------------------------------------------------------------------- decoding
 
 
 class Clock(StoppingCriteria):
@@ -120,12 +101,6 @@ def steps(model, batch: Batch, tokens: int, beams: int) -> tuple[list[float], to
     return [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)], ids
 
 
-def ragged(config, batch: int, length: int, generator: torch.Generator) -> Batch:
-    """Sources of which the first is shorter than the rest."""
-    lengths = [length * 3 // 4, *[length] * (batch - 1)]
-    return pad(random_rows(config, lengths, generator))
-
-
 def share_of_equal(tokens: torch.Tensor, reference: torch.Tensor) -> float:
     """The share of generated tokens, `(B, T)` after the start token, that are those of the reference."""
     return (tokens[:, 1:] == reference[:, 1:]).float().mean().item()
@@ -142,7 +117,7 @@ def decode(folder: Path, variants, cases: list[tuple[int, str]], tokens: int, re
     reading = decoding_step_bytes(models["bert"]) / bandwidth
     generator = torch.Generator().manual_seed(seed)
     for batch_size, way in cases:
-        batch = ragged(config, batch_size, 64, generator)
+        batch = pad(random_rows(config, [48, *[64] * (batch_size - 1)], generator))  # the first is shorter
         seconds, same = {name: [] for name in models}, True
         for repetition in range(repetitions + 1):
             ids = {}

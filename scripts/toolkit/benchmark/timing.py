@@ -1,75 +1,127 @@
-"""The time and the numbers of variants that take turns, in one process."""
+"""Times: of functions that take turns; of matrix products and memory, at this machine's best rates; and the GEMM lower
+bound, the time that a model's matrix products alone take at these rates."""
 
 import math
 import statistics
 import time
+import timeit
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import nn
 
-from toolkit.benchmark.variants import Run, first_line
-from toolkit.benchmark.workloads import Batch
-from toolkit.parity import largest
+from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack, multiplies_natively
+from toolkit.machine import identity
 
 # Seconds before each measurement: threads of the runtime that was timed last spin for a while before they sleep.
 PAUSE = 0.01
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def deviation(hidden: torch.Tensor, reference: torch.Tensor, batch: Batch) -> float:
-    """The largest difference at a non-padding token; infinite if a value there is NaN."""
-    return largest((hidden.float() - reference.float())[batch.attention_mask.bool()])
-
-
-def warm_up(runs: dict[str, Run], batches: list[Batch]) -> tuple[dict[str, float], dict[str, str]]:
-    """Runs each variant once on each batch: its difference to BertModel, or why it fails."""
-    deviations, reasons = dict.fromkeys(runs, 0.0), {}
-    for batch in batches:
-        reference = runs["bert"](batch.inputs)
-        for name in runs.keys() - {"bert"} - reasons.keys():
-            try:
-                found = deviation(runs[name](batch.inputs), reference, batch)
-                deviations[name] = max(deviations[name], found)
-            except Exception as error:  # a runtime can raise any exception
-                reasons[name] = first_line(error)
-    return deviations, reasons
-
-
-def interleave(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> dict[str, list[float]]:
-    """The median seconds of each variant for each batch. The variants take turns."""
-    times = {name: [[] for _ in batches] for name in runs}
+def interleave(runs: dict[str, Callable], inputs: list, repetitions: int) -> dict[str, list[float]]:
+    """The median seconds of each function for each of its inputs. The functions take turns."""
+    times = {name: [[] for _ in inputs] for name in runs}
     for repetition in range(repetitions):
-        order = list(runs) if repetition % 2 == 0 else list(reversed(runs))
-        for i, batch in enumerate(batches):
-            for name in order:
+        for i, each in enumerate(inputs):
+            for name in list(runs) if (repetition + i) % 2 == 0 else reversed(runs):
                 time.sleep(PAUSE)
                 started = time.perf_counter()
-                runs[name](batch.inputs)
+                runs[name](each)
                 times[name][i].append(time.perf_counter() - started)
-    return {name: [statistics.median(each) for each in of_batches] for name, of_batches in times.items()}
+    return {name: list(map(statistics.median, of_inputs)) for name, of_inputs in times.items()}
 
 
-def timed_rows(workload: str, runs: dict[str, Run], batches: list[Batch], repetitions: int) -> list[dict]:
-    """A row for each variant: its speed, and its difference to BertModel, or the error."""
-    deviations, reasons = warm_up(runs, batches)
-    seconds = interleave({name: run for name, run in runs.items() if name not in reasons}, batches, repetitions)
-    sequences, tokens = sum(len(batch.input_ids) for batch in batches), sum(batch.tokens for batch in batches)
-    common = {
-        "workload": workload,
-        "batches": len(batches),
-        "sequences": sequences,
-        "tokens": tokens,
-        "fill_rate": tokens / sum(batch.input_ids.numel() for batch in batches),
-    }
-    rows = []
-    for name in runs:
-        row = {**common, "variant": name, "error": reasons.get(name)}
-        if name not in reasons:
-            total = sum(seconds[name])
-            row |= {
-                "seconds_per_batch": total / len(batches),
-                "sequences_per_second": sequences / total,
-                "tokens_per_second": tokens / total,
-                "vs_bert": sum(seconds["bert"]) / total,
-                "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
-            }
-        rows.append(row)
-    return rows
+def seconds(run: Callable[[], object], repetitions: int = 5) -> list[float]:
+    """The seconds that each of several calls of `run` takes, after one to warm up."""
+    run()
+    return timeit.repeat(run, number=1, repeat=repetitions)
+
+
+def bandwidth(size: int = 2**28) -> float:
+    """The bytes per second at which this machine reads `size` float32 numbers, many more than fit into a cache."""
+    numbers = torch.ones(size)
+    return 4 * size / statistics.median(seconds(numbers.sum))
+
+
+def linear_layers(weight: torch.Tensor, bias: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """The linear layer as torch computes it by default, and, where oneDNN can, with its weight prepacked."""
+    plain = partial(nn.functional.linear, weight=weight, bias=bias)
+    return [plain, FloatMatrix([weight], [bias]).linear] if can_prepack(weight) else [plain]
+
+
+@torch.inference_mode()
+def best_rate(config, dtype: torch.dtype, rows: tuple[int, ...] = (512, 2048)) -> float:
+    """The highest number of floating-point operations per second in any matrix product of the model's shapes, with
+    plain or prepacked weights."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    best = 0.0
+    for width_in, width_out in ((hidden, hidden), (hidden, 3 * hidden), (hidden, inner), (inner, hidden)):
+        weight, bias = torch.rand(width_out, width_in, dtype=dtype), torch.rand(width_out, dtype=dtype)
+        for count in rows:
+            x = torch.rand(count, width_in, dtype=dtype)
+            fastest = min(min(seconds(partial(layer, x))) for layer in linear_layers(weight, bias))
+            best = max(best, 2 * x.numel() * width_out / fastest)
+    return best
+
+
+def describe(config, threads: int) -> dict:
+    """The machine, for the JSON file of a benchmark: rates in GFLOP/s for the model's shapes, of bfloat16 where the CPU
+    has instructions for it; bandwidth in GB/s."""
+    natively = [name for name, dtype in DTYPES.items() if multiplies_natively(dtype)]  # others take minutes
+    machine = {**identity(), "threads": threads, "gflops": dict.fromkeys(natively, 0.0), "bandwidth_gb": 0.0}
+    measure_again(machine, config)
+    return machine
+
+
+def measure_again(machine: dict, config) -> None:
+    """Measures rates and bandwidth again and keeps the better ones: on a shared machine, one measurement can be too
+    low, and a lower bound computed from it would not be one."""
+    machine["bandwidth_gb"] = max(machine["bandwidth_gb"], bandwidth() / 1e9)
+    for dtype, rate in machine["gflops"].items():
+        machine["gflops"][dtype] = max(rate, best_rate(config, DTYPES[dtype]) / 1e9)
+
+
+def encoder_flops(config, lengths: list[int]) -> int:
+    """The floating-point operations in the blocks' matrix products for non-padding tokens: the six linear layers, Q Kᵀ
+    and the product of the attention weights with V. Without embeddings and pooler."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linear = 2 * (4 * hidden * hidden + 2 * hidden * inner)
+    attention = 2 * 2 * hidden
+    return config.num_hidden_layers * sum(linear * length + attention * length * length for length in lengths)
+
+
+def encoder_seconds(config, lengths: list[int], machine: dict, dtype: str) -> float:
+    """The seconds that the matrix products for sequences of these lengths take at the machine's best rate."""
+    rate = machine["gflops"][dtype] * 1e9
+    return encoder_flops(config, lengths) / rate if rate else math.nan
+
+
+@torch.inference_mode()
+def decoding_step_seconds(config, rows: int) -> float:
+    """The seconds that the matrix products of one decoding step, with prepacked weights, take for this many rows.
+
+    In each block: four weights of the self-attention, query and output of the cross-attention (its keys and values are
+    computed once), and two of the feed-forward layer; then two of the language-model head. Each weight is a tensor of
+    its own, as in the model: a single one would stay in the cache.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = ([(hidden, hidden)] * 6 + [(inner, hidden), (hidden, inner)]) * config.num_hidden_layers
+    shapes += [(hidden, hidden), (config.vocab_size, hidden)]
+    layers = [
+        partial(linear_layers(torch.rand(out, width), torch.rand(out))[-1], torch.rand(rows, width))
+        for out, width in shapes
+    ]
+    return statistics.median(seconds(lambda: [layer() for layer in layers]))
+
+
+def decoding_step_bytes(model) -> int:
+    """The bytes of weights that an `EncoderDecoderModel` reads to decode one token: those of the decoder, except for
+    the keys and values of the cross-attention, which are computed once, and those of the language-model head."""
+    once = ("crossattention.self.key.", "crossattention.self.value.")
+    weights = [
+        weight
+        for name, weight in model.decoder.bert.encoder.named_parameters()
+        if not any(part in name for part in once)
+    ]
+    return sum(weight.nbytes for weight in [*weights, *model.decoder.cls.parameters()])

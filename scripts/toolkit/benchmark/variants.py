@@ -29,12 +29,14 @@ from transformers import BertConfig, BertModel
 from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.cpu.matrices import multiplies_int8, multiplies_natively
 from toolkit.benchmark.workloads import Batch, pad, random_rows
-from toolkit.cli import how_to_install
+from toolkit.cli import described, how_to_install
+from toolkit.exporting import TensorModel, open_onnx, open_openvino
 from toolkit.hub import silence_libraries
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 TOLERANCE = 1e-5  # between float32 values that should be equal
 CALIBRATION_BATCHES = 8
+GPU, ON_GPU = "cuda", "bfloat16 on a GPU"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Variant:
     Attributes:
         build: `build(folder, threads)` opens the model.
         needs: the libraries that it requires.
-        precision: of its matrix products: "float32", "bfloat16" or "int8".
+        precision: of its matrix products: "float32", "bfloat16" or "int8"; or `ON_GPU`.
         tolerance: the largest difference to BertModel that is allowed; None: any, because the variant is not ours or
             computes in lower precision.
     """
@@ -70,8 +72,10 @@ def torch_run(model: torch.nn.Module) -> Run:
     return run
 
 
-def bert(folder: Path, threads: int, attention: str = "sdpa", dtype=torch.float32, compiled: bool = False) -> Run:
-    model = BertModel.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
+def as_loaded(
+    folder: Path, threads: int, model_class=BertModel, attention="sdpa", dtype=torch.float32, compiled: bool = False
+) -> Run:
+    model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
     return torch_run(torch.compile(model, dynamic=True) if compiled else model)
 
 
@@ -83,11 +87,6 @@ def bert_int8(folder: Path, threads: int) -> Run:
     return torch_run(model)
 
 
-def ours(folder: Path, threads: int, compiled: bool = False) -> Run:
-    model = ScratchBertModel.from_pretrained(folder, dtype=torch.float32).eval()
-    return torch_run(torch.compile(model, dynamic=True) if compiled else model)
-
-
 def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.float32, attention="sdpa") -> Run:
     """In bfloat16, the weights are loaded as such; int8 weights are made of float32."""
     loaded = torch.float32 if dtype == "int8" else dtype
@@ -95,40 +94,16 @@ def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.
     return torch_run(model.optimize_for_inference(dtype))
 
 
-class LastHiddenState(torch.nn.Module):
-    """BertModel with plain tensors as inputs and output, as exporters expect them."""
-
-    def __init__(self, model: BertModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-
-
 def to_export(folder: Path) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     """The model and example inputs. The wrapper is in evaluation mode as well: an exporter may pass its mode on."""
     input_ids, mask = torch.full((2, 8), 5), torch.ones(2, 8, dtype=torch.long)
     mask[0, 5:] = 0
-    return LastHiddenState(BertModel.from_pretrained(folder)).eval(), (input_ids, mask)
+    return TensorModel(BertModel.from_pretrained(folder), ["last_hidden_state"]).eval(), (input_ids, mask)
 
 
 def onnx(folder: Path, threads: int, int8: bool = False) -> Run:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    # Otherwise its threads spin after a call and take cores from the variant that is timed next.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    file = onnx_file(folder, int8)
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-
-    def run(inputs):
-        (hidden,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
-        return torch.from_numpy(hidden)
-
-    return run
+    run = open_onnx(onnx_file(folder, int8), threads)
+    return lambda inputs: run(inputs)["last_hidden_state"]
 
 
 def onnx_file(folder: Path, int8: bool) -> Path:
@@ -152,25 +127,8 @@ def onnx_file(folder: Path, int8: bool) -> Path:
 
 
 def openvino(folder: Path, threads: int, precision: str = "f32", int8: bool = False) -> Run:
-    import openvino
-
-    # Without the hint it computes in bfloat16 if the machine supports it.
-    options = {
-        "INFERENCE_PRECISION_HINT": precision,
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-    }
-    compiled = openvino.Core().compile_model(openvino_file(folder, int8), "CPU", options)
-
-    def run(inputs):
-        # A copy: the next call overwrites the result.
-        return torch.from_numpy(compiled(openvino_inputs(inputs))[0].copy())
-
-    return run
-
-
-def openvino_inputs(inputs: dict[str, torch.Tensor]) -> list:
-    return [inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()]
+    run = open_openvino(openvino_file(folder, int8), threads, precision)
+    return lambda inputs: run(inputs)["last_hidden_state"]
 
 
 def openvino_file(folder: Path, int8: bool) -> Path:
@@ -200,7 +158,7 @@ def quantize(model, config):
     batches = [pad(random_rows(config, [longest, longest // 2], generator)) for _ in range(CALIBRATION_BATCHES)]
     return nncf.quantize(
         model,
-        nncf.Dataset([openvino_inputs(batch.inputs) for batch in batches]),
+        nncf.Dataset([{name: ids.numpy() for name, ids in batch.inputs.items()} for batch in batches]),
         preset=nncf.QuantizationPreset.MIXED,  # symmetric weights, asymmetric inputs
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=CALIBRATION_BATCHES,
@@ -252,12 +210,40 @@ def ctranslate2(folder: Path, threads: int, precision: str = "float32") -> Run:
     return run
 
 
+def on_gpu(folder: Path, threads: int, model_class=BertModel, attention: str = "sdpa", is_packed: bool = False) -> Run:
+    model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=torch.bfloat16).eval().to(GPU)
+
+    @torch.inference_mode()
+    def run(inputs):
+        inputs = {name: tensor.to(GPU) for name, tensor in inputs.items()}
+        hidden = run_packed(model, **inputs) if is_packed else model(**inputs).last_hidden_state
+        torch.cuda.synchronize()
+        return hidden
+
+    return run
+
+
+def run_packed(model, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """The hidden states of the non-padding tokens, packed into one row, as transformers' flash attention accepts them,
+    and zeros at padding."""
+    mask = attention_mask.bool()
+    cu_seq_lens = pad_tokens(mask.sum(dim=1).cumsum(dim=0, dtype=torch.int32), (1, 0))
+    longest = int(cu_seq_lens.diff().max())
+    packed = model(
+        input_ids=input_ids[mask][None], position_ids=(mask.cumsum(dim=1) - 1)[mask][None],
+        cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest,
+    ).last_hidden_state  # fmt: skip
+    hidden = packed.new_zeros(*mask.shape, packed.shape[-1])
+    hidden[mask] = packed[0]
+    return hidden
+
+
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 VARIANTS = {
-    "bert": Variant(bert),
-    "bert-eager": Variant(partial(bert, attention="eager")),
-    "bert-compiled": Variant(partial(bert, compiled=True)),
-    "bert-bf16": Variant(partial(bert, dtype=torch.bfloat16), precision="bfloat16"),
+    "bert": Variant(as_loaded),
+    "bert-eager": Variant(partial(as_loaded, attention="eager")),
+    "bert-compiled": Variant(partial(as_loaded, compiled=True)),
+    "bert-bf16": Variant(partial(as_loaded, dtype=torch.bfloat16), precision="bfloat16"),
     "bert-int8": Variant(bert_int8, needs=("torchao",), precision="int8"),
     "onnx": Variant(onnx, needs=ONNX),
     "onnx-int8": Variant(partial(onnx, int8=True), needs=ONNX, precision="int8"),
@@ -269,12 +255,15 @@ VARIANTS = {
     "ctranslate2-int8": Variant(
         partial(ctranslate2, precision="int8_float32"), needs=("ctranslate2",), precision="int8"
     ),
-    "ours": Variant(ours, tolerance=TOLERANCE),
+    "bert-cuda": Variant(on_gpu, precision=ON_GPU),
+    "bert-cuda-flash": Variant(partial(on_gpu, attention="flash_attention_2", is_packed=True), precision=ON_GPU),
+    "ours": Variant(partial(as_loaded, model_class=ScratchBertModel), tolerance=TOLERANCE),
     "ours-optimised": Variant(ours_optimised, tolerance=TOLERANCE),
     "ours-eager": Variant(partial(ours_optimised, attention="eager"), tolerance=TOLERANCE),
-    "ours-compiled": Variant(partial(ours, compiled=True), tolerance=TOLERANCE),
+    "ours-compiled": Variant(partial(as_loaded, model_class=ScratchBertModel, compiled=True), tolerance=TOLERANCE),
     "ours-bf16": Variant(partial(ours_optimised, dtype=torch.bfloat16), precision="bfloat16"),
     "ours-int8": Variant(partial(ours_optimised, dtype="int8"), precision="int8"),
+    "ours-cuda": Variant(partial(on_gpu, model_class=ScratchBertModel), precision=ON_GPU),
 }
 
 
@@ -290,14 +279,11 @@ def missing(name: str) -> str | None:
         return how_to_install(absent)
     if variant.precision == "bfloat16" and not name.startswith("ours") and not multiplies_natively(torch.bfloat16):
         return "this CPU has no bfloat16 instructions"
+    if variant.precision == ON_GPU and not torch.cuda.is_available():
+        return "this machine has no CUDA GPU that torch can use"
     if name == "ours-int8" and not multiplies_int8():
         return "this CPU has no int8 instructions (VNNI)"
     return None
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[str, Run], dict[str, str]]:
@@ -311,7 +297,7 @@ def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[st
                     warnings.simplefilter("ignore")
                     runs[name] = VARIANTS[name].build(folder, threads)
             except Exception as error:  # a runtime can raise any exception
-                reason = first_line(error)
+                reason = described(error)
         if reason is not None:
             reasons[name] = reason
     gc.collect()

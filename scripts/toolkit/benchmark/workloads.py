@@ -14,8 +14,8 @@ REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "validation.csv"
 # Median and spread of log-normal lengths: batches of 32 then have an average fill rate of 0.30.
 MIX_MEDIAN, MIX_SIGMA = 70.0, 0.7
 
-# Workloads of one sentence, and its tokens.
-SENTENCES = {"single-1": 1, "single": 12, "single-32": 32}
+# The tokens of the sequences in a batch of each workload, other than reviews and mix.
+LENGTHS = {"full-128": [128] * 16, "full-512": [512] * 4, "single-1": [1], "single": [12], "single-32": [32]}
 
 
 @dataclass
@@ -111,14 +111,9 @@ def make_batches(name: str, config, model: str | None, count: int, seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     if name in ("reviews", "training"):
         return reviews(config, model, count, generator)
-    lengths = {
-        "mix": lambda: mix_lengths(config, 32, generator),
-        "full-128": lambda: [128] * 16,
-        "full-512": lambda: [512] * 4,
-        **{sentence: lambda: [SENTENCES[name]] for sentence in SENTENCES},
-    }[name]
-    count = 10 * count if name in SENTENCES else count
-    return [pad(random_rows(config, lengths(), generator)) for _ in range(count)]
+    count = 10 * count if name.startswith("single") else count
+    lengths = (LENGTHS.get(name) or mix_lengths(config, 32, generator) for _ in range(count))
+    return [pad(random_rows(config, each, generator)) for each in lengths]
 
 
 def linearity_batches(config, sizes: list[int], fill_rates: list[float], seed: int) -> list[tuple[str, Batch]]:
