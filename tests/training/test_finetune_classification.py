@@ -197,11 +197,11 @@ def test_a_label_that_only_the_validation_set_has(make):
         (["--class_weights", "balanced", "--problem", "multi_label"], "--class_weights is balanced with"),
         (
             ["--class_weights", "balanced", "--problem", "regression"],
-            "--class_weights is given with --problem regression",
+            "--class_weights is balanced without --problem",
         ),
         (
             ["--label_smoothing", "0.1", "--problem", "regression"],
-            "--label_smoothing is given with --problem regression; expected",
+            "--label_smoothing is 0.1 without --problem single_label",
         ),
         (["--labels", "0", "0"], "--labels is 0 0; expected each label once"),
         (["--problem", "guessing"], "invalid choice: 'guessing'"),

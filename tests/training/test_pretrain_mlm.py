@@ -61,8 +61,9 @@ def folder(tmp_path_factory, tokenizer):
 
 def settings_of(folder, **flags) -> PretrainingSettings:
     started = {} if "model" in flags else {"config_file": folder / "tiny.json", "tokenizer": folder / "tokenizer"}
-    given = {"train_file": [folder / "train.txt"], "output": "unused", "max_length": 24, "batch_size": 4,
-             "eval_batch_size": 7, **started, **flags}  # fmt: skip
+    started |= {"eval_batch_size": 7} if {"validation_file", "test_file"} & flags.keys() else {}
+    given = {"train_file": [folder / "train.txt"], "output": "unused", "max_length": 24, "batch_size": 4}
+    given |= {**started, **flags}
     return PretrainingSettings(
         **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     )
@@ -305,13 +306,14 @@ def test_a_stream_is_what_is_in_memory_in_another_order_each_epoch(folder):
 def test_two_processes_have_every_sequence_once(folder, tmp_path, rows, streaming):
     path = tmp_path / "few.txt"
     path.write_text("".join(f"w{i} w1\n" for i in range(rows)))
-    flags = {"train_file": [path], "line_by_line": True, "batch_size": 2, **(STREAM if streaming else {})}
-    shares = [list(task_of(folder, rank, 2, **flags).batches(0, 0)) for rank in (0, 1)]
+    flags = {"train_file": [path], "line_by_line": True, "batch_size": 2}
+    streamed = STREAM if streaming else {}
+    shares = [list(task_of(folder, rank, 2, **flags, **streamed).batches(0, 0)) for rank in (0, 1)]
     assert len(shares[0]) == len(shares[1])
     found = Counter(ids_of(shares[0] + shares[1]))
     assert set(found.values()) == {1}
     assert found.total() == rows
-    assert len(task_of(folder, 0, 2, **flags | {"streaming": False}).sampler) == len(shares[0])
+    assert len(task_of(folder, 0, 2, **flags).sampler) == len(shares[0])
 
 
 def test_a_file_larger_than_memory_may_be_streamed(folder, tmp_path, monkeypatch):
@@ -518,9 +520,9 @@ def test_the_epochs_of_a_streamed_run(steps, folder, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "x"], "both are given of --model and --config_file"),
-        (["--streaming"], "--max_steps is missing"),
-        (["--next_sentence", "--line_by_line"], "--line_by_line and --next_sentence are both given"),
+        (["--model", "x"], "--config_file and --model are both given"),
+        (["--streaming"], "--streaming is given without --max_steps"),
+        (["--next_sentence", "--line_by_line"], "--next_sentence and --line_by_line are both given"),
         (["--shuffle_buffer", "0"], "--shuffle_buffer is 0; expected 1 or more"),
         (["--max_length", "2"], "--max_length is 2; expected 3 or more"),
         (["--max_length", "4", "--next_sentence"], "--max_length is 4; expected 5 or more"),
@@ -603,6 +605,6 @@ def test_neither_model_nor_configuration(capsys):
     with pytest.raises(SystemExit) as stop:
         pretrain_mlm.main(["--train_file", "x.txt", "--output", "out"])
     assert stop.value.code == 2
-    assert "neither is given" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--tokenizer is missing; --config_file requires one"):
+    assert "--model or --config_file is missing" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--config_file is tiny\.json without --tokenizer"):
         PretrainingSettings(config_file="tiny.json", output="out", train_file=["x.txt"])

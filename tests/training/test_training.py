@@ -42,14 +42,16 @@ from toolkit.training.checkpoints import Checkpoints, checksums
 from toolkit.training.classification import CLASSES, Classification
 from toolkit.training.optimizer import make_schedule, parameter_groups
 from toolkit.training.output import OutputFolder
-from toolkit.training.run import check_sources, make_accelerator
+from toolkit.training.run import check_services, check_sources, launched_process, make_accelerator
 from toolkit.training.settings import (
     SCHEDULES,
     ClassificationSettings,
     PretrainingSettings,
     Seq2SeqSettings,
+    changed_flags,
     recipe_arguments,
     recipe_of,
+    training_flag,
 )
 from toolkit.training.task import Evaluation
 
@@ -181,20 +183,16 @@ def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkey
         ({"batch_size": 0}, "--batch_size is 0; expected 1 or more"),
         ({"batch_size": "many"}, "argument --batch_size"),
         ({"learning_rate": -1}, "--learning_rate is -1.0; expected 0 or more"),
-        ({"layer_decay": 2}, "--layer_decay is 2.0; expected 0 to 1"),
+        ({"layer_decay": 2}, "--layer_decay is 2.0; expected"),
         ({"no_such_flag": 1}, "--no_such_flag"),
         ({"model": None}, "--model is missing"),
-        ({"train_file": None}, "neither is given"),
-        ({"dataset": "imdb"}, "both are given"),
-        ({"dataset_config": "plain"}, "--dataset_config is plain without --dataset; expected --dataset with it"),
-        ({"train_split": "all"}, "--train_split is all without --dataset"),
-        ({"validation_split": "dev"}, "--validation_split is dev without --dataset"),
-        ({"test_split": "test"}, "--test_split is test without --dataset"),
+        ({"train_file": None, "validation_file": None}, "--train_file or --dataset is missing"),
+        ({"dataset": "imdb"}, "--dataset are both given"),
         ({"train_file": "nowhere.csv"}, "nowhere.csv: there is no such file"),
         ({"train_file": "data.xls"}, "unknown ending '.xls'"),
         ({"model": "/no/such/model"}, "--model /no/such/model: there is no such folder"),
         ({"output": os.devnull}, "is a file; expected a folder"),
-        ({"output": f"{os.devnull}/run"}, f"{os.devnull} is not a folder"),
+        ({"output": f"{os.devnull}/run"}, f"{os.devnull} is a file; expected a folder"),
         ({"freeze": "3"}, "--freeze is 3; expected embeddings, encoder, or a number of blocks, at most 2"),
         ({"schedule": "steep"}, "steep"),
         ({"schedule": "reduce_lr_on_plateau"}, "argument --schedule: invalid choice"),
@@ -206,7 +204,6 @@ def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkey
         ({"metric": "elegance"}, "--metric is elegance; expected one of accuracy, f1, matthews_correlation"),
         ({"trackers": "nobody"}, "nobody"),
         ({"push_to_hub": "reviews"}, "--push_to_hub is reviews; expected user/name"),
-        ({"padding_free_collation": True, "implementation": "bert"}, "requires --implementation scratchbert"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flags, message, arguments, capsys):
@@ -451,14 +448,16 @@ def test_both_implementations_make_the_same_of_the_same(checkpoints, make_traini
 
 def test_early_stopping(make_training, monkeypatch):
     run = make_training(epochs=20, early_stopping=3)
-    values = iter([0.5, 0.55, 0.5, 0.6, 0.6, 0.55, 0.6, 0.9])
-    monkeypatch.setattr(run.task, "evaluate", lambda *_: Evaluation({"accuracy": next(values), "loss": 0.4}, []))
+    values = iter([(0.5, 0.4), (0.55, 0.4), (0.5, 0.4), (0.6, 0.4), (0.6, 0.3), (0.55, 0.2), (0.6, 0.35), (0.9, 0.1)])
+    monkeypatch.setattr(
+        run.task, "evaluate", lambda *_: Evaluation(dict(zip(("accuracy", "loss"), next(values), strict=True)), [])
+    )
     run.train()
-    assert run.progress.epoch == 7
+    assert run.progress.epoch == 7  # three after the fourth, whose accuracy none exceeds
     assert run.progress.best == 0.6
-    assert run.progress.best_checkpoint == "step-00000016-epoch-4"
+    assert run.progress.best_checkpoint == "step-00000020-epoch-5"  # of equal ones that with the lowest loss
     assert [path.name for path in run.checkpoints.complete()] == [
-        "step-00000016-epoch-4",
+        "step-00000020-epoch-5",
         "step-00000024-epoch-6",
         "step-00000028-epoch-7",
     ]
@@ -532,6 +531,26 @@ def test_what_is_pushed(arguments, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "pushed" / "model.safetensors").exists()
 
 
+def test_nothing_is_pushed_offline(arguments, offline, tmp_path, capsys):
+    argv = arguments(push_to_hub="me/reviews", max_steps=1)
+    assert_one_line(
+        lambda: finetune_classification.main(argv), "--push_to_hub is me/reviews and HF_HUB_OFFLINE", capsys
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("tensorboard", 'pip install "scratchbert[train]"'), ("wandb", "pip install wandb")]
+)
+def test_a_tracker_that_is_not_installed(name, message, arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "get_available_trackers", list)
+    argv = arguments(trackers=name, max_steps=1)
+    assert_one_line(lambda: finetune_classification.main(argv), message, capsys)
+    assert not (tmp_path / "run").exists()
+    for accepted in ("all", "none"):
+        check_services(read_settings(ClassificationSettings, arguments(trackers=accepted)))
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 
@@ -543,6 +562,52 @@ def test_folders_that_are_not_written_over(arguments, tmp_path, capsys):
     assert finetune_classification.main(arguments(resume=True)) == 2
     assert "holds no run; recipe.yaml is missing there" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "1"}, (0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1"}, (0, 1)),
+        ({"LOCAL_RANK": "-1"}, (0, 1)),
+        (TORCHRUN, (1, 2)),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, (0, 1)),
+        ({**OPEN_MPI, "MASTER_ADDR": "host", "MASTER_PORT": "1"}, (1, 2)),
+        ({"PMI_RANK": "3", "MPI_LOCALRANKID": "1", "PMI_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}, (3, 4)),
+        ({"RANK": "abc"}, "RANK is 'abc'"),
+        ({"RANK": ""}, "RANK is ''"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 without RANK, WORLD_SIZE, MASTER_PORT, MASTER_ADDR"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE is 2 without MASTER_PORT, MASTER_ADDR"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK is 2"),
+    ],
+    ids=str,
+)
+def test_the_process_that_a_launcher_declares(environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, tuple):
+        assert launched_process() == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            launched_process()
+
+
+@pytest.mark.parametrize(("rank", "message"), [("1", "--output"), ("abc", "RANK is 'abc'")])
+def test_a_rank_alone_switches_no_check_off(rank, message, arguments, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "README.md").write_text("mine")
+    monkeypatch.setenv("RANK", rank)
+    assert_one_line(lambda: finetune_classification.main(arguments(max_steps=1)), message, capsys)
+    assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 
 def test_a_run_is_continued_with_its_own_flags_alone(arguments, capsys, tmp_path):
@@ -561,7 +626,7 @@ def test_a_full_disk_is_found_before_the_training(arguments, capsys, monkeypatch
     monkeypatch.setattr(training.Training, "train", lambda self: pytest.fail("training began"))
     assert finetune_classification.main(arguments(keep_checkpoints=50)) == 2
     assert (
-        "a disk with 0.0 GiB free; expected 0.0 GiB, which the run may need. A smaller --keep_checkpoints than 50"
+        "a disk with 1.00 MiB free; expected 13.69 MiB, which the run may need. A smaller --keep_checkpoints than 50"
         in (capsys.readouterr().err)
     )
 
@@ -696,6 +761,42 @@ def test_a_checkpoint_whose_best_one_is_damaged_is_not_used(stopped, whole, caps
     assert resume() == 0
     assert "in the best checkpoint, step-00000002, model.safetensors differs" in capsys.readouterr().err
     assert_same_run(output, whole[0])
+
+
+@pytest.mark.parametrize("earlier", [1, 2])
+def test_a_run_continues_on_as_many_processes(earlier, stopped, capsys):
+    """Of more processes than before, some have no random states in the checkpoint."""
+    output, resume = stopped
+    for folder in (output / "checkpoints").iterdir():
+        progress = json.loads((folder / "progress.json").read_text()) | {"processes": earlier + 2}
+        (folder / "progress.json").write_text(json.dumps(progress))
+        (folder / "random_states_0.pkl").rename(folder / f"random_states_{earlier}.pkl")
+        renew_checksums(folder)
+    before = (output / "recipe.yaml").read_bytes()
+    assert_one_line(lambda: resume("--log_steps=3"), f"of a run on {earlier + 2} processes; expected 1", capsys)
+    assert (output / "recipe.yaml").read_bytes() == before
+
+
+def test_a_flag_that_the_version_of_the_run_did_not_have(stopped, whole, capsys):
+    output, resume = stopped
+    recipe = yaml.safe_load((output / "recipe.yaml").read_text())
+    del recipe["optimizer"], recipe["max_train_samples"]
+    (output / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert_one_line(lambda: resume("--optimizer=sgd"), "--optimizer was adamw and is sgd", capsys)
+    assert resume() == 0
+    assert_same_run(output, whole[0])
+
+
+def test_a_flag_may_have_had_another_value_before_it_existed(tmp_path):
+    @dataclasses.dataclass
+    class Later(ClassificationSettings):
+        dropout: float = training_flag("", 0.1, before=0.0)
+
+    (tmp_path / "recipe.yaml").write_text("model: a/b\noutput: out\ntrain_file: [x.csv]\n")
+    given = {"model": "a/b", "output": "out", "train_file": [str(Path("x.csv").resolve())]}
+    for value, expected in ((0.0, {}), (0.1, {"dropout": (0.0, 0.1)})):
+        changed = changed_flags(Later(**given, dropout=value), tmp_path / "recipe.yaml")
+        assert {name: each for name, each in changed.items() if name != "train_file"} == expected
 
 
 def test_without_an_intact_checkpoint_the_run_does_not_continue(stopped, capsys):

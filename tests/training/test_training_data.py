@@ -765,7 +765,7 @@ def test_tasks_use_the_first_samples(settings_class, flags, by_name, tiny, tmp_p
 
 
 def test_numbers_of_samples_are_positive_and_not_free_to_change(tmp_path):
-    given = {"model": "a/b", "output": "out", "train_file": ["x.csv"]}
+    given = {"model": "a/b", "output": "out", "train_file": ["x.csv"], "test_file": ["y.csv"]}
     for name in ("max_train_samples", "max_eval_samples"):
         with pytest.raises(ValueError, match=f"--{name} is 0; expected 1 or more"):
             ClassificationSettings(**given, **{name: 0})

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,22 @@ def test_an_error_on_two_processes(arguments):
     done = launch("two_process.yaml", arguments("wrong", 6, text_column="words"))
     assert done.returncode != 0
     assert "finetune_classification.py: there is no column 'words' for the text" in done.stderr
+
+
+def test_processes_of_open_mpi_are_connected(arguments):
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common["MASTER_PORT"] = str(free.getsockname()[1])
+    command = [sys.executable, launched.__file__, *arguments("mpi", 6, max_steps=1)]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**common, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    assert measured(arguments.folder / "mpi")["processes"] == 2

@@ -44,9 +44,8 @@ class Progress:
     processes: int = 1
     data: dict[str, str] = field(default_factory=dict)  # the fingerprints of the task
     history: list[dict] = field(default_factory=list)
-    window: list[tuple[float, int, float]] = field(
-        default_factory=list
-    )  # loss, tokens and seconds since the last point
+    # Loss, tokens and seconds of each update since the last point of the history.
+    window: list[tuple[float, int, float]] = field(default_factory=list)
 
 
 class Checkpoints:
@@ -117,10 +116,6 @@ class Checkpoints:
         path.rename(removed)
         shutil.rmtree(removed)
 
-    def remove_all(self) -> None:
-        """Removes the folder, with the checkpoints and what earlier interruptions left in it."""
-        shutil.rmtree(self.folder)
-
     # -- reading
 
     @property
@@ -157,9 +152,8 @@ class Checkpoints:
         if (problem := damage(path)) is not None:
             return problem
         best = read_progress(path).best_checkpoint
-        if best not in (None, path.name) and (problem := damage(self.folder / best)) is not None:
-            return f"in the best checkpoint, {best}, {problem}"
-        return None
+        problem = None if best in (None, path.name) else damage(self.folder / best)
+        return problem and f"in the best checkpoint, {best}, {problem}"
 
     def move_damaged(self, damaged: dict[Path, str]) -> None:
         """Renames these checkpoints, which the run will write again, and reports them."""
@@ -171,14 +165,8 @@ class Checkpoints:
             path.rename(moved)
             print(f"{path} is not used: {problem}. It is now {moved.name}", file=sys.stderr)
 
-    def check(self, path: Path) -> None:
-        """Raises ValueError if a checkpoint is damaged."""
-        if (problem := damage(path)) is not None:
-            raise ValueError(f"{path} is damaged: {problem}; expected a complete checkpoint")
-
     def load(self, path: Path) -> Progress:
-        """Loads a checkpoint that `last_intact` returned, or `check` accepted. Raises ValueError if it cannot be
-        loaded."""
+        """Loads an intact checkpoint. Raises ValueError if it cannot be loaded."""
         try:
             load(path / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")  # load_state ignores errors there
             self.accelerator.load_state(path)

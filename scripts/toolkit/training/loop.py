@@ -27,8 +27,8 @@ from toolkit.metrics import main_metrics
 from toolkit.model_card import auto_class, is_own
 from toolkit.progress import LogLines
 from toolkit.training.card import write_card
-from toolkit.training.checkpoints import Checkpoints, Progress, megabytes, read_progress, writing
-from toolkit.training.optimizer import add_lora, extend_schedule, freeze, make_optimizer, make_schedule, merged
+from toolkit.training.checkpoints import Checkpoints, Progress, damage, megabytes, read_progress, writing
+from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS
 from toolkit.training.report import checkpoint_in_words, in_words, plot_curves
 from toolkit.training.sharding import prepare
@@ -36,13 +36,6 @@ from toolkit.training.task import AFTER_DIVERGENCE, Task, TrainingError, non_pad
 
 # Of the progress bar, where standard error is not a terminal.
 SECONDS_BETWEEN_LOG_LINES = 60
-
-
-class Stopped(CommandError):  # noqa: N818, it is not an error
-    """The run was stopped by a signal, after it had saved a checkpoint."""
-
-    def __init__(self, message: str, number: int):
-        super().__init__(message, exit_code=128 + number)
 
 
 class Training:
@@ -71,16 +64,11 @@ class Training:
 
     @functools.cached_property
     def steps(self) -> int:
-        """The updates of the whole run.
-
-        Raises:
-            ValueError: the number is not known.
-        """
-        if self.settings.max_steps is not None:
+        """The updates of the whole run."""
+        if self.settings.max_steps is not None:  # as always with --streaming
             return self.settings.max_steps
-        if (batches := self.task.batches_per_epoch()) is None:
-            raise ValueError("--max_steps is missing; streaming requires it, because the number of rows is not known")
-        return math.ceil(self.settings.epochs * math.ceil(batches / self.settings.gradient_accumulation_steps))
+        updates = math.ceil(self.task.batches_per_epoch() / self.settings.gradient_accumulation_steps)
+        return math.ceil(self.settings.epochs * updates)
 
     # -- an update
 
@@ -110,7 +98,10 @@ class Training:
         own = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=device) for each in own])
         loss, tokens, stop = accelerator.reduce(own, "sum").tolist()  # the only synchronisation with the device
         if not math.isfinite(loss):  # the same on all processes
-            self.raise_for_loss(losses, group)
+            values = [each.item() for each in losses]
+            own = [(each, rows) for each, (rows, _) in zip(values, group, strict=True) if not math.isfinite(each)]
+            found = gather_object(own)
+            raise TrainingError(self.not_finite("loss", found[0][0], [rows for _, rows in found]))
         self.step(group)
         self.stop_agreed = bool(stop)
         return loss, int(tokens)
@@ -126,13 +117,6 @@ class Training:
         if not accelerator.optimizer_step_was_skipped:
             self.schedule.step()
         self.optimizer.zero_grad()
-
-    def raise_for_loss(self, losses: list[torch.Tensor], group) -> None:
-        """Raises TrainingError, with the step, the batch and its rows, on whichever process they are."""
-        values = [loss.item() for loss in losses]
-        bad = [(value, rows) for value, (rows, _) in zip(values, group, strict=True) if not math.isfinite(value)]
-        found = gather_object(bad)
-        raise TrainingError(self.not_finite("loss", found[0][0], [rows for _, rows in found]))
 
     def not_finite(self, what: str, value: float, batches: list[list[str]]) -> str:
         rows = [row for batch in batches for row in batch]
@@ -160,9 +144,8 @@ class Training:
 
         Raises:
             TrainingError: see `update`.
-            Stopped: by a signal; a checkpoint has been saved.
+            CommandError: the run was stopped by a signal; a checkpoint has been saved.
         """
-        self.resume()
         progress, started = self.progress, time.monotonic()
         earlier = progress.seconds
         self.model.train()
@@ -201,8 +184,8 @@ class Training:
             self.save()
         if self.stop_agreed and not self.progress.finished:
             self.save()
-            number = self.stop_signal or signal.SIGTERM
-            raise Stopped(f"stopped at step {step} of {self.steps}, which is saved; --resume continues there", number)
+            message = f"stopped at step {step} of {self.steps}, which is saved; --resume continues there"
+            raise CommandError(message, exit_code=128 + (self.stop_signal or signal.SIGTERM))
 
     def end_of_epoch(self, bar) -> None:
         if self.progress.batch == 0:
@@ -226,33 +209,28 @@ class Training:
         self.check_weights()
         progress.evaluated_step = progress.step
         evaluation = task.evaluate(self.model, "validation")
-        metrics, better = evaluation.metrics, self.is_better(evaluation.metrics)
-        if better:
-            progress.best, progress.best_loss, progress.without_better = metrics[task.metric], metrics["loss"], 0
+        metrics = evaluation.metrics
+        own = self.rank(metrics[task.metric], metrics["loss"])
+        best = None if progress.best is None else self.rank(progress.best, progress.best_loss)
+        # The loss chooses between checkpoints with an equal metric. A lower one is no reason to continue.
+        progress.without_better = 0 if best is None or own[0] > best[0] else progress.without_better + 1
+        progress.finished |= progress.without_better >= (self.settings.early_stopping or math.inf)
+        if is_best := best is None or own > best:
+            progress.best, progress.best_loss = metrics[task.metric], metrics["loss"]
             progress.best_checkpoint = self.checkpoints.path(progress).name
-        else:
-            progress.without_better += 1
-            progress.finished |= progress.without_better >= (self.settings.early_stopping or math.inf)
         progress.history.append({"step": progress.step, "epoch": self.epochs_done(), "validation": metrics})
         self.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
         if self.accelerator.is_main_process:
-            best = "  (best)" if better else ""
             epochs = self.epochs_done()
             epoch = "" if epochs is None else f", epoch {epochs:.2f}"
-            bar.write(f"step {progress.step}{epoch}: {in_words(metrics)}{best}")
+            bar.write(f"step {progress.step}{epoch}: {in_words(metrics)}{'  (best)' if is_best else ''}")
             for sample in task.samples(evaluation.predictions):
                 bar.write(f"  {sample}")
 
-    def is_better(self, metrics: dict[str, float]) -> bool:
-        """Whether these metrics are better than those of the best checkpoint. NaN is worse than every number."""
-        sign = 1 if self.task.greater_is_better else -1
-
-        def rank(value: float, loss: float) -> list[float]:
-            return [-math.inf if math.isnan(each) else each for each in (sign * value, -loss)]
-
-        progress = self.progress
-        own = rank(metrics[self.task.metric], metrics["loss"])
-        return progress.best is None or own > rank(progress.best, progress.best_loss)
+    def rank(self, metric: float, loss: float) -> list[float]:
+        """The metric and the loss as two numbers that are larger for a better model. NaN is worse than every number."""
+        values = metric if self.task.greater_is_better else -metric, -loss
+        return [-math.inf if math.isnan(each) else each for each in values]
 
     def epochs_done(self) -> float | None:
         """The passes over the training set; None within the first epoch of a stream, whose length is not known."""
@@ -317,13 +295,8 @@ class Training:
         if self.checkpoints.runs_code:
             self.check_trust()
         checkpoint = self.checkpoints.last_intact()
-        self.check_data(checkpoint)
+        self.check_same(checkpoint)
         self.progress = self.checkpoints.load(checkpoint)
-        if self.progress.processes != self.accelerator.num_processes:
-            raise ValueError(
-                f"--resume: {self.checkpoints.path(self.progress)} is of a run on {self.progress.processes} processes; "
-                f"expected {self.accelerator.num_processes}, as in this run"
-            )
         self.accelerator.print(f"resuming at step {self.progress.step} of {self.steps}")
         if self.steps != self.progress.steps:
             self.extend()
@@ -345,32 +318,29 @@ class Training:
             f"updates from step {progress.step} on"
         )
         progress.steps, progress.finished, progress.without_better = self.steps, False, 0
-        extend_schedule(self.schedule)
+        self.schedule.last_epoch -= 1
+        self.schedule.step()  # sets the learning rates of the longer schedule
 
-    def check_data(self, checkpoint: Path) -> None:
-        """Raises ValueError if the data are not those of a checkpoint."""
-        earlier, present = read_progress(checkpoint).data, self.progress.data
-        # The tokenizer first: if it has changed, so have the tokens of the rows.
-        for part in sorted({**earlier, **present}, key=lambda name: name != "tokenizer"):
-            if earlier.get(part) == present.get(part):
-                continue
-            if part == "tokenizer":
-                raise ValueError(
-                    f"--resume: the tokenizer has changed since {checkpoint.name} was saved; expected the same one. "
-                    "Restore it, or start a new run in another --output"
-                )
+    def check_same(self, checkpoint: Path) -> None:
+        """Raises ValueError if a checkpoint is of another number of processes, or of other data."""
+        earlier, present = read_progress(checkpoint), self.progress
+        if earlier.processes != present.processes:
             raise ValueError(
-                f"--resume: the {part} rows ({sources(self.settings).get(part)}) have changed since "
-                f"{checkpoint.name} was saved; expected the same rows. Restore them, or start a new run in another "
-                "--output"
+                f"--resume: {checkpoint} is of a run on {earlier.processes} processes; expected {present.processes}, "
+                "as in this run"
+            )
+        parts = {**earlier.data, **present.data}
+        if changed := [part for part in parts if earlier.data.get(part) != present.data.get(part)]:
+            # If the tokenizer has changed, so have the tokens of the rows.
+            source = sources(self.settings).get(changed[0])
+            what = "tokenizer has" if "tokenizer" in changed else f"{changed[0]} rows ({source}) have"
+            raise ValueError(
+                f"--resume: the {what} changed since {checkpoint.name} was saved; expected no change. Restore the "
+                "earlier state, or start a new run in another --output"
             )
 
     def check_trust(self) -> None:
-        """Warns that code in the checkpoints could run, with --trust_checkpoints.
-
-        Raises:
-            ValueError: the flag is not given.
-        """
+        """Warns that code in the checkpoints could run, with --trust_checkpoints. Raises ValueError without it."""
         reason = (
             f"the checkpoints in {self.checkpoints.folder} are in a format of DeepSpeed or of sharded FSDP, which can "
             "run code when it is read"
@@ -381,12 +351,13 @@ class Training:
             )
         self.accelerator.print(f"warning: {reason}", file=sys.stderr)
 
-    def finish(self) -> dict:
-        """Evaluates the best model, and writes the files of the finished run. Returns the content of metrics.json."""
+    def finish(self) -> None:
+        """Evaluates the best model, and writes the files of the finished run."""
         progress, task, accelerator = self.progress, self.task, self.accelerator
         if progress.best_checkpoint not in (None, self.checkpoints.path(progress).name):
             best = self.checkpoints.folder / progress.best_checkpoint
-            self.checkpoints.check(best)
+            if (problem := damage(best)) is not None:
+                raise ValueError(f"{best} is damaged: {problem}; expected a complete checkpoint")
             self.checkpoints.load(best)
         evaluations = {split: task.evaluate(self.model, split) for split in task.splits}
         report = {
@@ -406,7 +377,6 @@ class Training:
             self.write(model, weights, report, {split: each.predictions for split, each in evaluations.items()})
         accelerator.wait_for_everyone()
         accelerator.end_training()
-        return report
 
     def write(self, model, weights: dict | None, report: dict, predictions: dict[str, list[dict]]) -> None:
         """Writes the model and its files into a temporary folder, and moves them into `output` when all are
@@ -421,7 +391,7 @@ class Training:
                 path.replace(self.output / path.name)
             unfinished.rmdir()
         if self.settings.keep_checkpoints == 0:
-            self.checkpoints.remove_all()
+            shutil.rmtree(self.checkpoints.folder)  # with what earlier interruptions left in it
         print(self.summary(report))
         if self.settings.push_to_hub:
             self.push()

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Set
 
 import torch
@@ -30,21 +31,14 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     `layer_decay` for each layer further down (Howard & Ruder 2018, section 3.2)."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], [r"\bbias$"]))
     blocks = max(depth(name, 0) for name, _ in model.named_parameters())  # a decoder may have more than its encoder
-    groups: dict[tuple, dict] = {}
+    groups = defaultdict(list)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        distance = blocks + 1 - depth(name, blocks)
-        group = groups.setdefault(
-            (distance, name in decayed),
-            {
-                "params": [],
-                "lr": learning_rate * layer_decay**distance,
-                "weight_decay": weight_decay if name in decayed else 0.0,
-            },
-        )
-        group["params"].append(parameter)
-    return list(groups.values())
+        if parameter.requires_grad:
+            groups[blocks + 1 - depth(name, blocks), name in decayed].append(parameter)
+    return [
+        {"params": each, "lr": learning_rate * layer_decay**distance, "weight_decay": weight_decay if decays else 0.0}
+        for (distance, decays), each in groups.items()
+    ]
 
 
 def make_optimizer(model: nn.Module, settings) -> torch.optim.Optimizer:
@@ -88,16 +82,6 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings, steps: int):
         ) from error
 
 
-def extend_schedule(schedule) -> None:
-    """Sets the learning rates of the next update, after the state of a shorter schedule was loaded."""
-    rates = [
-        base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    schedule._last_lr = rates
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
     """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
     with the embeddings. In an encoder-decoder these are parts of the encoder, with what the decoder shares with it.
@@ -111,17 +95,13 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
     if what is None:
         return
     blocks = model.config.num_hidden_layers
-    if what not in ("embeddings", "encoder") and not (what.isascii() and what.isdigit() and int(what) <= blocks):
+    highest = {"embeddings": 0, "encoder": blocks + 1} | {str(number): number for number in range(blocks + 1)}
+    if what not in highest:
         raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks, at most {blocks}")
     base = f"{model.base_model_prefix}." + ("encoder." if model.config.is_encoder_decoder else "")
     # A shared parameter has several names, one of them in the encoder.
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = name.startswith(base)
-        if what == "encoder":
-            frozen = inside
-        else:
-            frozen = inside and depth(name, blocks) <= (0 if what == "embeddings" else int(what))
-        if frozen and name not in new_weights:
+        if name.startswith(base) and depth(name, blocks) <= highest[what] and name not in new_weights:
             parameter.requires_grad = False
 
 
@@ -133,14 +113,10 @@ def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) ->
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: --freeze is given as well, or modules with an adapter share a weight.
+        ValueError: modules with an adapter share a weight.
     """
     if not settings.lora_rank:
         return model
-    if settings.freeze is not None:
-        raise ValueError(
-            "--lora_rank and --freeze are both given; expected one, because --lora_rank freezes all but the model head"
-        )
     weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
     if len(set(map(id, weights))) < len(weights):
         # Each module has an adapter of its own; merging would add both to the one weight.

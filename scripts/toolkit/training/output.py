@@ -5,6 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from datasets.utils.py_utils import size_str
 from filelock import FileLock, Timeout
 
 from toolkit.files import write_text
@@ -45,8 +46,6 @@ class OutputFolder:
         """
         path, settings = self.path, self.settings
         recipe, is_empty = path / RECIPE, not path.is_dir() or not any(each.name != LOCK for each in path.iterdir())
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--output {path} is a file; expected a folder")
         if not os.access(folder := existing_folder(path), os.W_OK):
             raise PermissionError(f"--output {path}: {folder} cannot be written; expected a folder that can")
         if not is_empty and not settings.resume:
@@ -63,22 +62,20 @@ class OutputFolder:
                 "checkpoint. Start a new run in another --output, from this --model if it is to be trained further"
             )
         if path.is_dir():
-            self.acquire()
-
-    def acquire(self) -> None:
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"--output {self.path} is in use by another run; expected a folder of its own. Wait for the other run, "
-                "or stop it"
-            ) from None
+            try:
+                self.lock.acquire()
+            except Timeout:
+                raise ValueError(
+                    f"--output {path} is in use by another run; expected a folder of its own. Wait for the other run, "
+                    "or stop it"
+                ) from None
 
     def prepare(self) -> None:
-        """Creates and locks the folder, and writes the recipe into it. Raises as `check` does."""
-        self.check()
+        """Creates and locks the folder. Raises as `check` does, because another run may have created it since."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.acquire()
+        self.check()
+
+    def write_recipe(self) -> None:
         write_text(self.path / RECIPE, recipe_of(self.settings))
 
     def check_space(self, parameters: int) -> None:
@@ -88,8 +85,8 @@ class OutputFolder:
         needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
         if (free := shutil.disk_usage(existing_folder(self.path)).free) < needed:
             raise OSError(
-                f"--output {self.path} is on a disk with {free / 2**30:.1f} GiB free; expected {needed / 2**30:.1f} "
-                f"GiB, which the run may need. A smaller --keep_checkpoints than {keep} needs less"
+                f"--output {self.path} is on a disk with {size_str(free)} free; expected {size_str(needed)}, which the "
+                f"run may need. A smaller --keep_checkpoints than {keep} needs less"
             )
 
 
@@ -109,12 +106,8 @@ def check_flags(settings: Settings) -> None:
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder itself, or the lowest folder above it that exists.
-
-    Raises:
-        NotADirectoryError: there is a file instead.
-    """
+    """The folder itself, or the lowest folder above it that exists. Raises NotADirectoryError if that is a file."""
     found = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not found.is_dir():
-        raise NotADirectoryError(f"--output {path} cannot be created: {found} is not a folder")
+        raise NotADirectoryError(f"--output {path}: {found} is a file; expected a folder")
     return found

@@ -11,11 +11,12 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
-from huggingface_hub import get_token
+from huggingface_hub import constants, get_token
 
 from toolkit.checkpoint import config_fields, kind_of, tensor_names
-from toolkit.cli import Parser
+from toolkit.cli import EXTRAS, Parser, about, how_to_install
 from toolkit.hub import check_source
 from toolkit.training.dry_run import rehearse
 from toolkit.training.loop import Training
@@ -23,6 +24,16 @@ from toolkit.training.output import OutputFolder
 from toolkit.training.rows import Source
 from toolkit.training.settings import Settings
 from toolkit.training.task import Task, check_lengths, sources
+
+# The variables that declare a process of several: those of torchrun and `accelerate launch`, and after each of them
+# those of MPI that Accelerate accepts instead.
+LAUNCHED = {
+    "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "MASTER_PORT": (),
+    "MASTER_ADDR": (),
+}
 
 
 def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> None:
@@ -32,20 +43,16 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
         parser: reports errors; with several processes, the process is named.
         make_task: makes the task of the settings and the accelerator.
     """
-    if rank := int(os.environ.get("RANK", 0)):
-        parser.prog += f" (process {rank})"
+    rank, _ = launched_process()
+    parser.prog += f" (process {rank})" if rank else ""
     main_process = rank == 0
     check_sources(settings)
+    check_services(settings)
     # It warns at each checkpoint that tied weights are written once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # The progress bar of the training is enough.
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bar()
-    if settings.push_to_hub and get_token() is None:
-        raise ValueError(
-            "--push_to_hub is given and there is no token; expected one with write access, by `hf auth login` or "
-            "HF_TOKEN"
-        )
     with OutputFolder(settings) as output:
         if main_process:
             output.check()
@@ -64,10 +71,41 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
             for warning in shared_data(settings) if not training.checkpoints.complete() else ():
                 parser.report(warning)
         accelerator.wait_for_everyone()
+        training.resume()
+        if main_process:
+            output.write_recipe()  # only now, because the run in the folder may not be the one to continue
         accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(settings).items()})
         with stopped_by_signals(training):
             training.train()
         training.finish()
+
+
+def launched_process() -> tuple[int, int]:
+    """The rank of this process and the number of processes, as a launcher declares them; 0 and 1 without a launcher.
+
+    Raises:
+        ValueError: a variable of `LAUNCHED` is not a number, or is missing where others declare several processes.
+    """
+    values, given = {}, []
+    for name, others in LAUNCHED.items():
+        for variable in (name, *others):
+            value = os.environ.get(variable, "-1")
+            if name in values or value == "-1":  # Accelerate takes -1 for not set
+                continue
+            if name != "MASTER_ADDR" and not value.isdecimal():
+                raise ValueError(f"{variable} is {value!r}; expected a number. Unset it, if no launcher has set it")
+            values[name] = value
+            given.append(f"{variable} is {value}")
+    rank, processes = int(values.get("RANK", 0)), int(values.get("WORLD_SIZE", 1))
+    if processes == 1 and os.environ.get("LOCAL_RANK", "-1") == "-1":
+        return 0, 1  # Accelerate connects no processes
+    if missing := [name for name in LAUNCHED if name not in values]:
+        raise ValueError(
+            f"{', '.join(given)} without {', '.join(missing)}; expected all, as `accelerate launch` sets them"
+        )
+    if rank >= processes:
+        raise ValueError(f"{', '.join(given)}; expected a rank of less than {processes}")
+    return rank, processes
 
 
 @contextmanager
@@ -94,7 +132,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
         ValueError: there is no such tracker, the launched processes are not connected, or the precision requires an
             accelerator device and there is none.
     """
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    _, processes = launched_process()
     accelerator = Accelerator(
         mixed_precision=settings.mixed_precision,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -114,19 +152,44 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return accelerator
 
 
+def check_services(settings: Settings) -> None:
+    """Checks that the run can be logged, and pushed to the Hub.
+
+    Raises:
+        ValueError: there is no such tracker, it is not installed, or the Hub cannot be reached.
+    """
+    name = settings.trackers
+    if name not in ("all", "none", *LOGGER_TYPE_TO_CLASS):
+        raise ValueError(f"--trackers is {name}; expected one of {', '.join(LOGGER_TYPE_TO_CLASS)}, all, or none")
+    if name not in ("all", "none", *map(str, get_available_trackers())):
+        installing = how_to_install([name]) if name in EXTRAS else f"{name} is not installed; pip install {name}"
+        raise ValueError(f"--trackers is {name}: {installing}")
+    if settings.push_to_hub is None:
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"--push_to_hub is {settings.push_to_hub} and HF_HUB_OFFLINE is set; expected access to the Hub. Unset it, "
+            "or push the finished model with push_to_hub.py"
+        )
+    if get_token() is None:
+        raise ValueError(
+            "--push_to_hub is given and there is no token; expected one with write access, by `hf auth login` or "
+            "HF_TOKEN"
+        )
+
+
 def check_sources(settings: Settings) -> None:
     """Checks that the model and the tokenizer can be opened.
 
     Raises:
-        OSError: one is neither a folder nor a hub id that can be reached, or the weights of a BERT are corrupt.
+        CommandError: one is neither a folder nor a hub id that can be reached.
+        OSError: the weights of a BERT are corrupt.
         ValueError: the model is of a kind that --implementation bert would open with random weights.
     """
     for name in ("model", "tokenizer"):
         if (source := getattr(settings, name, None)) is not None:
-            try:
+            with about(f"--{name} {source}"):
                 check_source(source)
-            except OSError as error:
-                raise OSError(f"--{name} {source}: {error}") from error
     if settings.implementation == "bert" and settings.model is not None:
         kind = kind_of(config_fields(settings.model))
         if kind != "bert":

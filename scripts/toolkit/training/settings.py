@@ -7,9 +7,11 @@ import argparse
 import importlib
 import json
 import math
+import operator
 import sys
 import types
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -43,13 +45,32 @@ SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "
 # No command line can have this character.
 VALUE = "\0"
 
-COUNTS = ("max_length", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps",
-          "save_steps", "log_steps", "early_stopping", "max_train_samples", "max_eval_samples")  # fmt: skip
+# The limits of a value: the comparison that it must pass, and the limit in words.
+LIMITS = {"minimum": (operator.ge, "{} or more"), "above": (operator.gt, "more than {}"),
+          "maximum": (operator.le, "at most {}"), "below": (operator.lt, "less than {}")}  # fmt: skip
 
 
-def flag(default: Any, group: str, help: str, *aliases: str):
-    """A field of the settings: its default, its group in `--help`, its text there, and other spellings."""
-    return field(default=default, metadata={"group": group, "help": help, "aliases": aliases})
+def flag(
+    group: str, help: str, default: Any = None, *, alias: str | None = None, requires: str | None = None,
+    excludes: str | None = None, before: Any = MISSING, **limits: float):  # fmt: skip
+    """A field of the settings.
+
+    Args:
+        group, help: where `--help` has the flag, and what it says there.
+        default: its value if it is not given.
+        alias: another spelling.
+        requires: the flag without which it would do nothing; or "problem=regression", the flag with this value. " or "
+            separates several of which one is enough.
+        excludes: the flag that cannot be given as well.
+        before: the value in runs of versions that did not have the flag, if it is not the default.
+        limits: those of its value, by their names in `LIMITS`.
+    """
+    before = default if before is MISSING else before
+    rules = {"requires": requires, "excludes": excludes, "before": before, "limits": limits}
+    return field(default=default, metadata={"group": group, "help": help, "alias": alias, **rules})
+
+
+data_flag, model_flag, training_flag, evaluation_flag, output_flag = (partial(flag, group) for group in GROUPS[1:])
 
 
 @dataclass
@@ -58,94 +79,95 @@ class Settings:
 
     task: ClassVar[str]  # "module:class", imported only when the flags are parsed
 
-    model: str | None = flag(None, "model", "the BERT or ScratchBert to start from: a folder or hub id")
-    implementation: Literal["scratchbert", "bert"] = flag(
-        "scratchbert", "model", "our classes, or those of transformers"
-    )
+    model: str | None = model_flag("the BERT or ScratchBert to start from: a folder or hub id")
+    implementation: Literal["scratchbert", "bert"] = model_flag("our classes, or those of transformers", "scratchbert")
 
-    train_file: list[str] | None = flag(
-        None,
-        "data",
+    train_file: list[str] | None = data_flag(
         "files to train on: .csv, .tsv, .json, .jsonl or .txt, each also as .gz, or .parquet; or patterns such as "
-        "'data/*.csv'",
+        "'data/*.csv'"
     )
-    validation_file: list[str] | None = flag(None, "data", "files for evaluations during the training")
-    test_file: list[str] | None = flag(None, "data", "files for one evaluation of the finished model")
-    dataset: str | None = flag(None, "data", "instead of files: the hub id or folder of a dataset")
-    dataset_config: str | None = flag(None, "data", "the configuration of --dataset")
-    train_split: str = flag("train", "data", "the training split of --dataset")
-    validation_split: str | None = flag("validation", "data", "the validation split of --dataset; none: no evaluation")
-    test_split: str | None = flag(None, "data", "the test split of --dataset")
-    on_bad_row: Literal["stop", "skip"] = flag(
-        "stop", "data", "what to do with an invalid row; skipped ones are listed"
+    validation_file: list[str] | None = data_flag("files for evaluations during the training", excludes="dataset")
+    test_file: list[str] | None = data_flag("files for one evaluation of the finished model", excludes="dataset")
+    dataset: str | None = data_flag("instead of files: the hub id or folder of a dataset", excludes="train_file")
+    dataset_config: str | None = data_flag("the configuration of --dataset", requires="dataset")
+    train_split: str = data_flag("the training split of --dataset", "train", requires="dataset")
+    validation_split: str | None = data_flag(
+        "the validation split of --dataset; none: no evaluation", "validation", requires="dataset"
     )
-    max_train_samples: int | None = flag(None, "data", "use only the first N valid rows of the training set")
-    max_eval_samples: int | None = flag(
-        None, "data", "use only the first N valid rows of the validation set, and of the test set"
+    test_split: str | None = data_flag("the test split of --dataset", requires="dataset")
+    on_bad_row: Literal["stop", "skip"] = data_flag("what to do with an invalid row; skipped ones are listed", "stop")
+    max_train_samples: int | None = data_flag("use only the first N valid rows of the training set", minimum=1)
+    max_eval_samples: int | None = data_flag(
+        "use only the first N valid rows of the validation set, and of the test set", minimum=1,
+        requires="validation_file or test_file")  # fmt: skip
+    max_length: int = data_flag("maximum tokens per sequence; longer ones are cut", 128, minimum=1)
+    padding_free_collation: bool = data_flag(
+        "batches are one row without padding (ScratchBert only)", False, requires="implementation=scratchbert"
     )
-    max_length: int = flag(128, "data", "maximum tokens per sequence; longer ones are cut")
-    padding_free_collation: bool = flag(False, "data", "batches are one row without padding (ScratchBert only)")
 
-    batch_size: int = flag(32, "training", "sequences per batch, on each process")
-    gradient_accumulation_steps: int = flag(1, "training", "batches per update, on each process")
-    epochs: float = flag(3, "training", "passes over the training set; fractions such as 0.5 are supported")
-    max_steps: int | None = flag(None, "training", "number of updates, instead of --epochs")
-    gradient_checkpointing: bool = flag(
-        False, "training", "compute activations again in the backward pass: less memory, slower"
+    batch_size: int = training_flag("sequences per batch, on each process", 32, minimum=1)
+    gradient_accumulation_steps: int = training_flag("batches per update, on each process", 1, minimum=1)
+    epochs: float = training_flag("passes over the training set; fractions such as 0.5 are supported", 3, above=0)
+    max_steps: int | None = training_flag("number of updates, instead of --epochs", minimum=1)
+    gradient_checkpointing: bool = training_flag(
+        "compute activations again in the backward pass: less memory, slower", False
     )
-    optimizer: Literal["adamw", "adafactor", "sgd"] = flag(
-        "adamw", "training", "the optimizer of torch.optim; sgd has momentum 0.9"
+    optimizer: Literal["adamw", "adafactor", "sgd"] = training_flag(
+        "the optimizer of torch.optim; sgd has momentum 0.9", "adamw"
     )
-    learning_rate: float = flag(5e-5, "training", "the maximum learning rate")
-    schedule: Literal[SCHEDULES] = flag("linear", "training", "the learning-rate schedule, by transformers' name")
-    lr_scheduler_kwargs: list[str] | None = flag(
-        None, "training", "arguments of the schedule, as NAME=VALUE, such as num_cycles=2 for cosine_with_restarts"
+    learning_rate: float = training_flag("the maximum learning rate", 5e-5, minimum=0)
+    schedule: Literal[SCHEDULES] = training_flag("the learning-rate schedule, by transformers' name", "linear")
+    lr_scheduler_kwargs: list[str] | None = training_flag(
+        "arguments of the schedule, as NAME=VALUE, such as num_cycles=2 for cosine_with_restarts"
     )
-    warmup_ratio: float = flag(0.1, "training", "share of the updates during which the learning rate rises")
-    weight_decay: float = flag(0.01, "training", "AdamW's weight decay; not applied to biases and layer norms")
-    layer_decay: float = flag(
-        1.0, "training", "factor of the learning rate per layer away from the model head; 1: none"
+    warmup_ratio: float = training_flag(
+        "share of the updates during which the learning rate rises", 0.1, minimum=0, maximum=1
     )
-    max_grad_norm: float = flag(1.0, "training", "larger gradients are scaled to this norm; 0: never")
-    freeze: str | None = flag(
-        None,
-        "training",
+    weight_decay: float = training_flag("AdamW's weight decay; not applied to biases and layer norms", 0.01, minimum=0)
+    layer_decay: float = training_flag(
+        "factor of the learning rate per layer away from the model head; 1: none", 1.0, minimum=0, maximum=1
+    )
+    max_grad_norm: float = training_flag("larger gradients are scaled to this norm; 0: never", 1.0, minimum=0)
+    freeze: str | None = training_flag(
         "what is not trained: embeddings, encoder, or the number of lowest blocks; in an encoder-decoder, those of its "
-        "encoder and what the decoder shares with it; weights that the checkpoint lacks are always trained",
+        "encoder and what the decoder shares with it; weights that the checkpoint lacks are always trained"
     )
-    lora_rank: int = flag(0, "training", "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights")
-    lora_alpha: float = flag(16, "training", "LoRA scales by this divided by the rank")
-    lora_dropout: float = flag(0.0, "training", "dropout before the adapters")
-    early_stopping: int | None = flag(None, "training", "stop after this many evaluations without a better one")
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
-        None,
-        "training",
-        "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured",
+    lora_rank: int = training_flag(
+        "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights", 0, minimum=0, excludes="freeze"
     )
-    seed: int = flag(0, "training", "the random seed")
+    lora_alpha: float = training_flag("LoRA scales by this divided by the rank", 16, requires="lora_rank")
+    lora_dropout: float = training_flag("dropout before the adapters", 0.0, minimum=0, maximum=1, requires="lora_rank")
+    early_stopping: int | None = training_flag(
+        "stop after this many evaluations without a better metric", minimum=1, requires="validation_file"
+    )
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = training_flag(
+        "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured"
+    )
+    seed: int = training_flag("the random seed", 0, minimum=0, maximum=2**32 - 1)  # as NumPy expects
 
-    eval_batch_size: int = flag(64, "evaluation", "sequences per batch of an evaluation, on each process")
-    eval_steps: int | None = flag(None, "evaluation", "updates between evaluations; default: after each epoch")
+    eval_batch_size: int = evaluation_flag(
+        "sequences per batch of an evaluation, on each process", 64, minimum=1, requires="validation_file or test_file"
+    )
+    eval_steps: int | None = evaluation_flag("updates between evaluations; default: after each epoch", minimum=1)
 
-    output: str | None = flag(None, "output", "the folder to write; new, empty, or that of the run to --resume")
-    save_steps: int | None = flag(None, "output", "updates between checkpoints; default: at each evaluation")
-    keep_checkpoints: int = flag(
-        2, "output", "number of checkpoints to keep, in addition to the best; 0: none of them, once the run is finished"
+    output: str | None = output_flag("the folder to write; new, empty, or that of the run to --resume")
+    save_steps: int | None = output_flag("updates between checkpoints; default: at each evaluation", minimum=1)
+    keep_checkpoints: int = output_flag(
+        "number of checkpoints to keep, in addition to the best; 0: none of them, once the run is finished", 2,
+        minimum=0)  # fmt: skip
+    resume: bool = output_flag(
+        "continue the run in --output from its last checkpoint, if it has one; a finished run is extended by more "
+        "--epochs or --max_steps", False)  # fmt: skip
+    dry_run: bool = output_flag(
+        "check model and data, show three rows, the lengths and an estimate of the time; write nothing", False
     )
-    resume: bool = flag(
-        False, "output", "continue the run in --output from its last checkpoint, if it has one; a finished run is "
-        "extended by more --epochs or --max_steps"
-    )  # fmt: skip
-    dry_run: bool = flag(
-        False, "output", "check model and data, show three rows, the lengths and an estimate of the time; write nothing"
-    )
-    trust_checkpoints: bool = flag(
-        False, "output", "resume from checkpoints of DeepSpeed or sharded FSDP, which can run code when they are read"
-    )
-    log_steps: int = flag(10, "output", "updates between points of the curves")
-    trackers: str = flag("tensorboard", "output", "where the run is logged: one of accelerate's trackers, all, or none")
-    push_to_hub: str | None = flag(None, "output", "the repository to push the finished model to: user/name")
-    hub_private: bool = flag(False, "output", "make that repository private if it is new")
+    trust_checkpoints: bool = output_flag(
+        "resume from checkpoints of DeepSpeed or sharded FSDP, which can run code when they are read", False,
+        requires="resume")  # fmt: skip
+    log_steps: int = output_flag("updates between points of the curves", 10, minimum=1)
+    trackers: str = output_flag("where the run is logged: one of accelerate's trackers, all, or none", "tensorboard")
+    push_to_hub: str | None = output_flag("the repository to push the finished model to: user/name")
+    hub_private: bool = output_flag("make that repository private if it is new", False, requires="push_to_hub")
 
     def __post_init__(self):
         """Checks everything that does not depend on the data.
@@ -153,65 +175,54 @@ class Settings:
         Raises:
             ValueError: a flag is missing or invalid; the message names it, its value and what was expected.
         """
-        # Commands that can start from random weights have a `config_file`, which replaces `model`.
-        for name in ("output",) if getattr(self, "config_file", None) else ("model", "output"):
-            if getattr(self, name) is None:
-                alternative = " or --config_file" if name == "model" and hasattr(self, "config_file") else ""
-                meaning = type(self).__dataclass_fields__[name].metadata["help"]
-                raise ValueError(f"--{name}{alternative} is missing; expected {meaning}")
+        for each in fields(self):
+            self.check(each)
+        for alternatives in (("model", "config_file"), ("output",), ("train_file", "dataset")):
+            names = [name for name in alternatives if hasattr(self, name)]
+            if all(getattr(self, name) is None for name in names):
+                meaning = self.__dataclass_fields__[names[0]].metadata["help"]
+                raise ValueError(f"--{' or --'.join(names)} is missing; expected {meaning}")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"--push_to_hub is {self.push_to_hub}; expected user/name")
         for name in ("model", "tokenizer"):
             value = getattr(self, name, None)
             if value is not None and looks_like_a_path(value) and not Path(value).is_dir():
                 raise ValueError(f"--{name} {value}: there is no such folder")
-        for name in COUNTS:
-            self.check_range(name, 1)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "lora_rank", "keep_checkpoints"):
-            self.check_range(name, 0)
-        if self.epochs <= 0:
-            raise ValueError(f"--epochs is {self.epochs}; expected more than 0")
-        self.check_range("seed", 0, 2**32 - 1)  # as NumPy expects
-        for name in ("warmup_ratio", "layer_decay", "lora_dropout"):
-            self.check_range(name, 0, 1)
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"--{name} is {value}; expected a finite number")
-        if (self.train_file is None) == (self.dataset is None):
-            given = "neither is" if self.dataset is None else "both are"
-            raise ValueError(f"{given} given of --train_file and --dataset; expected one of the two")
-        if self.dataset is not None and (self.validation_file or self.test_file):
-            raise ValueError("--validation_file and --test_file go with --train_file; with --dataset give splits of it")
-        if self.dataset is None:
-            defaults = defaults_of(self)
-            for name in ("dataset_config", "train_split", "validation_split", "test_split"):
-                if (value := getattr(self, name)) != defaults[name]:
-                    raise ValueError(
-                        f"--{name} is {value} without --dataset; expected --dataset with it. With --train_file give "
-                        "--validation_file and --test_file"
-                    )
-        if self.padding_free_collation and self.implementation == "bert":
-            raise ValueError("--padding_free_collation requires --implementation scratchbert")
-        self.check_validation()
+        if self.schedule == "constant" and self.warmup_ratio not in (0, defaults_of(self)["warmup_ratio"]):
+            raise ValueError(
+                f"--warmup_ratio is {self.warmup_ratio} with --schedule constant; expected constant_with_warmup"
+            )
 
-    def check_validation(self) -> None:
-        """Raises ValueError if a flag that requires a validation set is given without one."""
-        has_split = self.dataset is not None and self.validation_split not in (None, "none")
-        if self.validation_file or has_split:
-            return
-        defaults = defaults_of(self)
-        for name in ("early_stopping", "metric"):
-            value = getattr(self, name, defaults.get(name))
-            if value != defaults.get(name):
-                expected = "--validation_split" if self.dataset is not None else "--validation_file"
-                raise ValueError(f"--{name} is {value} and there is no validation set; expected one, as {expected}")
-
-    def check_range(self, name: str, minimum: float, maximum: float = math.inf) -> None:
-        """Raises ValueError unless the flag is not set or in the range."""
-        value = getattr(self, name)
-        if value is not None and not minimum <= value <= maximum:
-            expected = f"{minimum} or more" if maximum == math.inf else f"{minimum} to {maximum}"
+    def check(self, each: Field) -> None:
+        """Raises ValueError if the value of a flag is not within its limits, or if the flag is given without one that
+        it requires, or with one that it excludes."""
+        name, value, rules = each.name, getattr(self, each.name), each.metadata
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name} is {value}; expected a finite number")
+        limits = [(*LIMITS[kind], limit) for kind, limit in rules["limits"].items()]
+        if value is not None and not all(passes(value, limit) for passes, _, limit in limits):
+            expected = " and ".join(text.format(limit) for _, text, limit in limits)
             raise ValueError(f"--{name} is {value}; expected {expected}")
+        if value == each.default:
+            return
+        if rules["requires"] and not any(map(self.has, rules["requires"].split(" or "))):
+            expected = "--" + rules["requires"].replace(" or ", " or --").replace("=", " ")
+            if self.dataset is not None:
+                expected = expected.replace("_file", "_split")
+            given = "given" if value is True else " ".join(value) if isinstance(value, list) else value
+            raise ValueError(f"--{name} is {given} without {expected}; expected {expected} with it")
+        if rules["excludes"] and self.has(rules["excludes"]):
+            raise ValueError(f"--{name} and --{rules['excludes']} are both given; expected one of the two")
+
+    def has(self, requirement: str) -> bool:
+        """Whether a flag differs from its default; or, for "problem=regression", has this value, if the command has the
+        flag. A split of --dataset is as good as a file."""
+        name, equals, value = requirement.partition("=")
+        if equals:
+            return getattr(self, name, value) == value
+        if self.dataset is not None and name in ("validation_file", "test_file"):
+            return getattr(self, name.replace("_file", "_split")) not in (None, "none")
+        return getattr(self, name) != defaults_of(self)[name]
 
 
 def defaults_of(settings: Settings) -> dict[str, Any]:
@@ -223,25 +234,22 @@ def defaults_of(settings: Settings) -> dict[str, Any]:
 class LabelSettings(Settings):
     """The flags for labels of sequences or tokens."""
 
-    labels: list[str] | None = flag(None, "data", "the labels; default: those of the training set")
-    class_weights: list[str] | None = flag(None, "training", "the weight of each label, in the order of --labels; or "
-                                           "balanced: inversely to its frequency")  # fmt: skip
-    label_smoothing: float = flag(0.0, "training", "share of each label's weight that is spread over all labels")
+    labels: list[str] | None = data_flag("the labels; default: those of the training set")
+    class_weights: list[str] | None = training_flag(
+        "the weight of each label, in the order of --labels; or balanced: inversely to its frequency",
+        requires="problem=single_label or problem=multi_label")  # fmt: skip
+    label_smoothing: float = training_flag(
+        "share of each label's weight that is spread over all labels", 0.0, minimum=0, below=1,
+        requires="problem=single_label")  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
-        check_smoothing(self.label_smoothing)
         if self.class_weights and self.class_weights != ["balanced"] and self.labels is None:
             raise ValueError("--class_weights has numbers and --labels is missing; expected --labels, in their order")
-        if self.labels and len(self.labels) < 2 and getattr(self, "problem", "single_label") == "single_label":
+        if self.labels and len(self.labels) < 2 and self.has("problem=single_label"):
             raise ValueError(f"--labels is {self.labels[0]}; expected two labels or more")
         if self.labels and len(set(self.labels)) < len(self.labels):
             raise ValueError(f"--labels is {' '.join(self.labels)}; expected each label once")
-
-
-def check_smoothing(value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"--label_smoothing is {value}; expected 0 or more, and less than 1")
 
 
 @dataclass
@@ -250,22 +258,21 @@ class ClassificationSettings(LabelSettings):
 
     task: ClassVar = "toolkit.training.classification:Classification"
 
-    problem: Literal["single_label", "multi_label", "regression"] = flag("single_label", "data", "the kind of labels")
-    text_column: str | None = flag(
-        None, "data", "the column of the texts; default: text, sentence, sentence1, premise or question1"
+    problem: Literal["single_label", "multi_label", "regression"] = data_flag("the kind of labels", "single_label")
+    text_column: str | None = data_flag(
+        "the column of the texts; default: text, sentence, sentence1, premise or question1"
     )
-    text_pair_column: str | None = flag(
-        None,
-        "data",
+    text_pair_column: str | None = data_flag(
         "the column of the second texts; default: sentence2, hypothesis or question2, if there is one and "
-        "--text_column is not given",
+        "--text_column is not given"
     )
-    label_column: str | None = flag(None, "data", "the column of the labels; default: label, labels or score")
-    label_separator: str = flag(
-        "|", "data", "the separator between the labels of a row, for --problem multi_label in CSV or TSV"
+    label_column: str | None = data_flag("the column of the labels; default: label, labels or score")
+    label_separator: str = data_flag(
+        "the separator between the labels of a row, for --problem multi_label in CSV or TSV", "|",
+        requires="problem=multi_label")  # fmt: skip
+    metric: str | None = evaluation_flag(
+        "the metric that selects the best model; default: accuracy, f1 or pearson", requires="validation_file"
     )
-    metric: str | None = flag(None, "evaluation", "the metric that selects the best model; default: accuracy, f1 or "
-                              "pearson")  # fmt: skip
 
     @property
     def metrics(self) -> list[str]:
@@ -280,12 +287,8 @@ class ClassificationSettings(LabelSettings):
         super().__post_init__()
         if not self.label_separator:
             raise ValueError("--label_separator is empty; expected the text between two labels")
-        if self.label_smoothing and self.problem != "single_label":
-            raise ValueError(f"--label_smoothing is given with --problem {self.problem}; expected single_label")
         if self.metric is not None and self.metric not in self.metrics:
             raise ValueError(f"--metric is {self.metric}; expected one of {', '.join(self.metrics)} for {self.problem}")
-        if self.class_weights and self.problem == "regression":
-            raise ValueError("--class_weights is given with --problem regression, which has no labels")
         if self.class_weights == ["balanced"] and self.problem == "multi_label":
             raise ValueError("--class_weights is balanced with --problem multi_label; expected single_label")
 
@@ -296,20 +299,21 @@ class TokenClassificationSettings(LabelSettings):
 
     task: ClassVar = "toolkit.training.token_classification:TokenClassification"
 
-    max_length: int = flag(128, "data", "tokens per window; longer rows are read in several")
-    stride: int | None = flag(
-        None, "data", "tokens that two windows of a row share; default: a quarter of --max_length"
+    max_length: int = data_flag("tokens per window; longer rows are read in several", 128, minimum=1)
+    stride: int | None = data_flag(
+        "tokens that two windows of a row share; default: a quarter of --max_length", minimum=0
     )
-    scheme: Literal["iob2", "plain"] = flag("iob2", "data", "the tags: entities as B-TYPE, I-TYPE and O; or any tags")
-    words_column: str | None = flag(None, "data", "the column of the words; default: tokens or words")
-    tags_column: str | None = flag(None, "data", "the column of the tags; default: tags, ner_tags or labels")
-    label_all_pieces: bool = flag(False, "training", "train on all pieces of a word (I-PER after B-PER)")
-    metric: Literal["f1", "accuracy"] = flag("f1", "evaluation", "the metric that selects the best model")
+    scheme: Literal["iob2", "plain"] = data_flag("the tags: entities as B-TYPE, I-TYPE and O; or any tags", "iob2")
+    words_column: str | None = data_flag("the column of the words; default: tokens or words")
+    tags_column: str | None = data_flag("the column of the tags; default: tags, ner_tags or labels")
+    label_all_pieces: bool = training_flag("train on all pieces of a word (I-PER after B-PER)", False)
+    metric: Literal["f1", "accuracy"] = evaluation_flag(
+        "the metric that selects the best model", "f1", requires="validation_file"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         self.stride = self.max_length // 4 if self.stride is None else self.stride
-        self.check_range("stride", 0)
         if self.labels and self.scheme == "iob2":
             wrong = [f"{tag!r} is one of them" for tag in self.labels if not is_iob_tag(tag)]
             if wrong or "O" not in self.labels:
@@ -328,18 +332,21 @@ class QuestionAnsweringSettings(Settings):
 
     task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
 
-    max_length: int = flag(384, "data", "tokens per window, including the question; longer texts are read in several")
-    stride: int = flag(128, "data", "context tokens that two windows share", "--doc_stride")
-    max_answer_length: int = flag(30, "evaluation", "maximum tokens of an answer")
-    null_threshold: str | None = flag(None, "evaluation", "the score that an answer must exceed: a number; best: that "
-                                      "with the best F1 on the validation set; never: there always is an answer. "
-                                      "Default: 0 if training has questions without an answer, else never")  # fmt: skip
-    metric: Literal["f1", "exact_match"] = flag("f1", "evaluation", "the metric that selects the best model")
+    max_length: int = data_flag(
+        "tokens per window, including the question; longer texts are read in several", 384, minimum=1
+    )
+    stride: int = data_flag("context tokens that two windows share", 128, alias="doc_stride", minimum=0)
+    max_answer_length: int = evaluation_flag("maximum tokens of an answer", 30, minimum=1)
+    null_threshold: str | None = evaluation_flag(
+        "the score that an answer must exceed: a number; best: that with the best F1 on the validation set; never: "
+        "there always is an answer. Default: 0 if training has questions without an answer, else never"
+    )
+    metric: Literal["f1", "exact_match"] = evaluation_flag(
+        "the metric that selects the best model", "f1", requires="validation_file"
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        self.check_range("stride", 0)
-        self.check_range("max_answer_length", 1)
         if self.null_threshold not in (None, "best", "never"):
             try:
                 number = float(self.null_threshold)
@@ -347,6 +354,23 @@ class QuestionAnsweringSettings(Settings):
                 number = math.nan
             if not math.isfinite(number):
                 raise ValueError(f"--null_threshold is {self.null_threshold}; expected a number, best, or never")
+
+
+@dataclass
+class NewModelSettings(Settings):
+    """The flags for random weights."""
+
+    config_file: str | None = model_flag(
+        "instead of --model: random weights of the size in a file such as configuration/tiny.json",
+        excludes="model", requires="tokenizer")  # fmt: skip
+    tokenizer: str | None = model_flag(
+        "the tokenizer: a folder, such as train_tokenizer.py writes, or hub id; default: that of --model"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.config_file is not None and not Path(self.config_file).is_file():
+            raise ValueError(f"--config_file {self.config_file}: there is no such file")
 
 
 # The values of each of --metrics; the first one selects the best model by default.
@@ -359,34 +383,37 @@ SEQ2SEQ_METRICS = {
 
 
 @dataclass
-class Seq2SeqSettings(Settings):
+class Seq2SeqSettings(NewModelSettings):
     """The flags of `finetune_seq2seq`."""
 
     task: ClassVar = "toolkit.training.seq2seq:Seq2Seq"
 
-    config_file: str | None = flag(None, "model", "instead of --model: random weights of the size in a file such as "
-                                   "configuration/tiny.json")  # fmt: skip
-    config_overrides: list[str] | None = flag(None, "model", "fields of the configuration, as NAME=VALUE, such as "
-                                              "norm_first=true")  # fmt: skip
-    tokenizer: str | None = flag(None, "model", "the tokenizer: a folder, such as train_tokenizer.py writes, or hub "
-                                 "id; default: that of --model")  # fmt: skip
-    num_decoder_layers: int | None = flag(None, "model", "blocks of the decoder; default: as many as the encoder has")
-    tie_encoder_decoder: bool = flag(False, "model", "encoder and decoder share their weights, except cross-attention")
-    source_column: str | None = flag(
-        None, "data", "the column of the sources; default: source, text, article, document or en"
+    config_overrides: list[str] | None = model_flag(
+        "fields of the configuration, as NAME=VALUE, such as norm_first=true"
     )
-    target_column: str | None = flag(
-        None, "data", "the column of the targets; default: target, summary, highlights, translation or de"
+    num_decoder_layers: int | None = model_flag("blocks of the decoder; default: as many as the encoder has", minimum=1)
+    tie_encoder_decoder: bool = model_flag("encoder and decoder share their weights, except cross-attention", False)
+    source_column: str | None = data_flag("the column of the sources; default: source, text, article, document or en")
+    target_column: str | None = data_flag(
+        "the column of the targets; default: target, summary, highlights, translation or de"
     )
-    max_target_length: int = flag(128, "data", "maximum tokens per target, including [SEP]; longer ones are cut")
-    label_smoothing: float = flag(0.0, "training", "share of each label's weight that is spread over the vocabulary")
-    num_beams: int = flag(1, "evaluation", "beams in evaluations and in the finished model; 1: greedy decoding")
-    length_penalty: float = flag(1.0, "evaluation", "beam search: a larger value gives longer outputs")
-    max_new_tokens: int | None = flag(None, "evaluation", "maximum tokens per output; default: --max_target_length")
-    metrics: list[str] | None = flag(None, "evaluation", f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with "
-                                     "loss alone nothing is generated")  # fmt: skip
-    metric: str | None = flag(None, "evaluation", "the value that selects the best model; default: the first of the "
-                              "first of --metrics")  # fmt: skip
+    max_target_length: int = data_flag(
+        "maximum tokens per target, including [SEP]; longer ones are cut", 128, minimum=2
+    )
+    label_smoothing: float = training_flag(
+        "share of each label's weight that is spread over the vocabulary", 0.0, minimum=0, below=1
+    )
+    num_beams: int = evaluation_flag("beams in evaluations and in the finished model; 1: greedy decoding", 1, minimum=1)
+    length_penalty: float = evaluation_flag(
+        "beam search: a larger value gives longer outputs", 1.0, requires="num_beams"
+    )
+    max_new_tokens: int | None = evaluation_flag("maximum tokens per output; default: --max_target_length", minimum=1)
+    metrics: list[str] | None = evaluation_flag(
+        f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with loss alone nothing is generated"
+    )
+    metric: str | None = evaluation_flag(
+        "the value that selects the best model; default: the first of the first of --metrics",
+        requires="validation_file")  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -396,59 +423,36 @@ class Seq2SeqSettings(Settings):
         values = [value for name in [*self.metrics, "loss"] for value in SEQ2SEQ_METRICS[name]]
         if self.metric is not None and self.metric not in values:
             raise ValueError(f"--metric is {self.metric!r}; expected one of {', '.join(values)}, from --metrics")
-        for name in ("num_beams", "max_new_tokens", "num_decoder_layers"):
-            self.check_range(name, 1)
-        self.check_range("max_target_length", 2)  # a token and [SEP]
-        check_smoothing(self.label_smoothing)
-        if self.length_penalty != 1 and self.num_beams == 1:
-            raise ValueError(f"--length_penalty is {self.length_penalty}; expected --num_beams of 2 or more with it")
         if self.padding_free_collation:
             raise ValueError("--padding_free_collation is given; expected an encoder, because decoders pad")
         if self.implementation == "bert":
             raise ValueError(
                 "--implementation is bert; expected scratchbert, because EncoderDecoderModel is not supported"
             )
-        if None not in (self.config_file, self.model):
-            raise ValueError("--model and --config_file are both given; expected one of the two")
-        if self.config_file is not None and not Path(self.config_file).is_file():
-            raise ValueError(f"--config_file {self.config_file}: there is no such file")
-        if self.config_file is not None and self.tokenizer is None:
-            raise ValueError("--tokenizer is missing; --config_file requires one")
         if self.max_new_tokens is None:
             self.max_new_tokens = self.max_target_length
 
 
 @dataclass
-class PretrainingSettings(Settings):
+class PretrainingSettings(NewModelSettings):
     """The flags of `pretrain_mlm`."""
 
     task: ClassVar = "toolkit.training.masked_lm:Pretraining"
 
-    config_file: str | None = flag(None, "model", "instead of --model: a configuration (.json), for random weights")
-    tokenizer: str | None = flag(None, "model", "the tokenizer: a folder or hub id; default: that of --model")
-    text_column: str | None = flag(
-        None, "data", "the column of the texts; default: text, sentence, content or document"
+    text_column: str | None = data_flag("the column of the texts; default: text, sentence, content or document")
+    line_by_line: bool = data_flag("each text is a sequence of its own, instead of concatenated with others", False)
+    next_sentence: bool = training_flag(
+        "also predict whether the second of two passages follows the first", False, excludes="line_by_line"
     )
-    line_by_line: bool = flag(False, "data", "each text is a sequence of its own, instead of concatenated with others")
-    next_sentence: bool = flag(False, "training", "also predict whether the second of two passages follows the first")
-    whole_word_masking: bool = flag(False, "training", "mask all tokens of a word, or none")
-    streaming: bool = flag(False, "data", "read the training set while training; requires --max_steps")
-    shuffle_buffer: int = flag(10_000, "data", "sequences that --streaming draws from")
+    whole_word_masking: bool = training_flag("mask all tokens of a word, or none", False)
+    streaming: bool = data_flag("read the training set while training", False, requires="max_steps")
+    shuffle_buffer: int = data_flag("sequences that --streaming draws from", 10_000, minimum=1, requires="streaming")
 
     def __post_init__(self):
-        if (self.model is None) == (self.config_file is None):
-            given = "neither is" if self.model is None else "both are"
-            raise ValueError(f"{given} given of --model and --config_file (random weights); expected one of the two")
         super().__post_init__()
-        if self.config_file is not None and self.tokenizer is None:
-            raise ValueError("--tokenizer is missing; --config_file requires one, such as train_tokenizer.py writes")
-        if self.streaming and self.max_steps is None:
-            raise ValueError("--max_steps is missing; --streaming requires it, because the number of rows is not known")
-        if self.next_sentence and self.line_by_line:
-            raise ValueError("--line_by_line and --next_sentence are both given; expected one of the two")
-        self.check_range("shuffle_buffer", 1)
         # [CLS], [SEP] and a word; or for pairs, two words and another [SEP].
-        self.check_range("max_length", 5 if self.next_sentence else 3)
+        if self.max_length < (needed := 5 if self.next_sentence else 3):
+            raise ValueError(f"--max_length is {self.max_length}; expected {needed} or more")
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
@@ -485,11 +489,10 @@ def parse(
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser(file, description, settings_class)
     try:
-        lists = {name for name, annotation in get_type_hints(settings_class).items() if is_list(annotation)}
-        check_repetitions(argv, lists)
+        argv = mark_values(argv, {name for name, hint in get_type_hints(settings_class).items() if is_list(hint)})
         if argv and not argv[0].startswith("-"):
             argv = recipe_arguments(find_shipped(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]
-        given = vars(parser.parse_args(mark_values(argv, lists)))
+        given = vars(parser.parse_args(argv))
         if given.get("config_file") is not None:
             given["config_file"] = str(find_shipped(given["config_file"]))
         settings = settings_class(**given)
@@ -507,10 +510,11 @@ def make_parser(file: str, description: str, settings_class: type[Settings]) -> 
         for name in MOST_USED if title == "most used" else [name for name in by_name if name not in MOST_USED]:
             metadata = by_name[name].metadata
             if title in ("most used", metadata["group"]):
+                spellings = [f"--{each}" for each in (name, metadata["alias"]) if each]
+                options = argument_of(name, types_of[name])
                 parser.group(title).add_argument(
-                    f"--{name}", *metadata["aliases"], default=by_name[name].default, help=metadata["help"],
-                    **argument_of(name, types_of[name]),
-                )  # fmt: skip
+                    *spellings, default=by_name[name].default, help=metadata["help"], **options
+                )
     return parser
 
 
@@ -579,8 +583,12 @@ def recipe_arguments(path: Path, known: set[str]) -> list[str]:
     recipe = read_recipe(path, RecipeLoader)
     if unknown := sorted(map(str, recipe.keys() - known)):
         raise ValueError(f"{path} has {', '.join(unknown)}; expected names of flags")
+
+    def beside(value: str, _: bool) -> str:
+        return str((path.parent / value).resolve()) if value.startswith(("./", "../")) else value
+
     arguments = []
-    for name, value in with_paths(recipe, lambda each, _: beside(path, each)).items():
+    for name, value in with_paths(recipe, beside).items():
         if isinstance(value, list):
             arguments += [f"--{name}", *(VALUE + each if each.startswith("-") else each for each in map(str, value))]
         elif value is not None:
@@ -598,21 +606,21 @@ class RecipeLoader(yaml.SafeLoader):
     }
 
 
-def check_repetitions(arguments: list[str], lists: set[str]) -> None:
-    """Raises ValueError if one of the flags `lists` is given twice: the parser would drop the first values."""
-    names = [each[2:].partition("=")[0].replace("-", "_") for each in arguments if each.startswith("--")]
-    for name in sorted(lists):
-        if (count := names.count(name)) > 1:
-            raise ValueError(f"--{name} is given {count} times; expected once, with all values after it")
-
-
 def mark_values(arguments: list[str], lists: set[str]) -> list[str]:
     """The arguments with `VALUE` before each that begins with one hyphen and follows one of the flags `lists`, except
-    for -h."""
-    marked, in_list = [], False
+    for -h.
+
+    Raises:
+        ValueError: one of these flags is given twice: the parser would drop the first values.
+    """
+    marked, given, in_list = [], set(), False
     for argument in arguments:
         if argument.startswith("--"):
-            in_list = argument[2:].replace("-", "_") in lists
+            name, equals, _ = argument[2:].replace("-", "_").partition("=")
+            if name in lists & given:
+                raise ValueError(f"--{name} is given twice; expected once, with all values after it")
+            in_list = name in lists and not equals
+            given.add(name)
         is_value = in_list and argument.startswith("-") and not argument.startswith("--") and argument != "-h"
         marked.append(VALUE + argument if is_value else argument)
     return marked
@@ -633,16 +641,11 @@ def read_recipe(path: Path, loader: type = yaml.SafeLoader) -> dict:
     return recipe
 
 
-def beside(recipe: Path, value: str) -> str:
-    """`value`, if it begins with ./ or ../, relative to the folder of the recipe."""
-    return str((recipe.parent / value).resolve()) if value.startswith(("./", "../")) else value
-
-
 def recipe_of(settings: Settings) -> str:
     """The recipe, in YAML, of exactly this run, from its beginning. It can be run from any folder: its paths are
     absolute."""
     recipe = with_paths(asdict(settings), absolute)
-    del recipe["resume"], recipe["dry_run"]
+    del recipe["resume"], recipe["dry_run"], recipe["trust_checkpoints"]
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
 
 
@@ -653,9 +656,10 @@ def absolute(value: str, is_file: bool) -> str:
 
 def changed_flags(settings: Settings, recipe: Path) -> dict[str, tuple]:
     """The flags, with their earlier and present values, that make a continuation differ from the run of `recipe`."""
-    earlier = with_paths(read_recipe(recipe), absolute)
+    before = {each.name: each.metadata["before"] for each in fields(settings)}
+    earlier = before | with_paths(read_recipe(recipe), absolute)
     return {
-        name: (earlier.get(name), value)
+        name: (earlier[name], value)
         for name, value in with_paths(asdict(settings), absolute).items()
-        if name not in FREE_TO_CHANGE and earlier.get(name) != value
+        if name not in FREE_TO_CHANGE and earlier[name] != value
     }

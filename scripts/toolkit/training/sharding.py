@@ -4,9 +4,6 @@ Every module that uses a tensor must be in the same FSDP group. Accelerate makes
 embeddings that `get_input_embeddings` and `get_output_embeddings` return.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -23,21 +20,9 @@ def prepare(accelerator: Accelerator, model, optimizer) -> tuple:
         return accelerator.prepare(model, optimizer)
     if model.config.tie_encoder_decoder:
         accelerator.state.fsdp_plugin.auto_wrap_policy = None
-    with without_embeddings(model):
-        prepared = accelerator.prepare(model, optimizer)
+    model.get_input_embeddings = model.get_output_embeddings = lambda: None
+    prepared = accelerator.prepare(model, optimizer)
+    del model.get_input_embeddings, model.get_output_embeddings
     # It calls the encoder by itself, which needs the weights of the root group.
     register_fsdp_forward_method(prepared[0], "generate")
     return prepared
-
-
-@contextmanager
-def without_embeddings(model) -> Iterator[None]:
-    """Makes `get_input_embeddings` and `get_output_embeddings` of this model return None."""
-    names = ("get_input_embeddings", "get_output_embeddings")
-    for name in names:
-        setattr(model, name, lambda: None)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(model, name)
