@@ -36,9 +36,11 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="a BERT or ScratchBert with a tokenizer: a folder or a hub id")
     number = {"type": integer_from(1), "metavar": "N"}
     data = parser.group("data")
-    data.add_argument("--data", type=Path, metavar="FILE", help="the texts: .txt, .csv, .tsv, .json or .jsonl, each "
-                      "also as .gz, or .parquet; default: film reviews")  # fmt: skip
+    data.add_argument("--data", type=Path, metavar="FILE", help="the texts: .txt, .csv, .tsv, .json, .jsonl or "
+                      ".parquet, each also as .gz; default: film reviews")  # fmt: skip
     data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text")
+    data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
+                      "text on each line")  # fmt: skip
     data.add_argument("--texts", **number, default=100, help="number of texts, the three kinds together")
     model = parser.group("model")
     model.add_argument("--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", default=DEFAULT_VARIANTS,

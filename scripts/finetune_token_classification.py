@@ -7,8 +7,9 @@
     accelerate launch --config_file configuration/two_process.yaml scripts/finetune_token_classification.py …
 
 A row has a list of words (column tokens or words) and a list of as many tags (tags, ner_tags or labels); in CSV and
-TSV, two texts whose words and tags are separated by spaces. Tags are IOB2: B-PER for the first word of a person, I-PER
-for the words that follow, O outside; or any, with --scheme plain.
+TSV, two texts whose words and tags are separated by spaces. In .conll and .txt, a line has a word in the first column
+and its tag in the last, and blank lines are between sentences. Tags are IOB2: B-PER for the first word of a person,
+I-PER for the words that follow, O outside; or any, with --scheme plain. IOB1 in CoNLL files is converted.
 
 A row of more than --max_length tokens is read in overlapping windows. Each word is trained on, and tagged, in one of
 them. The tag of a word is that of its first piece. A word without tokens, such as a zero-width space, is tagged O (with

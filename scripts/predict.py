@@ -80,6 +80,8 @@ def make_parser() -> Parser:
 
 def add_data_flags(data) -> None:
     data.add_argument("--text_pair_column", metavar="NAME", help="the second texts of pairs")
+    data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
+                      "text on each line")  # fmt: skip
     data.add_argument("--label_column", metavar="NAME", help="the true labels, for metrics.json and a confusion matrix")
     data.add_argument("--label_separator", metavar="TEXT", default="|", help="between the labels of a row, for a model "
                       "with several")  # fmt: skip

@@ -5,7 +5,7 @@
     train_tokenizer.py --train_file words.csv --column word phonemes --output g2p-tokenizer --pre_split whitespace \\
         --min_frequency 100
 
-The files are .txt, with a text on each line, .csv, .tsv, .json or .jsonl, all UTF-8 and each also as .gz, or .parquet.
+The files are .txt, with a text on each line, .csv, .tsv, .json, .jsonl or .parquet, all UTF-8 and each also as .gz.
 A pattern, such as 'data/*.txt', stands for the files that match it. Files may be larger than memory: they are read
 three times, row by row. The same files and flags give the same tokenizer, to the byte.
 
@@ -35,10 +35,12 @@ def make_parser() -> Parser:
                     usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
-                      ".csv, .tsv, .json or .jsonl, each also as .gz, or .parquet; or patterns")  # fmt: skip
+                      ".csv, .tsv, .json, .jsonl or .parquet, each also as .gz; or patterns")  # fmt: skip
     data.add_argument(
         "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
     )
+    data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
+                      "text on each line")  # fmt: skip
     data.add_argument("--on_bad_row", choices=("stop", "skip"), default="stop", help="what to do with an invalid row; "
                       "skipped ones are listed")  # fmt: skip
     number = {"type": integer_from(1), "metavar": "N"}
@@ -69,11 +71,12 @@ def train(parser: Parser, args) -> None:
     Raises:
         OSError, ValueError: the texts or the output are invalid.
     """
-    from toolkit.training.rows import Source
+    from toolkit.inputs import Source, open_files
     from toolkit.training.wordpiece import Corpus, print_report, save, train_bert, train_symbols
 
     check_new_folder(args.output)
-    corpus = Corpus(Source(files=args.train_file), args.column, args.on_bad_row, args.held_out, parser.report)
+    source = Source(open_files(args.train_file, delimiter=args.delimiter))
+    corpus = Corpus(source, args.column, args.on_bad_row, args.held_out, parser.report)
     sizes = (args.vocab_size, args.min_frequency, args.limit_alphabet)
     with atomic_folder(args.output.resolve()) as folder:  # raises before the training if it cannot be written
         if args.pre_split == "bert":

@@ -1,6 +1,5 @@
 """The check that a text gets the same bits alone and in any batch, for the variants of the benchmark."""
 
-import csv
 import math
 import random
 import tempfile
@@ -14,6 +13,7 @@ from toolkit.benchmark.variants import Run, missing, open_variants
 from toolkit.benchmark.workloads import REVIEWS, Batch, pad
 from toolkit.cli import about, described
 from toolkit.hub import check_source, open_tokenizer
+from toolkit.inputs import Source, open_files
 from toolkit.machine import identity, lines
 from toolkit.parity import largest
 from toolkit.row_files import TEXTS, find_column, text_of
@@ -31,20 +31,15 @@ Batching = list[tuple[list[int], Batch]]
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-def read_texts(path: Path | None, column: str | None) -> list[str]:
+def read_texts(path: Path | None, column: str | None, delimiter: str | None = None) -> list[str]:
     """The texts in a column of a file, or without a file the film reviews.
 
     Raises:
         OSError, ValueError: the file cannot be read, or has no such column, or a row without a text.
     """
-    if path is None:
-        with open(REVIEWS, encoding="utf-8", newline="") as file:
-            return [row["text"] for row in csv.DictReader(file)]
-    from toolkit.training.rows import Source, columns_of, load_rows  # which import datasets
-
-    source = Source(files=[path])
-    name = find_column(columns_of(source), column, TEXTS, "the texts (--column)")
-    return list(load_rows(source, lambda row: {"text": text_of(row, name)}, "stop")["text"])
+    source = Source(open_files([path or REVIEWS], delimiter=delimiter))
+    name = find_column(source.columns(), column, TEXTS, "the texts (--column)")
+    return [row["text"] for row in source.valid_rows(lambda row: {"text": text_of(row, name)}, "stop", print)]
 
 
 def token_sequences(texts: list[str], tokenizer, config, count: int, generator: random.Random) -> list[torch.Tensor]:
@@ -142,7 +137,7 @@ def check(args) -> dict:
         CommandError: the model cannot be opened.
         OSError, ValueError: the texts cannot be read.
     """
-    texts, generator = read_texts(args.data, args.column), random.Random(args.seed)
+    texts, generator = read_texts(args.data, args.column, args.delimiter), random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with about(args.model):

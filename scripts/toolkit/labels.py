@@ -11,6 +11,9 @@ from toolkit.hub import read_config
 
 DEFAULT_NAME = re.compile(r"LABEL_\d+")
 
+# The number of labels that an error message lists.
+LISTED = 10
+
 # Labels that are sorted by value. `float` accepts more, such as "nan", "infinity" and "1_0".
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
@@ -70,8 +73,53 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
     is_valid = len(weights) == len(labels) and (weights >= 0).all() and weights.any() and weights.isfinite().all()
     if not is_valid:
         expected = f"{len(labels)} numbers of 0 or more, not all 0"
-        raise ValueError(f"--class_weights is {' '.join(given)}; expected {expected}, for {labels}")
+        raise ValueError(f"--class_weights is {' '.join(given)}; expected {expected}, for {listed(labels)}")
     return weights
+
+
+def read_labels(value, problem: str, labels: list[str] | None, separator: str) -> list:
+    """The labels, or the numbers, in a row's column.
+
+    Args:
+        problem: "single_label", "multi_label" or "regression".
+        labels: those that are known; None: any.
+        separator: of the labels in a text, for "multi_label".
+
+    Raises:
+        ValueError: there are none, one is not known, or there are not as many numbers as labels.
+    """
+    given = value if isinstance(value, list) else [value]
+    if problem == "regression":
+        try:
+            numbers = [float(number) for number in given]
+        except (TypeError, ValueError):
+            numbers = []
+        if not numbers or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"the label is {value!r}; expected finite numbers")
+        if labels and len(numbers) != len(labels):
+            raise ValueError(f"the label is {value!r}; expected {len(labels)} numbers")
+        return numbers
+    if problem == "multi_label" and not isinstance(value, list):
+        given = ("" if value is None else str(value)).split(separator)
+    names = [name for each in given if (name := label_name(each))]
+    if problem == "single_label" and len(names) != 1:
+        raise ValueError(f"the label is {value!r}; expected one label" if names else "the label is empty")
+    if len(set(names)) < len(names):
+        raise ValueError(f"the label is {value!r}; expected the name of each label once, not 0 or 1 for each label")
+    check_known("the label", names, labels)
+    return names
+
+
+def check_known(what: str, names: list[str], labels: list[str] | None) -> None:
+    """Raises ValueError if one of the names is not among the labels; None: any name is."""
+    if labels and (unknown := [name for name in names if name not in labels]):
+        raise ValueError(f"{what} is {unknown[0]!r}; expected one of {listed(labels)}")
+
+
+def listed(labels: list[str]) -> str:
+    """The first labels, and how many more there are."""
+    more = [f"{len(labels) - LISTED:,} more"] if len(labels) > LISTED else []
+    return " and ".join([", ".join(labels[:LISTED]), *more])
 
 
 def label_name(value) -> str:

@@ -71,6 +71,10 @@ def read(output, format: str) -> list[dict]:
     return found
 
 
+def enumerate_texts(values: list[str]) -> list[list[str]]:
+    return [[str(number), text] for number, text in enumerate(values)]
+
+
 def rows_of(values: list[str], **more) -> list[dict]:
     return [{"text": text, **{name: column[i] for name, column in more.items()}} for i, text in enumerate(values)]
 
@@ -410,6 +414,26 @@ def test_every_format_of_input_gives_the_same(ending, compressed, model, run, tm
         assert [row["embedding"] for row in found] == expected
         assert [row["row"] for row in found] == list(range(1, 41))
         assert {row["file"] for row in found} == {path}
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("x.csv", ";"), ("x.txt", r"\t"), ("x.tsv", None)])
+def test_tables_with_another_delimiter_and_unpaired_quotation_marks(name, delimiter, model, run, tmp_path):
+    values = ['"good film', "a film", 'bad "film"'] if name != "x.csv" else ["good film", "a, film", "bad film"]
+    lines = [(delimiter or "\t").replace(r"\t", "\t").join(row) for row in (["id", "text"], *enumerate_texts(values))]
+    (tmp_path / name).write_text("\n".join(lines))
+    found = run(model(), str(tmp_path / name), "--id_column", "id", *(["--delimiter", delimiter] if delimiter else []))
+    assert [row["id"] for row in found] == ["0", "1", "2"]
+    assert [row["embedding"] for row in found] == [row["embedding"] for row in run(model(), rows_of(values))]
+
+
+def test_another_delimiter_is_another_input(model, run, tmp_path, capsys):
+    (tmp_path / "x.csv").write_text("text;id\na;1\n")
+    run(model(), str(tmp_path / "x.csv"), code=2)
+    assert "--delimiter" in capsys.readouterr().err
+    argv = [model(), str(tmp_path / "x.csv"), "--output", str(tmp_path / "out"), "--processes", "1"]
+    assert predict.main([*argv, "--delimiter", ";"]) == 0
+    assert predict.main([*argv, "--text_column", "text;id", "--resume"]) == 2
+    assert "delimiter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl"])

@@ -16,8 +16,8 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 import train_tokenizer
 from support.finetuning import assert_one_line
 from support.folders import SCRIPTS
+from toolkit.inputs import Source, open_files
 from toolkit.training import wordpiece
-from toolkit.training.rows import Source
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -291,7 +291,7 @@ def test_few_texts_are_measured_on_themselves(tmp_path, capsys):
 
 def test_texts_are_never_all_in_memory(trained, monkeypatch):
     """Of each pass, no row is asked for before those in front of it are through."""
-    corpus = wordpiece.Corpus(Source(files=[REVIEWS]), None, "stop", 100, print)
+    corpus = wordpiece.Corpus(Source(open_files([REVIEWS])), None, "stop", 100, print)
     texts = corpus.texts()
     monkeypatch.setattr(wordpiece, "text_of", lambda row, column: pytest.fail("read ahead"))
     with pytest.raises(pytest.fail.Exception, match="read ahead"):

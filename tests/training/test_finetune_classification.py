@@ -3,15 +3,18 @@
 import json
 import math
 import subprocess
+from collections import Counter
 
 import pytest
 import torch
+import yaml
+from datasets import ClassLabel, Dataset, Features, List, Value
 from torch import nn
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 import train_demo
 from finetune_classification import main
-from support.finetuning import assert_one_line, make_task, save_tiny
+from support.finetuning import assert_one_line, assert_resumes, make_task, save_tiny
 from support.folders import ROOT
 from toolkit.labels import label_name
 from toolkit.training.classification import Classification
@@ -140,6 +143,81 @@ def test_labels_in_order_and_by_one_name(make):
     assert [label_name(value) for value in (2.5, True, None, " a ")] == ["2.5", "True", "", "a"]
 
 
+NAMES = ["World", "Sports", "Business", "Science"]  # of which the rows have three
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["file", "dataset"])
+@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
+def test_labels_of_a_dataset_are_in_its_order(problem, by_name, make, tmp_path):
+    label = ClassLabel(names=NAMES)
+    features = Features({"text": Value("string"), "label": List(label) if problem == "multi_label" else label})
+    numbers = [[number] if problem == "multi_label" else number for number in (2, 0, 1, 0)]
+    (tmp_path / "data").mkdir()
+    data = Dataset.from_dict({"text": TEXTS, "label": numbers}, features=features)
+    data.to_parquet(tmp_path / "data" / "train.parquet")
+    source = {"dataset": str(tmp_path / "data"), "validation_split": "none"}
+    source = source if by_name else {"train_file": [str(tmp_path / "data" / "train.parquet")]}
+    tiny = make(KINDS["single_label"]).settings.model
+    task = make_task(Classification, ClassificationSettings, model=tiny, problem=problem, **source)
+    assert task.labels == list(task.model.config.id2label.values()) == NAMES
+    found = [row.index(1) for row in task.train_set["labels"]] if problem == "multi_label" else task.train_set["labels"]
+    assert list(found) == [2, 0, 1, 0]
+
+
+def test_decimal_labels_are_numbers_or_named_classes(make):
+    rows = [{"text": "film", "label": label} for label in ("0.5", 3.2, "-1.5", 2)]
+    with pytest.raises(ValueError, match=r"-1\.5.*--problem regression.*--labels -1\.5 0\.5 2"):
+        make(rows)
+    assert make(rows, labels=["-1.5", "0.5", "2", "3.2"]).train_set["labels"] == [1, 3, 0, 2]
+    assert make([{"text": "film", "label": label} for label in ("1.0", "0.0", 2.0)]).labels == ["0.0", "1.0", "2"]
+    assert make([*rows, {"text": "film", "label": "other"}]).labels == ["-1.5", "other", "0.5", "2", "3.2"]
+
+
+def test_few_of_many_labels_are_listed(make):
+    labels = [f"l{number}" for number in range(3000)]
+    with pytest.raises(ValueError, match=r"'x'; expected one of l0, .*, l9 and 2,990 more$"):
+        make([{"text": "film", "label": "x"}], labels=labels)
+
+
+# ------------------------------------------------------------------------------------------------ validation_fraction
+
+SHARES = [{"text": "good film", "label": label} for label in "a" * 60 + "b" * 30 + "c" * 9 + "d"]
+
+
+def held_out(task) -> list[str]:
+    return list(task.splits["validation"]["place"])
+
+
+def test_a_fraction_is_held_out_of_each_label_alike(make):
+    task = make(SHARES, validation_fraction=0.1)
+    assert (len(task.train_set), len(held_out(task))) == (90, 10)
+    assert Counter(task.splits["validation"]["labels"]) == {0: 6, 1: 3, 2: 1}
+    assert task.labels == ["a", "b", "c", "d"]
+    assert not set(held_out(task)) & set(task.train_set["place"])
+    assert held_out(task) == held_out(make(SHARES, validation_fraction=0.1))
+    assert held_out(task) != held_out(make(SHARES, validation_fraction=0.1, seed=1))
+    assert held_out(make(SHARES, validation_fraction=0.1, max_eval_samples=4)) == held_out(task)[:4]
+
+
+def test_a_fraction_of_numbers_and_of_too_few_rows(make):
+    assert len(held_out(make(KINDS["regression"], problem="regression", validation_fraction=0.5))) == 2
+    with pytest.raises(ValueError, match=r"--validation_fraction is 0\.1: .*number of classes"):
+        make([{"text": "film", "label": label} for label in "aabbcc"], validation_fraction=0.1)
+
+
+def test_a_resumed_run_holds_out_the_same_rows(tiny, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHARES))
+    argv = ["--model", tiny, "--train_file", str(tmp_path / "rows.jsonl"), "--validation_fraction", "0.1"]
+    assert_resumes(
+        main, [*argv, "--epochs", "1", "--batch_size", "8", "--max_length", "16"], tmp_path, monkeypatch, after=5
+    )
+    recipe = yaml.safe_load((tmp_path / "whole" / "recipe.yaml").read_text())
+    assert recipe["validation_fraction"] == 0.1
+    files = [(tmp_path / name / "predictions_validation.jsonl").read_text() for name in ("whole", "broken")]
+    assert files[0] == files[1]
+    assert len(files[0].splitlines()) == 10
+
+
 @pytest.mark.parametrize("weights", [["1", "2", "4"], ["balanced"]])
 def test_class_weights(weights, make):
     task = make(KINDS["single_label"], class_weights=weights, labels=["0", "1", "2"])
@@ -206,6 +284,10 @@ def test_a_label_that_only_the_validation_set_has(make):
         (["--labels", "0", "0"], "--labels is 0 0; expected each label once"),
         (["--problem", "guessing"], "invalid choice: 'guessing'"),
         (["--max_length", "65"], "--max_length is 65; expected at most 64"),
+        (["--validation_fraction", "1"], "--validation_fraction is 1.0; expected more than 0 and less than 1"),
+        (["--validation_fraction", "0.1", "--validation_file", "x.csv"], "--validation_fraction is 0.1; expected no"),
+        (["--delimiter", "||"], "--delimiter is '||'; expected one character"),
+        (["--delimiter", ";"], "columns are 'text,label,rating'. If ',' is between columns, give it as --delimiter"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, message, tiny, tmp_path, capsys):

@@ -94,29 +94,34 @@ def test_squads_own_files(tiny, tmp_path, task, indent, name):
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     files = {"train_file": [str(path)], "validation_file": [str(path)], "max_length": 32, "stride": 4}
     made, flat = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, **files), task()
-    assert (
-        made.rows["validation"].remove_columns("place").to_list()
-        == flat.rows["validation"].remove_columns("place").to_list()
-    )
+    rows = [each.rows["validation"].remove_columns(["place", "columns"]).to_list() for each in (made, flat)]
+    assert rows[0] == rows[1]
     assert made.rows["validation"]["place"][1:3] == [
-        f"{name}, article 1, paragraph 1, question 2",
-        f"{name}, article 1, paragraph 2, question 1",
+        f"{name}, row 2 (article 1, paragraph 1, question 2)",
+        f"{name}, row 3 (article 1, paragraph 2, question 1)",
     ]
 
 
-@pytest.mark.parametrize("first", [{}, {"data": []}], ids=["SQuAD's columns", "a column named data"])
-def test_json_lines_with_the_ending_of_squads(tiny, tmp_path, first):
-    path = write(tmp_path / "lines.json", [ROWS[0] | first, *ROWS[1:]])
-    made = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, train_file=[path], stride=4)
-    assert list(made.train_set["place"]) == [f"lines.json, row {n} (line {n})" for n in (1, 2, 3, 4)]
+AS_LINES = "".join(json.dumps(each) + "\n" for each in ROWS)
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_json_arrays_with_the_ending_of_squads(tiny, tmp_path, indent):
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (AS_LINES, [1, 2, 3, 4]),
+        (AS_LINES.replace("{", '{"data": [], ', 1), [1, 2, 3, 4]),
+        (AS_LINES.splitlines()[0], [1]),
+        (json.dumps(ROWS), None),
+        (json.dumps(ROWS, indent=1), None),
+    ],
+    ids=["lines", "a column named data", "a line", "an array", "an array in lines"],
+)
+def test_other_json_with_the_ending_of_squads(content, lines, tiny, tmp_path):
     path = tmp_path / "rows.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(ROWS, indent=indent).encode()))
+    path.write_bytes(gzip.compress(content.encode()))
     made = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, train_file=[str(path)], stride=4)
-    assert list(made.train_set["place"]) == [f"rows.json.gz, row {n}" for n in (1, 2, 3, 4)]
+    places = [f"rows.json.gz, row {n}" + (f" (line {n})" if lines else "") for n in lines or (1, 2, 3, 4)]
+    assert list(made.train_set["place"]) == places
 
 
 def test_the_first_samples_of_squads_own_files(tiny, tmp_path):
@@ -125,7 +130,9 @@ def test_the_first_samples_of_squads_own_files(tiny, tmp_path):
     (tmp_path / "dev.json").write_text(json.dumps(content))
     flags = {"train_file": [str(tmp_path / "dev.json")], "max_length": 32, "stride": 4, "max_train_samples": 2}
     made = make_task(QuestionAnswering, QuestionAnsweringSettings, model=tiny, **flags)
-    assert list(made.train_set["place"]) == [f"dev.json, article 1, paragraph 1, question {n}" for n in (1, 2)]
+    assert list(made.train_set["place"]) == [
+        f"dev.json, row {n} (article 1, paragraph 1, question {n})" for n in (1, 2)
+    ]
 
 
 def test_damaged_gzip_files_of_squads_form_are_named(tiny, tmp_path, capsys):
@@ -454,17 +461,20 @@ def test_what_is_wrong_is_said_in_a_line(name, tiny, tmp_path, capsys):
 BROKEN = {
     "a paragraph without text": (
         {"data": [{"paragraphs": [{"qas": [{"id": "1", "question": "a?", "answers": []}]}]}]},
-        "dev.json, article 1, paragraph 1: 'context' is missing; expected a text, as in SQuAD's nested form",
+        "dev.json, article 1, paragraph 1: 'context' is missing; expected SQuAD's nested form",
     ),
-    "an article that is none": ({"data": ["x"]}, "dev.json, article 1: 'paragraphs' is missing; expected a list"),
-    "a list that is none": ({"data": [{"paragraphs": {"qas": 1}}]}, "article 1: 'paragraphs' is {'qas': 1}; expected"),
+    "an article that is none": ({"data": ["x"]}, "dev.json, article 1: a value is of another type"),
+    "a list that is none": (
+        {"data": [{"paragraphs": {"qas": 1}}]},
+        "article 1, paragraph 1: a value is of another type",
+    ),
     "a paragraph without questions": (
         {"data": [{"paragraphs": []}, {"paragraphs": [{"context": "a"}]}]},
         "dev.json, article 2, paragraph 1: 'qas' is missing",
     ),
     "a question that is none": (
         {"data": [{"paragraphs": [{"context": "a", "qas": ["a?"]}]}]},
-        "dev.json, article 1, paragraph 1, question 1: it is a JSON str; expected an object",
+        "dev.json, article 1, paragraph 1: a value is of another type",
     ),
     "another name": ({"version": "v2.0", "articles": [{"paragraphs": []}]}, "dev.json: 'data' is missing"),
     "no questions": ({"data": [{"paragraphs": [{"context": "a", "qas": []}]}]}, "dev.json has no rows"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import AutoModelForTokenClassification, AutoTokenizer, BertForTokenClassification, pipeline
 
 import finetune_token_classification as script
@@ -17,28 +17,19 @@ from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, asse
 from toolkit.labels import class_weights
 from toolkit.training.batches import unpadded
 from toolkit.training.settings import TokenClassificationSettings
-from toolkit.training.token_classification import TokenClassification, check_iob2, iob_tags, list_of, word_windows
+from toolkit.training.token_classification import (
+    TokenClassification,
+    check_iob2,
+    iob_tags,
+    list_of,
+    to_iob2,
+    word_windows,
+)
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
-WORDS = [
-    "anna",
-    "smith",
-    "##son",
-    "##s",
-    "went",
-    "to",
-    "new",
-    "york",
-    "café",
-    "cafe",
-    ".",
-    "paris",
-    "日",
-    "a",
-    "b",
-    "c",
-]
+WORDS = ["anna", "smith", "##son", "##s", "went", "to", "new", "york", "café", "cafe", ".", "paris", "日"]
+WORDS += ["a", "b", "c"]
 ID = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
 ROWS = [
     {
@@ -72,9 +63,7 @@ def task(tiny, tmp_path):
     """Makes the task of some rows; without any, of ROWS."""
 
     def make(rows=ROWS, validation=ROWS, **flags):
-        files = {
-            "train_file": [write(tmp_path / "t.jsonl", rows)],
-        }
+        files = {"train_file": [write(tmp_path / "t.jsonl", rows)]}
         if validation:
             files["validation_file"] = [write(tmp_path / "v.jsonl", validation)]
         return make_task(TokenClassification, TokenClassificationSettings, **{"model": tiny, **files, **flags})
@@ -124,10 +113,8 @@ def test_a_training_set_without_tokens(tiny, tmp_path, capsys):
 @pytest.mark.parametrize(("scheme", "tag"), [("iob2", "O"), ("plain", "B-PER")])
 def test_a_validation_set_without_tokens(scheme, tag, tiny, tmp_path):
     """All words get the tag of words without tokens: O, or the most frequent one."""
-    train, validation = (
-        write(tmp_path / "t.jsonl", ROWS[3:] + ROWS[3:] + ROWS[2:3]),
-        write(tmp_path / "v.jsonl", UNSEEN),
-    )
+    train = write(tmp_path / "t.jsonl", ROWS[3:] + ROWS[3:] + ROWS[2:3])
+    validation = write(tmp_path / "v.jsonl", UNSEEN)
     files = ["--train_file", train, "--validation_file", validation, "--output", str(tmp_path / "out")]
     assert main(["--model", tiny, *files, "--epochs", "1", "--max_length", "32", "--scheme", scheme]) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["validation"]
@@ -202,6 +189,52 @@ def test_iob2():
     check_iob2(["O", "B-PER", "I-PER", "I-PER", "B-PER", "B-LOC", "O", "B-a-b", "I-a-b"])
     assert iob_tags({"B-PER", "O", "B-LOC", "I-LOC"}) == ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
     assert iob_tags({"B-x"}) == ["O", "B-x", "I-x"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "iob2"),
+    [
+        (["O", "I-PER", "I-PER", "B-PER", "I-LOC"], ["O", "B-PER", "I-PER", "B-PER", "B-LOC"]),
+        (["B-PER", "I-PER", "O", "I-PER"], ["B-PER", "I-PER", "O", "B-PER"]),
+        (["B-PER", "O", "B-LOC"], ["B-PER", "O", "B-LOC"]),
+    ],
+)
+def test_iob1_becomes_iob2(tags, iob2):
+    assert to_iob2(tags) == iob2
+
+
+@pytest.mark.parametrize(("name", "flags"), [("x.conll", {}), ("x.txt", {}), ("x.txt", {"scheme": "plain"})])
+def test_conll_files(name, flags, tiny, tmp_path):
+    """Of CoNLL-2003, whose training file has IOB1."""
+    content = "-DOCSTART- -X- -X- O\n\nAnna NNP I-NP I-PER\nwent VBD I-VP O\n\nParis NNP I-NP I-LOC\n. . O O\n"
+    (tmp_path / name).write_text(content)
+    files = {"train_file": [str(tmp_path / name)], "validation_file": [str(tmp_path / name)]}
+    made = make_task(TokenClassification, TokenClassificationSettings, model=tiny, **files, **flags)
+    rows = made.rows["validation"]
+    assert rows["words"][:] == [["Anna", "went"], ["Paris", "."]]
+    assert rows["place"][:] == [f"{name}, row 1 (line 3)", f"{name}, row 2 (line 6)"]
+    prefix = "I" if flags else "B"
+    assert rows["tags"][:] == [[f"{prefix}-PER", "O"], [f"{prefix}-LOC", "O"]]
+    assert made.labels == (["I-LOC", "I-PER", "O"] if flags else ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"])
+
+
+@pytest.mark.parametrize(
+    ("names", "scheme", "labels"),
+    [
+        (["O", "B-PER", "I-PER", "B-LOC"], "iob2", ["O", "B-PER", "I-PER", "B-LOC"]),
+        (["B-PER", "I-PER", "B-LOC"], "iob2", ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]),  # O is needed
+        (["VERB", "NOUN", "ADJ"], "plain", ["VERB", "NOUN", "ADJ"]),
+    ],
+)
+def test_tags_of_a_dataset_are_in_its_order(names, scheme, labels, tiny, tmp_path):
+    features = Features({"tokens": List(Value("string")), "ner_tags": List(ClassLabel(names=names))})
+    first = int(names[0] == "O")
+    data = Dataset.from_dict(
+        {"tokens": [["Anna", "a"], ["Paris"]], "ner_tags": [[first, first + 1], [first + 2]]}, features=features
+    )
+    data.to_parquet(tmp_path / "train.parquet")
+    flags = {"train_file": [str(tmp_path / "train.parquet")], "scheme": scheme}
+    assert make_task(TokenClassification, TokenClassificationSettings, model=tiny, **flags).labels == labels
 
 
 @pytest.mark.parametrize("value", [None, [], "", " ", 3, ["a", None], [["a"]], [True]])

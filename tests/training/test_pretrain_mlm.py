@@ -475,14 +475,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
 
 def test_documents_without_a_pair_are_counted(folder, tmp_path, capsys):
     """Of the stories, every twelfth has one sentence: 0, 12, …, 84."""
-    stories, message = folder / "stories.txt", "8 of 90 documents of {} give no pair of passages"
+    stories, message = folder / "stories.txt", "8 of 90 documents of the {} set give no pair of passages"
     task = task_of(folder, train_file=[stories], validation_file=[stories], next_sentence=True)
-    assert capsys.readouterr().out.count(message.format(stories)) == 2
+    said = capsys.readouterr().out
+    assert message.format("train") in said
+    assert message.format("validation") in said
     task = task_of(folder, train_file=[stories], next_sentence=True, streaming=True, max_steps=9)
     assert "no pair" not in capsys.readouterr().out
     for epoch in range(2):
         list(task.batches(epoch, 0))
-    assert capsys.readouterr().out.count(message.format(stories)) == 1
+    assert capsys.readouterr().out.count(message.format("train")) == 1
+
+
+def test_a_fraction_of_the_documents_is_held_out(folder):
+    task = task_of(folder, train_file=[folder / "stories.txt"], validation_fraction=0.2, line_by_line=True)
+    places = [set(examples["place"]) for examples in (task.train_set, task.splits["validation"])]
+    assert [len(each) for each in places] == [72, 18]
+    assert not places[0] & places[1]
+    with pytest.raises(ValueError, match=r"--validation_fraction is 0\.2; expected no .*--streaming"):
+        task_of(folder, train_file=["x.txt"], validation_fraction=0.2, streaming=True, max_steps=9)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

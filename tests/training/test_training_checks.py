@@ -390,7 +390,7 @@ def test_texts_without_a_word_to_mask_are_refused(text, given, flags, tmp_path, 
     """The separators between them would make sequences, on which the loss is 0."""
     (tmp_path / "empty.txt").write_text(f"{text}\n" * 50)
     argv = flags(train_file=tmp_path / "empty.txt", **given)
-    message = f"{tmp_path / 'empty.txt'} is too small; expected at least a word of the vocabulary"
+    message = "the train set is too small; expected at least a word of the vocabulary"
     assert_one_line(lambda: pretrain_mlm.main(argv), message, capsys)
     assert not (tmp_path / "run").exists()
 

@@ -17,26 +17,19 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
 from support.finetuning import make_task, read_settings, save_tiny
-from support.folders import DATA
 from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit import row_files
-from toolkit.row_files import BadRow, find_column, text_of
-from toolkit.training import rows as training_rows
+from toolkit.inputs import HubDataset, Source, open_files
+from toolkit.row_files import find_column, text_of
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
-from toolkit.training.rows import (
-    Source,
-    columns_of,
-    load_rows,
-    read_rows,
-    stream_rows,
-)
+from toolkit.training.rows import load_rows, stream_rows
 from toolkit.training.run import shared_data
 from toolkit.training.settings import (
     ClassificationSettings,
@@ -59,7 +52,7 @@ def write(tmp_path):
     def write(name, content: bytes | str):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return Source(files=[path])
+        return files_of([path])
 
     return write
 
@@ -72,20 +65,29 @@ def cache(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+def files_of(paths, max_rows: int | None = None, **options) -> Source:
+    return Source(open_files(paths, **options), max_rows)
+
+
+def hub_of(name, split: str, max_rows: int | None = None, streaming: bool = False) -> Source:
+    return Source([HubDataset(str(name), split, streaming=streaming)], max_rows)
+
+
 def keep_text(row: dict) -> dict:
     return {"text": text_of(row, "text")}
 
 
 def read(source) -> list:
     """All rows, and what is said of bad ones."""
-    return [(place, str(row) if isinstance(row, BadRow) else row) for place, row in read_rows(source)]
+    rows = list(source.rows())
+    return [(row.place, f"{row.place}: {row.content}" if isinstance(row.content, str) else row.content) for row in rows]
 
 
 def read_back(name: str, content: bytes) -> list:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(content)
-        return read(Source(files=[path]))
+        return read(files_of([path]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,8 +102,8 @@ def read_back(name: str, content: bytes) -> list:
     st.sampled_from([b"", b"\xef\xbb\xbf"]),
 )
 def test_rows_of_csv_and_tsv_come_back(rows, delimiter, newline, mark):
-    if delimiter == "\t":  # a quotation with both is taken for two quotation marks that belong to the text
-        rows = [(*(text.replace("\t", " ") for text in row[:2]), row[2]) for row in rows]
+    if delimiter == "\t":  # a row is a line
+        rows = [(*(re.sub("[\t\r\n]", " ", text) for text in row[:2]), row[2]) for row in rows]
     text, expected = f"one{delimiter}two{newline}", []
     for number, (one, two, blank_lines) in enumerate(rows, 1):
         text += newline * blank_lines
@@ -145,23 +147,59 @@ def test_rows_of_json_lines_come_back(rows, name, newline, mark, ascii_only):
     st.sampled_from([None, 0, 2]),
     st.sampled_from([b"", b"\xef\xbb\xbf", b"\n \n"]),
     st.booleans(),
-    st.sampled_from([1, 2, 7, 2**16]),
 )
-def test_rows_of_a_json_array_are_read_in_parts_of_any_size(rows, indent, mark, ascii_only, size):
+def test_rows_of_a_json_array_come_back(rows, indent, mark, ascii_only):
     content = mark + json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode() + b"\n"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_files, "CHARACTERS_TOGETHER", size)
-        assert read_back("x.json", content) == [(f"x.json, row {number}", row) for number, row in enumerate(rows, 1)]
+    assert read_back("x.json", content) == [(f"x.json, row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 @settings(max_examples=30)
 @given(st.lists(st.fixed_dictionaries({"text": TEXT, "tags": st.lists(st.integers(0, 9)) | st.none()}), min_size=1))
+@example([{"text": str(number), "tags": None} for number in range(200)])
 def test_rows_of_parquet_come_back(rows):
     schema = pa.schema({"text": pa.string(), "tags": pa.list_(pa.int64())})
     file = io.BytesIO()
     parquet.write_table(pa.Table.from_pylist(rows, schema), file, row_group_size=3)
     expected = [(f"x.parquet, row {number}", row) for number, row in enumerate(rows, 1)]
     assert read_back("x.parquet", file.getvalue()) == expected
+
+
+def test_quotation_marks_of_tsv_are_part_of_the_text_unless_around_a_field(write):
+    """As in GLUE's files, where they are often unpaired; and as spreadsheets write them."""
+    content = 'text\t"the label"\n"good film\t1\nbad film"\t"0"\n"She said ""no"""\t""\n"a" or "b"\t0\n'
+    expected = [('"good film', "1"), ('bad film"', "0"), ('She said "no"', ""), ('"a" or "b"', "0")]
+    rows = [(row["text"], row["the label"]) for _, row in read(write("x.tsv", content))]
+    assert rows == expected
+    [_, fault] = read(write("x.csv", 'text,label\n"She" said,1\n"good, film",0\n'))[0]  # in CSV, they are not
+    assert fault.startswith("x.csv, row 1 (line 2): invalid quotation or field")
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("x.csv", ";"), ("x.tsv", ";"), ("x.txt.gz", "|"), ("x.txt", r"\t")])
+def test_a_delimiter(name, delimiter, tmp_path):
+    character = delimiter.replace(r"\t", "\t")
+    content = f"text{character}label\na, b{character}1\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert read(files_of([tmp_path / name], delimiter=delimiter))[0][1] == {"text": "a, b", "label": "1"}
+
+
+@pytest.mark.parametrize("delimiter", ["", "||", '"', "\n"])
+def test_a_delimiter_is_a_character(delimiter, write):
+    (file,) = write("x.csv", "text\na\n").inputs
+    with pytest.raises(ValueError, match=f"^--delimiter is {re.escape(repr(delimiter))}"):
+        open_files([file.url], delimiter=delimiter)
+
+
+def test_sentences_of_conll(write):
+    source = write(
+        "x.conll",
+        "-DOCSTART- -X- O O\n\nEU NNP I-ORG\nrejects VBZ O\n\n \nNew York\tNNP\tB-LOC\n\nalone\nO O\n\n.  O\r\n",
+    )
+    assert read(source) == [
+        ("x.conll, row 1 (line 3)", {"tokens": ["EU", "rejects"], "tags": ["I-ORG", "O"]}),
+        ("x.conll, row 2 (line 7)", {"tokens": ["New York"], "tags": ["B-LOC"]}),
+        ("x.conll, row 3 (line 9)", "x.conll, row 3 (line 9): line 9 has one column; expected a word and its tag"),
+        ("x.conll, row 4 (line 12)", {"tokens": ["."], "tags": ["O"]}),
+    ]  # fmt: skip
 
 
 def test_plain_text_is_a_row_a_line(write):
@@ -190,19 +228,13 @@ def test_compressed_files_have_the_same_rows(name, content):
     assert len(read_back(f"{name.upper()}.GZ", gzip.compress(content))) == len(rows)
 
 
-def test_many_rows_of_parquet_and_their_number(tmp_path):
-    parquet.write_table(pa.table({"n": range(200)}), tmp_path / "x.parquet", row_group_size=150)
-    rows = read(Source(files=[tmp_path / "x.parquet"]))
-    assert rows == [(f"x.parquet, row {n + 1}", {"n": n}) for n in range(200)]
-
-
 def test_several_files_count_their_own_rows(tmp_path):
     (tmp_path / "sub").mkdir()
     paths = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "sub" / "a.txt"]
     for path, text in zip(paths, ["x\ny", '{"text": "z"}', "w"], strict=True):
         path.write_text(text)
     # Where two have the same name, the path says which.
-    assert [place for place, _ in read_rows(Source(files=paths))] == [
+    assert [row.place for row in files_of(paths).rows()] == [
         f"{paths[0]}, row 1 (line 1)",
         f"{paths[0]}, row 2 (line 2)",
         "b.jsonl, row 1 (line 1)",
@@ -217,9 +249,8 @@ def test_patterns_are_replaced_by_the_files_that_match_sorted(tmp_path, monkeypa
     (tmp_path / "folder.txt").mkdir()
 
     def files(*given) -> list[str]:
-        return [
-            path.relative_to(tmp_path).as_posix() for path in Source(files=[tmp_path / each for each in given]).files
-        ]
+        found = open_files([tmp_path / each for each in given])
+        return [Path(each.url).relative_to(tmp_path).as_posix() for each in found]
 
     assert files("*.txt") == ["[1].txt", "a.txt", "b.txt"]
     assert files("?.txt*") == ["a.txt", "b.txt", "c.txt.gz"]
@@ -227,21 +258,21 @@ def test_patterns_are_replaced_by_the_files_that_match_sorted(tmp_path, monkeypa
     assert files("**/a.txt") == ["a.txt", "deep/er/a.txt"]
     assert files("[1].txt") == ["[1].txt"]  # a file that exists
     monkeypatch.chdir(tmp_path)
-    assert Source(files=["*.txt"]).files == (Path("[1].txt"), Path("a.txt"), Path("b.txt"))
+    assert [each.url for each in open_files(["*.txt"])] == ["[1].txt", "a.txt", "b.txt"]
 
 
 def test_folders_with_brackets_are_not_patterns(tmp_path):
     (tmp_path / "[data]").mkdir()
     (tmp_path / "[data]" / "a.txt").write_text("x")
-    (source,) = Source(files=[tmp_path / "[data]" / "*.txt"]).files
-    assert source == tmp_path / "[data]" / "a.txt"
+    (source,) = open_files([tmp_path / "[data]" / "*.txt"])
+    assert source.url == str(tmp_path / "[data]" / "a.txt")
 
 
 def test_patterns_without_a_match_are_errors(tmp_path):
     (tmp_path / "folder.csv").mkdir()
     for pattern in ("*.csv", "missing/*.txt", "a[.txt", "folder.cs?"):
         with pytest.raises(FileNotFoundError) as error:
-            Source(files=[tmp_path / pattern])
+            files_of([tmp_path / pattern])
         assert str(error.value).startswith(f"{tmp_path / pattern} matches no file; expected")
 
 
@@ -283,7 +314,7 @@ def test_bad_rows_of_csv_do_not_stop_the_reading(write):
         ("x.csv, row 2 (line 3)", "x.csv, row 2 (line 3): the row has 1 columns; expected 2, as in the header"),
         ("x.csv, row 3 (line 4)", "x.csv, row 3 (line 4): the row has 3 columns; expected 2, as in the header"),
         ("x.csv, row 4 (line 5)", "x.csv, row 4 (line 5): 'text' is not valid UTF-8"),
-        ("x.csv, row 5 (line 6)", "x.csv, row 5 (line 6): 'text' has a zero byte in it"),
+        ("x.csv, row 5 (line 6)", {"text": "zero\0byte", "label": "1"}),
         ("x.csv, row 6 (line 7)", {"text": "two\nlines", "label": "0"}),
         ("x.csv, row 7 (line 9)", "x.csv, row 7 (line 9): invalid quotation or field (',' expected after '\"')"),
         ("x.csv, row 8 (line 10)", {"text": "good", "label": "2"}),
@@ -316,8 +347,7 @@ def test_bad_rows_of_json_lines_do_not_stop_the_reading(write):
         b'{"text": \n'
         b'["a list"]\n'
         b'{"text": "caf\xe9"}\n'
-        b'{"deep": [{"\\ud800": 1}]}\n'
-        b'{"deep": [{"x": ["a\\u0000b"]}]}\n' + b"[" * 100_000 + b"\n"
+        b'{"deep": [{"\\ud800": 1}]}\n' + b"[" * 100_000 + b"\n"
         b'{"text": "\\ud83d\\ude00"}\n',
     )
     rows = [row for _, row in read(source)]
@@ -326,66 +356,37 @@ def test_bad_rows_of_json_lines_do_not_stop_the_reading(write):
     assert rows[2] == "x.jsonl, row 3 (line 3): a JSON list; expected an object on each line"
     assert rows[3] == "x.jsonl, row 4 (line 4): 'text' is not valid UTF-8"
     assert rows[4] == "x.jsonl, row 5 (line 5): 'deep' is not valid UTF-8"
-    assert rows[5] == "x.jsonl, row 6 (line 6): 'deep' has a zero byte in it"
-    assert "row 7 (line 7): not valid JSON" in rows[6]
-    assert rows[7:] == [{"text": "😀"}]
+    assert "row 6 (line 6): not valid JSON" in rows[5]
+    assert rows[6:] == [{"text": "😀"}]
 
 
-@pytest.mark.parametrize("size", [1, 2**16])
-def test_bad_rows_of_a_json_array_do_not_stop_the_reading(size, write, monkeypatch):
-    monkeypatch.setattr(row_files, "CHARACTERS_TOGETHER", size)
+def test_bad_rows_of_a_json_array_do_not_stop_the_reading(write):
     source = write(
-        "x.json",
-        b'[\n{"text": "good"},\n{"text": },\n7, "a, [text", ["a list", {}],\n{"text": "caf\xe9"}, {"a": 1]}, {}},'
-        b'{"deep": ["a\\u0000b"]},\n\n{"text": "last"},]\n',
+        "x.json", b'[\n{"text": "good"},\n7, "a, [text", ["a list", {}],\n{"text": "caf\xe9"}, {"text": "last"}]'
     )
     rows = [row if isinstance(row, dict) else row.removeprefix("x.json, ") for _, row in read(source)]
     assert rows == [
         {"text": "good"},
-        "row 2: not valid JSON (Expecting value at character 10); expected an array of objects",
-        "row 3: a JSON int; expected an array of objects",
-        "row 4: a JSON str; expected an array of objects",
-        "row 5: a JSON list; expected an array of objects",
-        "row 6: 'text' is not valid UTF-8",
-        "row 7: not valid JSON (Expecting ',' delimiter at character 8); expected an array of objects",
-        "row 8: not valid JSON (Extra data at character 3); expected an array of objects",
-        "row 9: 'deep' has a zero byte in it",
+        "row 2: a JSON int; expected an array of objects",
+        "row 3: a JSON str; expected an array of objects",
+        "row 4: a JSON list; expected an array of objects",
+        "row 5: 'text' is not valid UTF-8",
         {"text": "last"},
-        "row 11: not valid JSON (Expecting value at character 1); expected an array of objects",
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "good", "problem"),
-    [
-        ('[{"n": 1}, {"n": 2}', 1, "not valid JSON (the array has no end); the rest of the file is lost with this row"),
-        ('[{"n": 1},', 1, "not valid JSON (the array has no end)"),
-        ('[{"n": 1}, {"n": "2}, {"n": "3"}, {"n": "4"}]', 1, "not valid JSON (the array has no end)"),
-        ('[{"n": 1}]\n \n{"n": 2}', 1, "not valid JSON (text after the end of the array)"),
-        ("[,]", 0, "not valid JSON (Expecting value at character 1)"),
-        ('[{"n": "' + "many words " * 100 + '"}, {"n": 2}]', 0, "the row has more than 1,000 characters; the rest"),
-        ("[" * 100_000, 0, "the row has more than 1,000 characters"),
-    ],
-    ids=["no end", "no end after a comma", "no quotation mark", "text after it", "comma", "long", "deep"],
-)
-def test_what_ends_a_json_array_is_reported_as_its_last_row(content, good, problem, write, monkeypatch):
-    monkeypatch.setattr(row_files, "LONGEST_FIELD", 1000)
-    monkeypatch.setattr(row_files, "CHARACTERS_TOGETHER", 100)
-    rows = [row for _, row in read(write("x.json", content))]
-    assert rows[:good] == [{"n": 1}] * good
-    assert rows[good].startswith(f"x.json, row {good + 1}: {problem}")
-
-
-def test_bad_rows_of_parquet_and_text_do_not_stop_the_reading(write, tmp_path):
-    texts = pa.array([b"good", b"caf\xe9", b"good\0", None, b"last"]).view(pa.string())
-    parquet.write_table(pa.table({"text": texts}), tmp_path / "x.parquet")
-    problems = [row for _, row in read(Source(files=[tmp_path / "x.parquet"]))]
-    assert problems[0] == {"text": "good"}
-    assert problems[1].startswith("x.parquet, row 2: not valid UTF-8")
-    assert problems[2] == "x.parquet, row 3: 'text' has a zero byte in it"
-    assert problems[3:] == [{"text": None}, {"text": "last"}]
+def test_bad_rows_of_text_do_not_stop_the_reading(write):
     lines = [row for _, row in read(write("x.txt", b"one\ncaf\xe9\nthree"))]
     assert lines == [{"text": "one"}, "x.txt, row 2 (line 2): 'text' is not valid UTF-8", {"text": "three"}]
+
+
+def parquet_of(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(table, file)
+    return file.getvalue()
+
+
+NOT_UTF8 = parquet_of(pa.table({"text": pa.array([b"good", b"caf\xe9"]).view(pa.string())}))
 
 
 @pytest.mark.parametrize(
@@ -398,29 +399,25 @@ def test_bad_rows_of_parquet_and_text_do_not_stop_the_reading(write, tmp_path):
         ("x.json", b" [\n]\n", "x.json has no rows"),
         ("x.txt.gz", gzip.compress(b""), "x.txt.gz has no rows"),
         ("x.csv", b"text,text\na,b\n", "x.csv has 'text' twice in the header"),
-        ("x.csv", "text,label\na,b\n".encode("utf-16"), "x.csv has an invalid header: .* expected a UTF-8 file"),
-        ("x.csv", b'"text"s,label\na,b\n', "x.csv has an invalid quotation or field in the header"),
+        ("x.csv", "text,label\na,b\n".encode("utf-16"), "x.csv has an invalid header: .* UTF-8"),
+        ("x.csv", b'"text"s,label\na,b\n', "x.csv has an invalid header: invalid quotation or field"),
+        ("x.json", b'[{"n": 1}, {"n": 2}', r"x.json is not valid JSON \(.* line 1 column 20"),
+        ("x.json", b'[{"n": 1}]\n \n{"n": 2}', r"x.json is not valid JSON \(Extra data: line 3"),
+        ("x.json", b"[" * 1000, "x.json is a JSON array of more than 899 characters; expected JSON lines"),
+        ("x.json", b"[" * 899, "x.json is not valid JSON"),
         ("x.parquet", b"not this", "x.parquet cannot be read: .*[Pp]arquet"),
+        ("x.parquet", NOT_UTF8, "x.parquet cannot be read: .*utf-8"),
     ],
-    ids=[
-        "empty",
-        "header alone",
-        "blank",
-        "no lines",
-        "empty array",
-        "empty gzip",
-        "same name",
-        "UTF-16",
-        "broken header",
-        "no Parquet",
-    ],
-)
-def test_a_file_that_makes_no_sense_is_an_error(name, content, message, write):
+    ids=["empty", "header alone", "blank", "no lines", "empty array", "empty gzip", "same name", "UTF-16",
+         "broken header", "no end", "text after the end", "long", "deep", "no Parquet", "Parquet not in UTF-8"],
+)  # fmt: skip
+def test_a_file_that_makes_no_sense_is_an_error(name, content, message, write, monkeypatch):
+    monkeypatch.setattr(row_files, "LONGEST_ARRAY", 899)
     source = write(name, content)
-    for start in (read, columns_of, lambda source: stream_rows(source, keep_text, "stop")):
+    for start in (read, Source.columns, lambda source: stream_rows(source, keep_text, "stop")):
         with pytest.raises(ValueError, match=message) as error:
             start(source)
-        assert str(error.value).startswith(str(source.files[0]))
+        assert str(error.value).startswith(str(source))
         assert "\n" not in str(error.value)
 
 
@@ -447,32 +444,27 @@ def test_damaged_gzip_files_are_errors_of_one_line(ending, damage, make, write):
     source = write(f"x{ending}.gz", content)
     with pytest.raises(OSError, match=r"cannot be read: .*; expected a complete gzip file$") as error:
         list(make(source, keep_text, "skip"))
-    assert str(error.value).startswith(f"{source.files[0]} cannot be read: ")
+    assert str(error.value).startswith(f"{source} cannot be read: ")
     assert "\n" not in str(error.value)
 
 
 def test_an_empty_parquet_file_is_an_error(tmp_path):
     parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="has no rows"):
-        read(Source(files=[tmp_path / "x.parquet"]))
+        read(files_of([tmp_path / "x.parquet"]))
 
 
-def test_a_source_is_files_that_exist_or_a_name(tmp_path):
-    with pytest.raises(OSError, match=r"gone.csv: there is no such file"):
-        Source(files=[tmp_path / "gone.csv"])
+@pytest.mark.parametrize("name", ["gone.csv", "folder.csv"])
+def test_a_file_that_does_not_exist(name, tmp_path):
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(OSError, match=r"folder.csv: there is no such file"):
-        Source(files=[tmp_path / "folder.csv"])
-    with pytest.raises(ValueError, match=r"x.xls has the unknown ending '.xls'; expected one of .csv, .tsv, .jsonl"):
-        Source(files=["x.xls"])
-    for name, ending in (("x.parquet.gz", ".parquet.gz"), ("x.gz", ".gz"), ("x", "")):
-        with pytest.raises(ValueError, match=f"{name} has the unknown ending '{ending}'; expected one of .*, .csv.gz"):
-            Source(files=[name])
-    for neither_or_both in ({}, {"files": [DATA / "movie_reviews.csv"], "name": "a/b"}):
-        with pytest.raises(ValueError, match="expected either files or the name"):
-            Source(**neither_or_both)
-    with pytest.raises(ValueError, match="a/b has no split"):
-        Source(name="a/b")
+    with pytest.raises(OSError, match=f"{name}: there is no such file"):
+        open_files([tmp_path / name])
+
+
+@pytest.mark.parametrize(("name", "ending"), [("x.xls", ".xls"), ("x.xls.gz", ".xls"), ("x.gz", ""), ("x", "")])
+def test_an_ending_that_is_not_known(name, ending):
+    with pytest.raises(ValueError, match=f"{name} has the unknown ending '{ending}'; expected .csv, .tsv, .jsonl"):
+        open_files([name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -492,7 +484,7 @@ WITH_NAMES = [{"text": "a", "label": "good", "tags": ["bad", "good"]}, {"text": 
 
 def test_labels_of_parquet_come_as_their_names(labelled, tmp_path):
     labelled.to_parquet(tmp_path / "x.parquet")
-    assert [row for _, row in read(Source(files=[tmp_path / "x.parquet"]))] == WITH_NAMES
+    assert [row for _, row in read(files_of([tmp_path / "x.parquet"]))] == WITH_NAMES
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -500,22 +492,20 @@ def test_a_dataset_by_name(streaming, labelled, tmp_path):
     (tmp_path / "named").mkdir()
     labelled.to_parquet(tmp_path / "named" / "train.parquet")
     name = str(tmp_path / "named")
-    source = Source(name=name, split="train")
-    assert list(read_rows(source, streaming)) == [
-        (f"{name} (train), row {number}", row) for number, row in enumerate(WITH_NAMES, 1)
-    ]
+    source = hub_of(name, "train", streaming=streaming)
+    assert read(source) == [(f"{name} (train), row {number}", row) for number, row in enumerate(WITH_NAMES, 1)]
     rows = list(stream_rows(source, keep_text, "stop") if streaming else load_rows(source, keep_text, "stop"))
     assert rows == [{"text": text, "place": f"{name} (train), row {n}"} for n, text in enumerate("ab", 1)]
-    assert columns_of(source) == ["text", "label", "tags"]
+    assert source.columns() == ["text", "label", "tags"]
 
 
 @pytest.mark.parametrize("split", ["train[:1]", "train[50%:]", "train+train"])
 def test_parts_of_splits(split, labelled, tmp_path):
     (tmp_path / "named").mkdir()
     labelled.to_parquet(tmp_path / "named" / "train.parquet")
-    source = Source(name=str(tmp_path / "named"), split=split)
-    assert columns_of(source) == ["text", "label", "tags"]
-    texts = [row["text"] for _, row in read_rows(source)]
+    source = hub_of(tmp_path / "named", split, streaming=True)
+    assert source.columns() == ["text", "label", "tags"]
+    texts = [row["text"] for _, row in read(source)]
     assert texts == {"train[:1]": ["a"], "train[50%:]": ["b"], "train+train": ["a", "b", "a", "b"]}[split]
     assert [row["text"] for row in stream_rows(source, keep_text, "stop")] == texts
 
@@ -525,9 +515,20 @@ def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch):
         assert (name, config, split, streaming) == ("a/b", "c", "test", False)
         raise ConnectionError("no way\nto get there")
 
-    monkeypatch.setattr(training_rows, "load_dataset", load)
-    with pytest.raises(OSError, match=r"^--dataset is a/b, .* the Hub cannot be reached.*--train_file"):
-        list(read_rows(Source(name="a/b", config="c", split="test")))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(OSError, match=r"^a/b \(test\) cannot be read: .* the Hub cannot be reached; expected [^\n]*$"):
+        list(HubDataset("a/b", "test", "c").rows())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word"),
+    [("named.py", "", "scripts are no longer supported"), ("train.jsonl", "[1]\n{", "generating the dataset")],
+)
+def test_a_folder_that_datasets_cannot_read_is_one_line(name, content, word, tmp_path):
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'named'} \(train\) cannot be read: [^\n]*{word}[^\n]*$"):
+        list(hub_of(tmp_path / "named", "train").rows())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -535,7 +536,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(monkeypatch):
 
 
 def test_the_column_that_is_named_or_the_first_there_is(write):
-    columns = columns_of(write("x.csv", "text,label\nx\na,1\n"))
+    columns = write("x.csv", "text,label\nx\na,1\n").columns()
     assert columns == ["text", "label"]
     assert find_column(columns, None, ["sentence", "text", "label"], "the text") == "text"
     assert find_column(columns, "label", ["text"], "the text") == "label"
@@ -548,9 +549,9 @@ def test_the_column_that_is_named_or_the_first_there_is(write):
 
 
 def test_columns_of_json_lines_are_those_of_many_rows(write):
-    assert columns_of(write("x.jsonl", '{"b": 1}\n[]\n{"a": 1, "b": 2}\n')) == ["b", "a"]
-    with pytest.raises(BadRow, match=r"x.jsonl, row 1 \(line 1\): a JSON list"):
-        columns_of(write("x.jsonl", '[{"a": 1}]\n{"a": \n'))
+    assert write("x.jsonl", '{"b": 1}\n[]\n{"a": 1, "b": 2}\n').columns() == ["b", "a"]
+    with pytest.raises(ValueError, match=r"x.jsonl, row 1 \(line 1\): a JSON list"):
+        write("x.jsonl", '[{"a": 1}]\n{"a": \n').columns()
 
 
 @pytest.mark.parametrize(
@@ -583,7 +584,7 @@ def check_label(row: dict) -> dict:
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
 def test_stop_names_the_first_bad_row(make, write):
-    with pytest.raises(BadRow, match=r"^x.csv, row 2 \(line 3\): 'text' is empty$"):
+    with pytest.raises(ValueError, match=r"^x.csv, row 2 \(line 3\): 'text' is empty$"):
         list(make(write("x.csv", ROWS), check_label, "stop"))
 
 
@@ -614,12 +615,14 @@ def test_a_long_report_is_cut_and_goes_to_the_log(write, caplog):
     ]
 
 
-@pytest.mark.parametrize("make", [load_rows, stream_rows])
-def test_no_good_row_is_an_error(make, write):
+def test_no_good_row_is_an_error(write):
     told = []
+    source = write("x.csv", "text,label\na,2\nb,3\n")
     with pytest.raises(ValueError, match=r"^all 2 rows are invalid; the first is x.csv, row 1 \(line 2\): 'label'"):
-        list(make(write("x.csv", "text,label\na,2\nb,3\n"), check_label, "skip", told.append))
+        load_rows(source, check_label, "skip", told.append)
     assert told == []
+    assert list(stream_rows(source, check_label, "skip", told.append)) == []
+    assert told[0].startswith("2 of 2 rows are invalid")
 
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
@@ -629,22 +632,18 @@ def test_a_file_without_a_valid_row_is_skipped_if_others_have_one(make, tmp_path
         files.append(tmp_path / f"{name}.csv")
         files[-1].write_text("text,label\n" + "".join(f"w,{label}\n" for label in labels))
     reports = []
-    rows = make(Source(files=files), check_label, "skip", reports.append)
+    rows = make(files_of(files), check_label, "skip", reports.append)
     for _ in range(2):
         assert [row["place"][:12] for row in rows] == ["b.csv, row 1", "c.csv, row 1", "c.csv, row 2"]
     assert "a.csv, row 1" in reports[0]
-    with pytest.raises(ValueError, match="all 2 rows are invalid"):
-        list(make(Source(files=files[:1]), check_label, "skip", reports.append))
 
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
-def test_good_rows_need_no_report_and_another_policy_is_an_error(make, write):
+def test_good_rows_need_no_report(make, write):
     told = []
     source = write("x.csv", "text,label\na,1\n")
     assert len(list(make(source, check_label, "skip", told.append))) == 1
     assert told == []
-    with pytest.raises(ValueError, match="on_bad_row is 'ignore'"):
-        make(source, check_label, "ignore")
 
 
 def test_a_fault_of_the_check_is_no_bad_row(write):
@@ -669,57 +668,46 @@ def test_nothing_is_cached(write, cache):
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
 def test_max_rows_counts_valid_rows(make, write):
-    told, files = [], write("x.csv", ROWS).files
-    rows = list(make(Source(files=files, max_rows=2), check_label, "skip", told.append))
+    told, files = [], write("x.csv", ROWS).inputs
+    rows = list(make(Source(files, max_rows=2), check_label, "skip", told.append))
     assert [row["text"] for row in rows] == ["one", "two"]
     assert told == ["1 of 3 rows are invalid and were skipped:\n  x.csv, row 2 (line 3): 'text' is empty"]
-    assert len(list(make(Source(files=files, max_rows=99), check_label, "skip", told.append))) == 3
-    with pytest.raises(BadRow, match="row 2"):
-        list(make(Source(files=files, max_rows=2), check_label, "stop"))
+    assert len(list(make(Source(files, max_rows=99), check_label, "skip", told.append))) == 3
+    with pytest.raises(ValueError, match="row 2"):
+        list(make(Source(files, max_rows=2), check_label, "stop"))
 
 
 @pytest.mark.parametrize("make", [load_rows, stream_rows])
 def test_nothing_is_read_after_max_rows(make, write, monkeypatch):
     read_text, lines = row_files.READERS[".txt"], []
 
-    def recorded(path):
-        for line, row in read_text(path):
+    def recorded(file):
+        for line, row in read_text(file):
             lines.append(row["text"])
             yield line, row
 
     monkeypatch.setitem(row_files.READERS, ".txt", recorded)
-    files = [*write("a.txt", "a\nb\n").files, *write("b.txt", "c\nd\ne").files, *write("c.txt", "").files]
-    source = Source(files=files, max_rows=3)
-    assert columns_of(source) == ["text"]
+    texts = {"a.txt": "a\nb\n", "b.txt": "c\nd\ne", "c.txt": ""}
+    files = [file for name, text in texts.items() for file in write(name, text).inputs]
+    source = Source(files, max_rows=3)
+    assert source.columns() == ["text"]
     for _ in range(2):
         assert [row["text"] for row in make(source, keep_text, "stop")] == ["a", "b", "c"]
     assert set(lines) == {"a", "b", "c"}
-    with pytest.raises(ValueError, match=r"c.txt has no rows"):  # also before a stream is used
-        make(Source(files=files, max_rows=6), keep_text, "stop")
+    with pytest.raises(ValueError, match=r"c.txt has no rows"):
+        list(make(Source(files, max_rows=6), keep_text, "stop"))
 
 
 def test_columns_are_those_of_the_rows_that_may_be_used(write):
-    files = write("x.jsonl", '[]\n{"a": 1}\n{"b": 1}\n').files
-    assert [columns_of(Source(files=files, max_rows=n)) for n in (1, 2, 3)] == [["a"], ["a", "b"], ["a", "b"]]
-
-
-def test_max_rows_of_a_stream_that_is_resumed(tmp_path):
-    for name, letters in (("a.txt", "abc"), ("b.txt", "defg")):
-        (tmp_path / name).write_text("\n".join(letters))
-    source = Source(files=[tmp_path / "a.txt", tmp_path / "b.txt"], max_rows=5)
-    stream, resumed = (stream_rows(source, keep_text, "stop") for _ in range(2))
-    seen = iter(stream)
-    assert [next(seen)["text"] for _ in range(4)] == list("abcd")
-    resumed.load_state_dict(stream.state_dict())
-    assert [row["text"] for row in resumed] == ["e"]
-    assert sorted(row["text"] for row in stream.shuffle(seed=1, buffer_size=3)) == list("abcde")
+    files = write("x.jsonl", '[]\n{"a": 1}\n{"b": 1}\n').inputs
+    assert [Source(files, n).columns() for n in (1, 2, 3)] == [["a"], ["a", "b"], ["a", "b"]]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_max_rows_of_a_dataset(streaming, labelled, tmp_path):
     (tmp_path / "named").mkdir()
     labelled.to_parquet(tmp_path / "named" / "train.parquet")
-    source = Source(name=str(tmp_path / "named"), split="train", max_rows=1)
+    source = hub_of(tmp_path / "named", "train", 1, streaming)
     assert [row["text"] for row in (stream_rows if streaming else load_rows)(source, keep_text, "stop")] == ["a"]
 
 
@@ -783,24 +771,22 @@ def test_splits_are_the_same_with_other_numbers_of_samples():
 # Streams
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "json", "txt", "parquet", "txt.gz"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "txt", "parquet", "txt.gz"])
 def test_a_stream_never_holds_the_file(kind, tmp_path):
     path, rows, row = tmp_path / f"x.{kind}", 3000, {"text": "many words " * 500}
     if kind == "parquet":
         parquet.write_table(pa.Table.from_pylist([row] * rows), path, use_dictionary=False, compression=None)
-    elif kind == "json":
-        path.write_text(json.dumps([row] * rows))
     else:
         line = json.dumps(row) if kind == "jsonl" else row["text"]
         content = "text\n" * (kind == "csv") + f"{line}\n" * rows
         path.write_bytes(gzip.compress(content.encode(), 1) if kind == "txt.gz" else content.encode())
-    budget, arrows_budget = 2_000_000, 10_000_000
-    assert kind == "txt.gz" or path.stat().st_size > 8 * budget
+    budget, arrows_budget = 6_000_000, 10_000_000
+    assert kind == "txt.gz" or path.stat().st_size > 16_000_000
     arrow = pa.total_allocated_bytes()
     tracemalloc.start()
     try:
         count = 0
-        for _ in stream_rows(Source(files=[path]), keep_text, "stop"):
+        for _ in stream_rows(files_of([path]), keep_text, "stop"):
             count += 1
             assert pa.total_allocated_bytes() - arrow < arrows_budget
         assert count == rows
@@ -818,7 +804,7 @@ def test_a_stream_is_read_again_and_goes_on_where_it_was(tmp_path):
         assert unpicklable is not None
         return row
 
-    stream = stream_rows(Source(files=[tmp_path / "a.txt", tmp_path / "b.txt"]), check, "stop")
+    stream = stream_rows(files_of([tmp_path / "a.txt", tmp_path / "b.txt"]), check, "stop")
     assert isinstance(stream, datasets.IterableDataset)
     assert stream.num_shards == 2
     for _ in range(2):
@@ -827,7 +813,7 @@ def test_a_stream_is_read_again_and_goes_on_where_it_was(tmp_path):
     seen = iter(stream)
     assert [next(seen)["text"] for _ in range(5)] == list("abcde")
     state = stream.state_dict()
-    resumed = stream_rows(Source(files=[tmp_path / "a.txt", tmp_path / "b.txt"]), check, "stop")
+    resumed = stream_rows(files_of([tmp_path / "a.txt", tmp_path / "b.txt"]), check, "stop")
     resumed.load_state_dict(state)
     assert [row["text"] for row in resumed] == ["f", "g"]
     assert sorted(row["text"] for row in stream.shuffle(seed=1, buffer_size=3)) == list("abcdefg")
@@ -867,13 +853,13 @@ def sampled(lengths, batch_size, world, epoch=0, **options) -> list[list[list[in
 
 
 @settings(max_examples=150)
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.booleans())
-def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
+def test_batches_cover_the_rows(lengths, batch_size, world, epoch):
     if len(lengths) < world:
         with pytest.raises(ValueError, match=f"{len(lengths)} rows for {world} processes"):
             LengthGroupedBatches(lengths, batch_size, 0, world=world)
         return
-    processes = sampled(lengths, batch_size, world, epoch, seed=3, shuffle=shuffle)
+    processes = sampled(lengths, batch_size, world, epoch, seed=3)
     steps = list(zip(*processes, strict=True))  # as many batches on each process
     seen = sorted(row for step in steps for batch in step for row in batch)
     whole, left = divmod(len(lengths), batch_size * world)
@@ -883,7 +869,7 @@ def test_batches_cover_the_rows(lengths, batch_size, world, epoch, shuffle):
     for step in steps[whole:]:
         sizes = [len(batch) for batch in step]
         assert max(sizes) - min(sizes) <= 1
-    if shuffle and whole:
+    if whole:
         assert max(lengths) in {lengths[row] for batch in steps[0] for row in batch}
 
 
@@ -905,13 +891,6 @@ def test_a_resumed_epoch_has_exactly_the_remaining_batches(lengths, batch_size, 
         resumed.set_epoch(epoch + 1)
         following = sampled(lengths, batch_size, world, epoch + 1, seed=seed)
         assert list(resumed) == following[rank]
-    assert list(LengthGroupedBatches(lengths, batch_size, seed, start=min(1, start)))[0:1] or not whole[0][1:]
-
-
-def test_start_is_of_the_first_epoch():
-    sampler = LengthGroupedBatches(range(1, 21), 4, seed=0, start=2)
-    assert list(sampler) == sampled(range(1, 21), 4, 1, seed=0)[0][2:]
-    assert (len(sampler), sampler.batches_per_epoch) == (3, 5)
 
 
 @pytest.mark.parametrize("rows", [*range(30, 41), 297, 300])
@@ -950,19 +929,6 @@ def test_rows_are_sorted_in_lots(count, lot):
     assert sum(spans) / len(spans) == pytest.approx(7 * count / lot, rel=0.1)
 
 
-def test_quotation_marks_that_belong_to_the_text_of_tsv(write):
-    path = write("x.tsv", 'text\tlabel\n"good film\t1\nbad film"\t0\nfine\t1\n')
-    rows = dict(read(path))
-    assert "a quotation up to line 3 has tabs and line breaks;" in str(rows["x.tsv, row 1 (line 2)"])
-    assert rows["x.tsv, row 2 (line 4)"] == {"text": "fine", "label": "1"}
-
-
-def test_in_order():
-    assert sampled([9, 1, 5, 3, 7], 2, 1, seed=0, shuffle=False) == [[[0, 1], [2, 3], [4]]]
-    assert sampled([9, 1, 5, 3, 7, 2, 8], 2, 2, seed=0, shuffle=False) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-    assert sampled([9, 1, 5, 3, 7], 2, 2, seed=0, shuffle=False) == [[[0, 2], [4]], [[1, 3], []]]
-
-
 def test_the_longest_row_is_in_the_first_step_though_it_were_left_over():
     for seed in range(60):
         (batches,) = sampled(range(9), 4, 1, seed=seed)
@@ -971,10 +937,16 @@ def test_the_longest_row_is_in_the_first_step_though_it_were_left_over():
         assert sorted(row for batch in batches for row in batch) == list(range(9))
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 0}, {"rank": 1}, {"rank": -1}, {"start": 4}, {"start": -1}])
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"rank": 1}, {"rank": -1}])
 def test_numbers_out_of_range(options):
     with pytest.raises(ValueError, match="|".join(options)):
         LengthGroupedBatches([1] * 6, **{"batch_size": 2, "seed": 0, **options})
+
+
+@pytest.mark.parametrize("start", [4, -1])
+def test_a_start_after_the_epoch(start):
+    with pytest.raises(ValueError, match=f"start is {start}"):
+        LengthGroupedBatches([1] * 6, 2, 0).set_start(start)
 
 
 @settings(max_examples=150)

@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 import finetune_classification
 import finetune_seq2seq
-from support.finetuning import TASKS, assert_one_line, breaking_off, main_of, write_labels, write_rows
+from support.finetuning import TASKS, TEXTS, assert_one_line, breaking_off, main_of, write_labels, write_rows
 from toolkit.training import loop
 from toolkit.training.loop import LogLines, Training
 from toolkit.training.optimizer import make_optimizer
@@ -143,6 +143,21 @@ def test_predictions_of_labels_give_the_metrics(flags, held_out, tmp_path):
     assert (tmp_path / "run" / "confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_predictions_keep_the_columns_of_the_rows(flags, tmp_path):
+    """A column that has the name of one of ours, and another value, gets another name."""
+    rows = [{"id": i, "sentence": text, "label": i % 2, "score": 3, "more": [i]} for i, text in enumerate(TEXTS)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    assert RUN(flags(file, validation_file=file, all_scores="true")) == 0
+    for row, given in zip(rows_of(tmp_path / "run" / "predictions_validation.jsonl"), rows, strict=True):
+        assert {name: row[name] for name in ("id", "sentence", "more")} == {
+            name: given[name] for name in ("id", "sentence", "more")
+        }
+        assert (row["text"], row["label"], row["input_score"]) == (given["sentence"], str(given["label"]), 3)
+        assert list(row["scores"]) == ["0", "1"]
+        assert row["scores"][row["prediction"]] == row["score"] == max(row["scores"].values())
+        assert sum(row["scores"].values()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("problem", "labels", "prediction"),
     [("multi_label", ["a|b", "b", "a", "", "b", "a|b", "b", "a"], list), ("regression", [0.5, 1, 2, 3] * 2, list)],
@@ -177,6 +192,8 @@ def test_predictions_of_the_other_tasks(flags, tmp_path):
     assert 100 * sum(exact) / 8 == pytest.approx(metrics["answers"]["exact_match"])
     wrong = [row["prediction"] != row["target"] for row in found["pairs"][:1]]  # one source, in eight rows
     assert sum(wrong) == pytest.approx(metrics["pairs"]["item_error_rate"])
+    assert all(row["context"] == row["question"] == "a" for row in found["answers"])
+    assert all(row["tokens"] == row["words"] for row in found["tags"])
     for row in found["masked words"]:
         assert len(row["masked_words"]) == len(row["prediction"])
     answers = json.loads((tmp_path / "run-answers" / "predictions_validation.json").read_text())

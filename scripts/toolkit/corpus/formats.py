@@ -118,29 +118,3 @@ def to_npy(values: np.ndarray) -> bytes:
     target = io.BytesIO()
     np.save(target, values, allow_pickle=False)
     return target.getvalue()
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
-def read_columns(name: str, content: bytes, kinds: Kinds) -> dict[str, list]:
-    """Columns of a part, as `encode_part` was given them.
-
-    Args:
-        kinds: of the columns to read.
-    """
-    if name == "parquet":
-        from pyarrow import parquet
-
-        return parquet.read_table(io.BytesIO(content), columns=list(kinds)).to_pydict()
-    text = io.StringIO(content.decode(), newline="")
-    if name == "jsonl":
-        rows = [json.loads(line) for line in text]
-    else:
-        rows = [{key: from_cell(kinds[key], row[key]) for key in kinds} for row in csv.DictReader(text)]
-    return {column: [row[column] for row in rows] for column in kinds}
-
-
-def from_cell(kind: str, cell: str):
-    """The value of a cell of a CSV file."""
-    return cell if kind == "text" else json.loads(cell)

@@ -14,16 +14,17 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from toolkit.checkpoint import verification
-from toolkit.cli import CommandError, about
+from toolkit.cli import about
 from toolkit.corpus.formats import check_format
 from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
 from toolkit.corpus.local import run_here, run_in_processes
 from toolkit.corpus.manifest import MANIFEST, check_same, make_manifest, read_manifest
 from toolkit.corpus.model import number_of_labels, read_model, task_of
-from toolkit.corpus.sources import STANDARD_INPUT, Corpus, Part, Row, open_inputs
+from toolkit.corpus.sources import STANDARD_INPUT, Corpus, Part, open_inputs
 from toolkit.corpus.store import STATE, LocalFolder, is_remote, open_store
 from toolkit.corpus.summary import ERRORS, Totals, is_joined, join_arrays, join_states, write_metrics
-from toolkit.corpus.worker import Done, Worker, in_words, row_kinds
+from toolkit.corpus.worker import Done, Worker, in_words
+from toolkit.inputs import Row, columns_of
 from toolkit.labels import saved_labels
 from toolkit.progress import LogLines
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column
@@ -55,7 +56,7 @@ class Run:
             if args.verify:
                 verification(args.model)
         check_flags(args, self.task)
-        self.corpus = Corpus(open_inputs(args.inputs), args.limit)
+        self.corpus = Corpus(open_inputs(args.inputs, args.delimiter), args.limit)
         first = self.corpus.first_rows()
         self.store = open_store(args.output)
         self.before = read_manifest(self.store) if args.resume else None
@@ -65,7 +66,7 @@ class Run:
     def make_job(self, first: list[Row]) -> Job:
         """The job, with the columns that the first rows have."""
         args, task = self.args, self.task
-        columns = columns_of(first)
+        columns = columns_of(lambda: first)
         options = {name: getattr(args, name) for name in TASK_FLAGS[task]}
         options |= find_text_columns(args, task, columns)
         for column, flag in ((args.id_column, "--id_column"), (args.label_column, "--label_column")):
@@ -74,10 +75,9 @@ class Run:
         if args.label_column is not None:
             options |= self.label_options()
         ids = [row.content.get(args.id_column) for row in first if isinstance(row.content, dict)]
-        self.corpus.columns = {
-            name for name in (options["text_column"], options.get("text_pair_column"), args.id_column,
-                              args.label_column) if name is not None
-        }  # fmt: skip
+        used = {options["text_column"], options.get("text_pair_column"), args.id_column, args.label_column}
+        for each in self.corpus.inputs:
+            each.columns = used
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
             model=args.model, task=task, output=args.output, format=args.format, device=self.devices[0],
@@ -201,7 +201,7 @@ class Run:
         parts = -(-self.corpus.rows_read // self.job.part_rows)
         totals, metrics = join_states(self.store, parts), {}
         if self.job.label_column is not None and totals.rows:
-            metrics = write_metrics(self.store, self.job, row_kinds(self.job)["reference"], parts)
+            metrics = write_metrics(self.store, self.job, parts)
         if isinstance(self.store, LocalFolder) and self.job.format == "npy":
             join_arrays(self.store, self.job, parts)
         print_summary(self.args.output, self.corpus, totals, computed, metrics, seconds)
@@ -262,18 +262,6 @@ def check_flags(args, task: str) -> None:
         raise ValueError(f"--device is {args.device}; expected cpu with --engine ray")
     if args.ray_address is not None and args.engine != "ray":
         raise ValueError("--ray_address is given without --engine ray; expected both")
-
-
-def columns_of(rows: list[Row]) -> list[str]:
-    """The columns of these rows.
-
-    Raises:
-        CommandError: none can be read.
-    """
-    readable = [row.content for row in rows if isinstance(row.content, dict)]
-    if not readable:
-        raise CommandError(f"{rows[0].file}, row {rows[0].number}: {rows[0].content}")
-    return list({name: None for content in readable for name in content})
 
 
 def find_text_columns(args, task: str, columns: list[str]) -> dict:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.confusion_matrix import plot_confusion
-from toolkit.corpus.formats import read_columns
 from toolkit.corpus.job import Job
 from toolkit.corpus.store import STATE, LocalFolder, Store, flush
 from toolkit.files import to_json
+from toolkit.inputs import InputFile
 from toolkit.metrics import classification_metrics
 
 EMBEDDINGS, ROWS, ERRORS = "embeddings.npy", "rows.csv", "errors.jsonl"
@@ -95,26 +95,18 @@ def join_rows(store: LocalFolder, names: list[str]) -> None:
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-# The column of the predictions for each problem, and its kind.
-PREDICTIONS = {
-    "single_label": ("label", "text"),
-    "multi_label": ("labels", "texts"),
-    "regression": ("prediction", "numbers"),
-}
+# The column of the predictions for each problem.
+PREDICTIONS = {"single_label": "label", "multi_label": "labels", "regression": "prediction"}
 
 
-def write_metrics(store: Store, job: Job, reference: str, parts: int) -> dict[str, float]:
-    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix.
-
-    Args:
-        reference: the kind of the column of the true labels.
-    """
+def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
+    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix."""
     problem, labels = job.options["problem"], job.options["labels"]
-    column, kind = ("score", "number") if job.task == "rerank" else PREDICTIONS[problem]
-    pairs: list[tuple] = []
-    for number in range(parts):
-        found = read_columns(job.format, store.read(job.part_name(number)), {column: kind, "reference": reference})
-        pairs += zip(found[column], found["reference"], strict=True)
+    names = "score" if job.task == "rerank" else PREDICTIONS[problem], "reference"
+    files = (InputFile(f"{job.output}/{job.part_name(number)}") for number in range(parts))
+    pairs = [[row.content[name] for name in names] for file in files for row in file.rows()]
+    if job.format == "csv" and problem != "single_label":  # numbers and lists are JSON
+        pairs = [list(map(json.loads, pair)) for pair in pairs]
     convert = {
         "single_label": labels.index,
         "multi_label": lambda names: [int(label in names) for label in labels],

@@ -9,11 +9,12 @@ import torch
 from toolkit.cli import CommandError, about
 from toolkit.corpus.formats import encode_part
 from toolkit.corpus.job import Job
-from toolkit.corpus.sources import Part, Row
+from toolkit.corpus.sources import Part
 from toolkit.corpus.store import STATE, open_store
 from toolkit.corpus.tasks import open_task
-from toolkit.labels import label_name
-from toolkit.row_files import is_utf8, text_of
+from toolkit.inputs import Row
+from toolkit.labels import read_labels
+from toolkit.row_files import text_of
 
 # Parts that a worker has at once: while one is computed, the next is tokenised, or the one before it is written.
 PARTS_AT_ONCE = 2
@@ -94,13 +95,15 @@ class Worker:
         job, content = self.job, row.content
         if isinstance(content, str):
             raise ValueError(content)
-        values = {"text": clean_text(content, self.text_column)}
+        values = {"text": text_of(content, self.text_column)}
         if self.pair_column:
-            values["text_pair"] = clean_text(content, self.pair_column)
+            values["text_pair"] = text_of(content, self.pair_column)
         if job.id_column:
             values["id"] = clean_id(content.get(job.id_column), job)
         if job.label_column:
-            values["reference"] = clean_label(content.get(job.label_column), job)
+            problem, labels = job.options["problem"], job.options["labels"]
+            found = read_labels(content.get(job.label_column), problem, labels, job.options["label_separator"])
+            values["reference"] = found[0] if problem == "single_label" else found
         return values
 
     def row_columns(self, used: list[tuple[Row, dict]]) -> dict:
@@ -127,46 +130,15 @@ def row_kinds(job: Job) -> dict[str, str]:
     return kinds
 
 
-def clean_text(content: dict, column: str) -> str:
-    """The text in a column. Raises ValueError if it is missing, empty, or cannot be written as UTF-8."""
-    text = text_of(content, column)
-    if not is_utf8(text):
-        raise ValueError(f"{column!r} is not valid UTF-8")
-    return text
-
-
 def clean_id(value, job: Job) -> int | str:
     """The id of a row, of the type of the first row's. Raises ValueError if it is missing or of another type."""
     if job.ids_are_integers:
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
             return value
         raise ValueError(f"{job.id_column!r} is {value!r}; expected an integer, as in the first row")
-    if value is None or isinstance(value, (dict, list)) or not is_utf8(str(value)):
+    if value is None or isinstance(value, (dict, list)):
         raise ValueError(f"{job.id_column!r} is {value!r}; expected a text or a number")
     return str(value)
-
-
-def clean_label(value, job: Job):
-    """The true label of a row as `reference` has it: a label of the model, several of them, or numbers.
-
-    Raises:
-        ValueError: it is missing, or none of the model's.
-    """
-    if job.options["problem"] == "regression":
-        try:
-            return [float(each) for each in (value if isinstance(value, list) else [value])]
-        except (TypeError, ValueError):
-            raise ValueError(f"{job.label_column!r} is {value!r}; expected a number") from None
-    if job.options["problem"] == "multi_label" and isinstance(value, str):
-        value = value.split(job.options["label_separator"])
-    names = [name for each in (value if isinstance(value, list) else [value]) if (name := label_name(each))]
-    if unknown := [name for name in names if name not in job.options["labels"]]:
-        raise ValueError(f"the label is {unknown[0]!r}; expected one of {', '.join(job.options['labels'])}")
-    if job.options["problem"] == "multi_label":
-        return names
-    if len(names) != 1:
-        raise ValueError(f"the label is {value!r}; expected one label")
-    return names[0]
 
 
 def fault(row: Row, reason: str) -> dict:
@@ -176,5 +148,5 @@ def fault(row: Row, reason: str) -> dict:
 
 def in_words(skipped: dict) -> str:
     """A row that cannot be used, in one line."""
-    line = "" if skipped["line"] is None else f" (line {skipped['line']})"
-    return f"{skipped['file']}, row {skipped['row']}{line}: {skipped['reason']}"
+    file, row, line, reason = skipped.values()
+    return f"{Row(file, row, line, reason).place}: {reason}"

@@ -29,23 +29,12 @@ class LengthGroupedBatches(Sampler[list[int]]):
         lengths: of each row, in tokens.
         batch_size: rows per batch, on each process.
         rank, world: the number of this process, and the number of processes.
-        start: the number of the first batch in the first epoch.
-        shuffle: False: rows are in the order of the file, whatever their length.
 
     Raises:
         ValueError: there are fewer rows than processes, or a number is out of range.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        start: int = 0,
-        shuffle: bool = True,
-    ):
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world: int = 1):
         if batch_size < 1 or not 0 <= rank < world:
             raise ValueError(
                 f"batch_size is {batch_size} and rank is {rank} of {world}; expected at least 1, and a rank from 0 to "
@@ -55,9 +44,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
             raise ValueError(f"there are {len(lengths)} rows for {world} processes; expected at least one for each")
         self.lengths = np.asarray(lengths)
         self.step_rows = batch_size * world
-        self.seed, self.rank, self.world, self.shuffle = seed, rank, world, shuffle
-        self.epoch = 0
-        self.set_start(start)
+        self.seed, self.rank, self.world = seed, rank, world
+        self.epoch = self.start = 0
 
     @property
     def batches_per_epoch(self) -> int:
@@ -89,8 +77,6 @@ class LengthGroupedBatches(Sampler[list[int]]):
     def _steps(self) -> list[np.ndarray]:
         """The rows of each step of the epoch, of all processes."""
         count, size = len(self.lengths), self.step_rows
-        if not self.shuffle:
-            return cut(np.arange(count), size)
         random = np.random.default_rng([self.seed, self.epoch])
         rows = random.permutation(count)
         group = size * max(1, min(BATCHES_SORTED_TOGETHER, count // (4 * size)))

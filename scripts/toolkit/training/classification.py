@@ -1,6 +1,5 @@
 """Fine-tuning for the classification of texts or pairs of texts: one label, several labels, or numbers."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -10,13 +9,13 @@ from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.confusion_matrix import plot_confusion
-from toolkit.labels import class_weights, in_saved_order, label_fields, label_name, label_order, saved_labels
+from toolkit.labels import class_weights, in_saved_order, label_fields, label_order, read_labels, saved_labels
 from toolkit.metrics import CLASSIFICATION_METRICS, classification_metrics, load, mean_loss
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
 from toolkit.training.batches import PadOrFlatten
-from toolkit.training.rows import columns_of, load_rows, map_rows
+from toolkit.training.rows import map_rows
 from toolkit.training.settings import ClassificationSettings
-from toolkit.training.task import Evaluation, FineTuning, check_room, sources, tokenizer_of
+from toolkit.training.task import Evaluation, FineTuning, check_room, tokenizer_of
 
 LABELS = ("label", "labels", "score")
 CLASSES = {"scratchbert": ScratchBertForSequenceClassification, "bert": BertForSequenceClassification}
@@ -35,9 +34,7 @@ class Classification(FineTuning):
         self.labels, self.saved_labels = settings.labels, None
         if settings.problem != "regression":
             self.saved_labels = saved_labels(settings.model)
-        for split, source in sources(settings).items():  # the training set first
-            rows = self.read(source)
-            self.labels = self.labels or in_saved_order(self.find_labels(rows), self.saved_labels)
+        for split, rows in self.read_splits():  # the training set first
             self.rows[split], self.splits[split] = rows, self.encode(rows)
             self.row_counts[split] = len(rows)
         self.train_set = self.splits.pop("train")
@@ -52,78 +49,66 @@ class Classification(FineTuning):
     # -- data
 
     def read(self, source):
-        """The rows of a split: text, text_pair if there is one, and label."""
-        settings, columns = self.settings, columns_of(source)
+        """The rows of a split: text, text_pair if there is one, and label. Sets the labels if none are known."""
+        settings, columns = self.settings, source.columns()
         text = find_column(columns, settings.text_column, TEXTS, "the text (--text_column)")
         label = find_column(columns, settings.label_column, LABELS, "the label (--label_column)")
-        pair = self.find_pair_column(columns)
+        if not self.splits:  # the second texts of the training set are in every split, or in none
+            self.pair_column = settings.text_pair_column or self.default_pair_column(columns)
+        if (pair := self.pair_column) is not None:
+            find_column(columns, pair, (), "the second text (--text_pair_column)")
 
         def check(row: dict) -> dict:
             if label not in row:
                 raise ValueError(f"{label!r} is missing")
             if pair is None and (late := self.default_pair_column(row)):
                 raise ValueError(f"there is a second text, {late!r}, unlike in the first rows; expected it in all rows")
-            kept = {"text": text_of(row, text), "label": self.read_label(row[label])}
-            return kept | ({"text_pair": text_of(row, pair)} if pair else {})
+            kept = {"text": text_of(row, text)} | ({"text_pair": text_of(row, pair)} if pair else {})
+            return kept | {"label": read_labels(row[label], settings.problem, self.labels, settings.label_separator)}
 
-        return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
-
-    def find_pair_column(self, columns: list[str]) -> str | None:
-        """The column of the second texts: that of the training set, in every split; None: there are no second texts.
-
-        Raises:
-            ValueError: it is missing in this split.
-        """
-        if not self.splits:  # the training set
-            self.pair_column = self.settings.text_pair_column or self.default_pair_column(columns)
-        if self.pair_column is not None:
-            find_column(columns, self.pair_column, (), "the second text (--text_pair_column)")
-        return self.pair_column
+        rows = self.load(source, check)
+        names = source.label_names(label)
+        self.labels = self.labels or in_saved_order(self.find_labels(rows, names), self.saved_labels)
+        return rows
 
     def default_pair_column(self, columns: Iterable[str]) -> str | None:
         """The column of second texts with a usual name. With --text_column, flags name all columns."""
         is_default = self.settings.text_column is None and self.settings.text_pair_column is None
         return next((name for name in SECOND_TEXTS if name in columns), None) if is_default else None
 
-    def read_label(self, value) -> list:
-        """The labels, or the numbers, of a row.
+    def find_labels(self, rows, names: list[str]) -> list[str]:
+        """The labels of the training set in the order of the dataset, `names`, or, if it has none, numbers sorted by
+        value.
 
         Raises:
-            ValueError: there are none, one is not among the labels, or there are not as many numbers as labels.
+            ValueError: there are fewer than two, or one is a decimal number; or rows have several numbers of numbers.
         """
-        if self.settings.problem == "regression":
-            try:
-                numbers = [float(number) for number in (value if isinstance(value, list) else [value])]
-            except (TypeError, ValueError):
-                numbers = []
-            if not numbers or not all(map(math.isfinite, numbers)):
-                raise ValueError(f"the label is {value!r}; expected finite numbers")
-            if self.labels and len(numbers) != len(self.labels):
-                raise ValueError(f"the label is {value!r}; expected {len(self.labels)} numbers")
-            return numbers
-        if self.settings.problem == "multi_label" and not isinstance(value, list):
-            value = ("" if value is None else str(value)).split(self.settings.label_separator)
-        names = [label_name(each) for each in (value if isinstance(value, list) else [value])]
-        names = [name for name in names if name]
-        if self.settings.problem == "single_label" and len(names) != 1:
-            raise ValueError(f"the label is {value!r}; expected one label" if names else "the label is empty")
-        if len(set(names)) < len(names):
-            raise ValueError(f"the label is {value!r}; expected the name of each label once, not 0 or 1 for each label")
-        if self.labels and (unknown := [name for name in names if name not in self.labels]):
-            raise ValueError(f"the label is {unknown[0]!r}; expected one of {', '.join(self.labels)}")
-        return names
-
-    def find_labels(self, rows) -> list[str]:
-        """The labels of the training set, numbers sorted by value."""
         if self.settings.problem == "regression":
             widths = sorted({len(numbers) for numbers in rows["label"]})
             if len(widths) > 1:
                 raise ValueError(f"rows have {' and '.join(map(str, widths))} numbers; expected as many in each")
             return [f"LABEL_{i}" for i in range(widths[0])]
-        names = {name for names in rows["label"] for name in names}
-        if len(names) < 2:
-            raise ValueError(f"the training set has the labels {', '.join(names) or 'none'}; expected two or more")
-        return sorted(names, key=label_order)
+        found = sorted({name for names in rows["label"] for name in names}, key=label_order)
+        if len(found) < 2:
+            raise ValueError(f"the training set has the labels {', '.join(found) or 'none'}; expected two or more")
+        if set(found) <= set(names):
+            return names
+        values, are_texts, _ = zip(*map(label_order, found), strict=True)
+        if self.settings.problem == "single_label" and not any(are_texts) and any(value % 1 for value in values):
+            decimal = next(name for name, value in zip(found, values, strict=True) if value % 1)
+            raise ValueError(
+                f"the labels are numbers such as {decimal}; expected --problem regression, which predicts a number. If "
+                f"they are names of {len(found)} classes, give them: --labels {' '.join(found[:3])} …"
+            )
+        return found
+
+    def strata(self, rows):
+        """The labels; those of one row, which cannot be in both sets, are in one group with the most frequent one."""
+        if self.settings.problem != "single_label":
+            return None
+        counts = Counter(label for [label] in rows["label"])
+        [(most_frequent, _)] = counts.most_common(1)
+        return [label if counts[label] > 1 else most_frequent for [label] in rows["label"]]
 
     def encode(self, rows):
         """The rows as inputs of the model."""
@@ -175,15 +160,11 @@ class Classification(FineTuning):
         labels = batch["labels"]
         return (self.weights[labels] if labels.ndim == 1 else torch.ones_like(labels)).sum()[None]
 
-    def losses(self, model, batch):
-        return self.losses_of(self.logits(model, batch), batch)
-
     def logits(self, model, batch) -> torch.Tensor:
         """`(B, L)`."""
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
 
-    def losses_of(self, logits: torch.Tensor, batch: dict) -> torch.Tensor:
-        """As `losses`, of these logits."""
+    def losses_of(self, logits, batch):
         labels = batch["labels"]
         if self.settings.problem == "regression":
             loss = nn.functional.mse_loss(logits, labels, reduction="sum")
@@ -200,15 +181,10 @@ class Classification(FineTuning):
             return logits.tolist(), [self.losses_of(logits, batch).item(), self.counts(batch).item()]
 
         scores, sums = self.predict(model, split, forward)
-        logits, labels = torch.tensor(scores), self.splits[split]["labels"]
-        if self.settings.problem == "regression":
-            metrics = classification_metrics("regression", logits.tolist(), torch.tensor(list(labels)).tolist())
-            return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
-        if self.settings.problem == "multi_label":
-            predictions, labels = (logits > 0).int().tolist(), torch.tensor(list(labels)).int().tolist()
-        else:
-            predictions = logits.argmax(-1).tolist()
-        metrics = classification_metrics(self.settings.problem, predictions, list(labels))
+        logits, problem = torch.tensor(scores), self.settings.problem
+        found = {"regression": logits, "multi_label": (logits > 0).int()}.get(problem, logits.argmax(-1))
+        references = torch.tensor(list(self.splits[split]["labels"])).to(found.dtype)
+        metrics = classification_metrics(problem, found.tolist(), references.tolist())
         return Evaluation({"loss": mean_loss(*sums)} | metrics, self.predictions(split, logits))
 
     def predictions(self, split: str, logits: torch.Tensor) -> list[dict]:
@@ -217,23 +193,19 @@ class Classification(FineTuning):
         if problem == "regression":
             found = [{"prediction": numbers} for numbers in logits.tolist()]
         elif problem == "multi_label":
-            scores = logits.sigmoid().tolist()
-            found = [
-                {"prediction": [label for label, score in zip(self.labels, row, strict=True) if score > 0.5],
-                 "scores": dict(zip(self.labels, row, strict=True))}
-                for row in scores
-            ]  # fmt: skip
+            scores = [dict(zip(self.labels, row, strict=True)) for row in logits.sigmoid().tolist()]
+            found = [{"prediction": [name for name in row if row[name] > 0.5], "scores": row} for row in scores]
         else:
             best = logits.softmax(-1).max(-1)
             found = [
-                {"prediction": self.labels[label], "score": score}
-                for score, label in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                {"label": row["label"][0], "prediction": self.labels[label], "score": score}
+                for row, score, label in zip(rows, best.values.tolist(), best.indices.tolist(), strict=True)
             ]
-        one = problem == "single_label"
-        return [
-            {**row, "label": row["label"][0] if one else row["label"], **own}
-            for row, own in zip(rows, found, strict=True)
-        ]
+            for own, scores in zip(
+                found, logits.softmax(-1).tolist() if self.settings.all_scores else (), strict=False
+            ):
+                own["scores"] = dict(zip(self.labels, scores, strict=True))
+        return self.joined(rows, found)
 
     def write_predictions(self, folder, predictions):
         """Also draws the confusion matrix of the test set or, without one, of the validation set."""

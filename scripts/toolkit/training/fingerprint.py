@@ -2,23 +2,20 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
-from huggingface_hub import HfApi
-
-from toolkit.training.rows import Source
 
 ROWS_TOGETHER = 1000
 
 
 def fingerprint(*tables: Dataset) -> str:
-    """A hash of the rows in their order, without `place`, which depends on the path by which a file was opened."""
+    """A hash of the rows in their order, without `place`, which depends on the path by which a file was opened, and
+    without `columns`, which training does not use."""
     digest = hashlib.sha256()
     for rows in tables:
-        columns = sorted(set(rows.column_names) - {"place"})
+        columns = sorted(set(rows.column_names) - {"place", "columns"})
         digest.update(repr((columns, len(rows))).encode())
         for batch in rows.select_columns(columns).with_format("arrow").iter(ROWS_TOGETHER):
             for column in columns:
@@ -49,19 +46,3 @@ def tokenizer_fingerprint(tokenizer) -> str:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
         parts.append({name: rule for name, rule in rules.items() if name not in ("truncation", "padding")})
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def source_fingerprint(source: Source) -> str:
-    """A hash of the files of a source, which are read once; or the commit of a dataset on the Hub.
-
-    Raises:
-        OSError: a file cannot be read, or the Hub cannot be reached.
-    """
-    paths = source.files or sorted(path for path in Path(source.name).rglob("*") if path.is_file())
-    if not paths:
-        return HfApi().dataset_info(source.name).sha
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()

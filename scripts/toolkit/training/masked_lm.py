@@ -11,11 +11,12 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
+from toolkit.inputs import Source, content_hash
 from toolkit.metrics import perplexity
 from toolkit.row_files import find_column, text_of
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.fingerprint import fingerprint, source_fingerprint, tokenizer_fingerprint
-from toolkit.training.rows import Source, columns_of, load_rows, map_rows, stream_rows
+from toolkit.training.fingerprint import fingerprint, tokenizer_fingerprint
+from toolkit.training.rows import load_rows, map_rows, stream_rows
 from toolkit.training.settings import PretrainingSettings
 from toolkit.training.task import (
     Evaluation,
@@ -187,8 +188,8 @@ class Pretraining(FineTuning):
         self.model = self.make_model()
         self.features = Features(FEATURES | (PAIR_FEATURES if settings.next_sentence else {}))
         self.loss_by_frequency: dict[str, float] = {}
-        for split, source in sources(settings).items():
-            sequences = self.read(source, settings.streaming and split == "train")
+        for split, documents in self.read_splits():
+            sequences = self.sequences_of(documents, split)
             if split == "train":
                 self.train_set = sequences
             else:
@@ -230,13 +231,17 @@ class Pretraining(FineTuning):
 
     # -- data
 
-    def read(self, source: Source, streaming: bool):
+    def read(self, source: Source):
+        """The documents of a split: a Dataset or, of the training set with --streaming, an IterableDataset."""
+        column = find_column(source.columns(), self.settings.text_column, TEXTS, "the texts (--text_column)")
+        is_streamed = self.settings.streaming and self.train_set is None
+        return (stream_rows if is_streamed else load_rows)(
+            source, lambda row: {"text": text_of(row, column)}, self.settings.on_bad_row, self.accelerator.print
+        )
+
+    def sequences_of(self, documents, split: str):
         """The sequences of a split: a Dataset or, with streaming, a shuffled IterableDataset."""
         settings = self.settings
-        column = find_column(columns_of(source), settings.text_column, TEXTS, "the texts (--text_column)")
-        documents = (stream_rows if streaming else load_rows)(
-            source, lambda row: {"text": text_of(row, column)}, settings.on_bad_row, self.accelerator.print
-        )
         self.documents_read = self.without_pair = 0
         sequences = map_rows(
             documents, self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
@@ -244,18 +249,18 @@ class Pretraining(FineTuning):
         )  # fmt: skip
         if next(iter(sequences), None) is None:
             what = "two documents of two sentences" if settings.next_sentence else "a word of the vocabulary"
-            raise ValueError(f"{source} is too small; expected at least {what}")
-        if streaming:  # the documents are counted while they are read
+            raise ValueError(f"the {split} set is too small; expected at least {what}")
+        if not isinstance(sequences, Dataset):  # the documents are counted while they are read
             return sequences.shuffle(settings.seed, buffer_size=settings.shuffle_buffer)
-        self.report_without_pair(source)
+        self.report_without_pair(split)
         return sequences
 
-    def report_without_pair(self, source: Source) -> None:
+    def report_without_pair(self, split: str) -> None:
         """Prints how many of the documents that were read give no pair."""
         if self.without_pair:
             self.accelerator.print(
-                f"{self.without_pair} of {self.documents_read} documents of {source} give no pair of passages; a "
-                "document requires two sentences"
+                f"{self.without_pair} of {self.documents_read} documents of the {split} set give no pair of passages; "
+                "a document requires two sentences"
             )
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
@@ -332,7 +337,7 @@ class Pretraining(FineTuning):
         if not self.settings.streaming:
             return super().fingerprints() | tokenizer
         held_out = {split: fingerprint(examples) for split, examples in self.splits.items()}
-        return {"train": source_fingerprint(sources(self.settings)["train"]), **held_out, **tokenizer}
+        return {"train": content_hash(sources(self.settings)["train"].inputs), **held_out, **tokenizer}
 
     def batches_per_epoch(self):
         return None if self.settings.streaming else super().batches_per_epoch()
@@ -355,7 +360,7 @@ class Pretraining(FineTuning):
             step = list(islice(sequences, self.settings.batch_size * world))
             if not step:
                 if epoch == 0:
-                    self.report_without_pair(sources(self.settings)["train"])
+                    self.report_without_pair("train")
                 return
             if number >= start:
                 own = step[rank::world]

@@ -1,8 +1,8 @@
 """Fine-tuning for question answering: the answer is a span of a text, or there is none."""
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,13 +13,14 @@ from transformers import BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.files import write_json
+from toolkit.inputs import InputFile, Source
 from toolkit.metrics import compute, load, mean_loss
-from toolkit.row_files import ending_of, find_column, first_character, open_text, text_of
+from toolkit.row_files import Rows, find_column, open_text, read_json, text_of
 from toolkit.spans import LENGTHS, Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.rows import Source, as_row, columns_of, keep_rows, load_rows, map_rows
+from toolkit.training.rows import map_rows
 from toolkit.training.settings import QuestionAnsweringSettings
-from toolkit.training.task import Evaluation, FineTuning, sources, tokenizer_of
+from toolkit.training.task import Evaluation, FineTuning, tokenizer_of
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
 COLUMNS = ("question", "context", "answers")
@@ -28,69 +29,31 @@ COLUMNS = ("question", "context", "answers")
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def articles(path: Path) -> list | None:
-    """The articles of a file in SQuAD's nested form; None if it is in another.
+def read_squad(file: InputFile) -> Rows:
+    """The questions of a file in SQuAD's nested form; or the rows of another JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is one object on several lines, without articles.
+        ValueError: a part of the nested form is missing.
     """
-    if ending_of(path) not in (".json", ".json.gz"):
-        return None
-    with open_text(path) as file:
-        if (bracket := first_character(file)) != "{":
-            return None
-        first, second = bracket + file.readline(), next((line for line in file if not line.isspace()), "")
-        if second and parse_json(first) is not None:  # JSON lines
-            return None
-        content = parse_json(first + second + file.read())
-    if not isinstance(content, dict):
-        return None
-    if second:  # one object on several lines
-        return field_of(path.name, content, "data", list)
-    return content["data"] if isinstance(content.get("data"), list) else None
-
-
-def parse_json(text: str):
-    """The value that `text` is in JSON; None if it is not JSON."""
+    with open_text(file) as text:
+        try:
+            content = json.load(text)
+        except (ValueError, RecursionError):  # JSON lines
+            content = []
+    if not isinstance(content, dict) or "question" in content:  # or a single line
+        yield from read_json(file)
+        return
+    place = ""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def nested_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """The questions of a file in SQuAD's nested form, as `rows.read_rows` yields rows.
-
-    Raises:
-        ValueError: it is not in that form.
-    """
-    has_rows = False
-    for i, article in enumerate(articles(path), 1):
-        of_article = f"{path.name}, article {i}"
-        for k, paragraph in enumerate(field_of(of_article, article, "paragraphs", list), 1):
-            of_paragraph = f"{of_article}, paragraph {k}"
-            for n, question in enumerate(field_of(of_paragraph, paragraph, "qas", list), 1):
-                place, has_rows = f"{of_paragraph}, question {n}", True
-                if not isinstance(question, dict):
-                    raise ValueError(f"{place}: it is a JSON {type(question).__name__}; expected an object")
-                yield place, as_row(place, {**question, "context": field_of(of_paragraph, paragraph, "context", str)})
-    if not has_rows:
-        raise ValueError(f"{path} has no rows; expected questions ('qas') in SQuAD's nested form")
-
-
-def field_of(place: str, part, name: str, kind: type):
-    """The field of a part of a file in SQuAD's nested form.
-
-    Raises:
-        ValueError: it is missing or of another type.
-    """
-    found = part.get(name) if isinstance(part, dict) else None
-    if not isinstance(found, kind):
-        problem = f"is {found!r:.40}" if found is not None else "is missing"
-        expected = {list: "a list", str: "a text"}[kind]
-        raise ValueError(f"{place}: {name!r} {problem}; expected {expected}, as in SQuAD's nested form")
-    return found
+        for i, article in enumerate(content["data"], 1):
+            place = f", article {i}"
+            for k, paragraph in enumerate(article["paragraphs"], 1):
+                place = f", article {i}, paragraph {k}"
+                for n, question in enumerate(paragraph["qas"], 1):
+                    yield f"{place[2:]}, question {n}", {**question, "context": paragraph["context"]}
+    except (KeyError, TypeError) as error:
+        problem = f"{error} is missing" if isinstance(error, KeyError) else "a value is of another type"
+        raise ValueError(f"{file}{place}: {problem}; expected SQuAD's nested form") from None
 
 
 def answers_of(row: dict) -> list[tuple[str, int]]:
@@ -126,16 +89,15 @@ class QuestionAnswering(FineTuning):
     """Questions, texts, and answers that are spans of the texts."""
 
     name = "question-answering"
+    readers: ClassVar = {".json": read_squad}
 
     def __init__(self, settings: QuestionAnsweringSettings, accelerator):
         super().__init__(settings, accelerator)
         load("squad")  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
         self.metric, self.rows = settings.metric, {}
-        for split, source in sources(settings).items():
-            self.rows[split] = self.read(source)
-            self.splits[split] = self.encode(self.rows[split])
-            self.row_counts[split] = len(self.rows[split])
+        for split, rows in self.read_splits():
+            self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
         self.check_answers(self.rows["train"], self.splits["train"])
         self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
         threshold = self.make_threshold(self.rows.pop("train"))
@@ -186,17 +148,10 @@ class QuestionAnswering(FineTuning):
                 "start": first[1] if first else -1,
             }
 
-        nested = [path for path in source.files if articles(path) is not None]
-        if not nested:
-            columns = columns_of(source)
-            for name in COLUMNS:
-                find_column(columns, None, [name], f"the {name}")
-            return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
-        if other := [path for path in source.files if path not in nested]:
-            raise ValueError(f"{nested[0]} is in SQuAD's nested form and {other[0]} is not; expected files of one form")
-        found = (row for path in nested for row in nested_rows(path))
-        policy = settings.on_bad_row, self.accelerator.print, source.max_rows
-        return Dataset.from_list(list(keep_rows(found, check, *policy)))
+        columns = source.columns()
+        for name in COLUMNS:
+            find_column(columns, None, [name], f"the {name}")
+        return self.load(source, check)
 
     def encode(self, rows):
         """The windows of the rows as inputs of the model, each with the number of its row."""
@@ -250,13 +205,9 @@ class QuestionAnswering(FineTuning):
     def counts(self, batch):
         return torch.tensor([len(batch["start_positions"])], device=batch["start_positions"].device)
 
-    def losses(self, model, batch):
+    def losses_of(self, rows, batch):
         """The mean of the cross-entropies of start and end over the window's tokens. `BertForQuestionAnswering`
         includes padding, so that its loss depends on the other rows of the batch."""
-        return self.losses_of(self.logits(model, batch), batch)
-
-    def losses_of(self, rows: list[tuple[torch.Tensor, torch.Tensor]], batch: dict) -> torch.Tensor:
-        """As `losses`, of these logits of each window."""
         targets = batch["start_positions"], batch["end_positions"]
         logits = (pad_sequence(each, batch_first=True, padding_value=float("-inf")) for each in zip(*rows, strict=True))
         both = (nn.functional.cross_entropy(*each, reduction="sum") for each in zip(logits, targets, strict=True))
@@ -294,11 +245,11 @@ class QuestionAnswering(FineTuning):
             self.set_threshold(best_threshold(spans, golds))
         texts = [with_no_answer([span], self.threshold)[0].text for span in spans]
         threshold = {"null_threshold": self.threshold} if best else {}
-        rows = self.rows[split].select_columns(["question", "answers", "place"])
-        predictions = [
-            {"id": each, **row, "prediction": text, "score": span.score}
-            for each, row, text, span in zip(self.ids[split], rows, texts, spans, strict=True)
+        found = [
+            {"id": each, "prediction": text, "score": span.score}
+            for each, text, span in zip(self.ids[split], texts, spans, strict=True)
         ]
+        predictions = self.joined(self.rows[split].remove_columns("start"), found)
         return Evaluation({"loss": loss} | compute("squad", texts, golds) | threshold, predictions)
 
     def write_predictions(self, folder, predictions):

@@ -21,7 +21,6 @@ from toolkit.hub import check_source
 from toolkit.training.dry_run import rehearse
 from toolkit.training.loop import Training
 from toolkit.training.output import OutputFolder
-from toolkit.training.rows import Source
 from toolkit.training.settings import Settings
 from toolkit.training.task import Task, check_lengths, sources
 
@@ -204,15 +203,9 @@ def shared_data(settings: Settings) -> list[str]:
     """A warning for each held-out split that has a file, or the whole split, of the training set."""
     train, *held_out = sources(settings).items()
     return [
-        f"{part} is in the train rows and in the {split} rows; expected other rows. Metrics of rows that were trained "
+        f"{one} is in the train rows and in the {split} rows; expected other rows. Metrics of rows that were trained "
         "on are too high"
         for split, source in held_out
-        for part in parts_in_both(train[1], source)
+        for one in source.inputs
+        if one.identity in [each.identity for each in train[1].inputs]
     ]
-
-
-def parts_in_both(one: Source, other: Source) -> list[str]:
-    """The files that two sources share; or their split, if it is the same."""
-    if one.files:
-        return [str(path) for path in other.files if any(path.samefile(each) for each in one.files)]
-    return [str(one)] if one == other else []

@@ -11,7 +11,7 @@ from toolkit.cli import shortened
 from toolkit.metrics import compute, load, mean_loss, perplexity
 from toolkit.row_files import find_column, text_of
 from toolkit.training.output import has_checkpoint
-from toolkit.training.rows import columns_of, load_rows, map_rows
+from toolkit.training.rows import map_rows
 from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
 from toolkit.training.task import (
     Evaluation,
@@ -39,7 +39,7 @@ class Seq2Seq(FineTuning):
 
     def __init__(self, settings: Seq2SeqSettings, accelerator):
         super().__init__(settings, accelerator)
-        found = sources(settings)  # raises before the weights are read if a file is missing
+        sources(settings)  # raises before the weights are read if a file is missing
         self.text_metrics = [name for name in settings.metrics if name != "loss"]
         for name in self.text_metrics:
             load(name)  # raises before the training if a library is missing
@@ -51,9 +51,8 @@ class Seq2Seq(FineTuning):
         check_lengths(settings, ["max_length", "max_target_length", "max_new_tokens"], self.model.config)
         check_room("max_length", settings, self.tokenizer)
         self.set_generation()
-        for split, source in found.items():
-            self.splits[split] = self.encode(self.read(source))
-            self.row_counts[split] = len(self.splits[split])
+        for split, rows in self.read_splits():
+            self.splits[split], self.row_counts[split] = self.encode(rows), len(rows)
         self.train_set = self.splits.pop("train")
         if self.text_metrics and "validation" in self.splits and not has_checkpoint(settings):
             self.report_changed_targets(self.splits["validation"])
@@ -84,7 +83,7 @@ class Seq2Seq(FineTuning):
 
     def read(self, source):
         """The rows of a split: source and target."""
-        settings, columns = self.settings, columns_of(source)
+        settings, columns = self.settings, source.columns()
         # The column that is named for the target is no default for the source.
         others = [name for name in columns if settings.source_column or name != settings.target_column]
         first = find_column(others, settings.source_column, SOURCES, "the source (--source_column)")
@@ -94,7 +93,7 @@ class Seq2Seq(FineTuning):
         def check(row: dict) -> dict:
             return {"source": text_of(row, first), "target": text_of(row, second)}
 
-        return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+        return self.load(source, check)
 
     def encode(self, rows):
         """The rows with the inputs of the model. Labels lack [CLS], with which the decoder starts."""
@@ -245,10 +244,9 @@ class Seq2Seq(FineTuning):
         metrics = {"loss": mean_loss(*sums), "perplexity": perplexity(*sums)}
         if not self.text_metrics:
             return Evaluation(metrics, [])
-        rows = self.splits[split].select_columns(["source", "target", "place"])
+        rows = self.splits[split].select_columns(["source", "target", "place", "columns"])
         found = compute(self.text_metrics, *items(rows["source"], rows["target"], texts))
-        predictions = [{**row, "prediction": text} for row, text in zip(rows, texts, strict=True)]
-        return Evaluation(found | metrics, predictions)
+        return Evaluation(found | metrics, self.joined(rows, [{"prediction": text} for text in texts]))
 
     def samples(self, predictions):
         return [

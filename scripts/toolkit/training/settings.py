@@ -32,7 +32,7 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
 
 # Flags that may differ between a run and its continuation: they change no weight.
 FREE_TO_CHANGE = {"resume", "dry_run", "output", "trust_checkpoints", "trackers", "push_to_hub", "hub_private",
-                  "keep_checkpoints", "log_steps", "save_steps", "eval_batch_size"}  # fmt: skip
+                  "keep_checkpoints", "log_steps", "save_steps", "eval_batch_size", "all_scores"}  # fmt: skip
 
 # With --resume these may grow, once the run is finished.
 EXTENDING = {"epochs", "max_steps"}
@@ -44,6 +44,9 @@ SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "
 # Before the values of a list in the parser's arguments: a value that begins with a hyphen is then not taken for a flag.
 # No command line can have this character.
 VALUE = "\0"
+
+# What flags of the validation set require.
+VALIDATION = "validation_file or validation_fraction"
 
 # The limits of a value: the comparison that it must pass, and the limit in words.
 LIMITS = {"minimum": (operator.ge, "{} or more"), "above": (operator.gt, "more than {}"),
@@ -83,7 +86,7 @@ class Settings:
     implementation: Literal["scratchbert", "bert"] = model_flag("our classes, or those of transformers", "scratchbert")
 
     train_file: list[str] | None = data_flag(
-        "files to train on: .csv, .tsv, .json, .jsonl or .txt, each also as .gz, or .parquet; or patterns such as "
+        "files to train on: .csv, .tsv, .json, .jsonl, .txt, .conll or .parquet, each also as .gz; or patterns such as "
         "'data/*.csv'"
     )
     validation_file: list[str] | None = data_flag("files for evaluations during the training", excludes="dataset")
@@ -95,11 +98,17 @@ class Settings:
         "the validation split of --dataset; none: no evaluation", "validation", requires="dataset"
     )
     test_split: str | None = data_flag("the test split of --dataset", requires="dataset")
+    validation_fraction: float | None = data_flag(
+        "the share of the training set to use as the validation set, instead of a file or a split; drawn by --seed, of "
+        "each label of --problem single_label alike", above=0, below=1, excludes="validation_file")  # fmt: skip
+    delimiter: str | None = data_flag(
+        "of .csv, .tsv and .txt; default: comma, tab, and .txt is no table", excludes="dataset"
+    )
     on_bad_row: Literal["stop", "skip"] = data_flag("what to do with an invalid row; skipped ones are listed", "stop")
     max_train_samples: int | None = data_flag("use only the first N valid rows of the training set", minimum=1)
     max_eval_samples: int | None = data_flag(
         "use only the first N valid rows of the validation set, and of the test set", minimum=1,
-        requires="validation_file or test_file")  # fmt: skip
+        requires=f"{VALIDATION} or test_file")  # fmt: skip
     max_length: int = data_flag("maximum tokens per sequence; longer ones are cut", 128, minimum=1)
     padding_free_collation: bool = data_flag(
         "batches are one row without padding (ScratchBert only)", False, requires="implementation=scratchbert"
@@ -138,7 +147,7 @@ class Settings:
     lora_alpha: float = training_flag("LoRA scales by this divided by the rank", 16, requires="lora_rank")
     lora_dropout: float = training_flag("dropout before the adapters", 0.0, minimum=0, maximum=1, requires="lora_rank")
     early_stopping: int | None = training_flag(
-        "stop after this many evaluations without a better metric", minimum=1, requires="validation_file"
+        "stop after this many evaluations without a better metric", minimum=1, requires=VALIDATION
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = training_flag(
         "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured"
@@ -175,6 +184,8 @@ class Settings:
         Raises:
             ValueError: a flag is missing or invalid; the message names it, its value and what was expected.
         """
+        if self.dataset is not None and self.validation_fraction is not None:
+            self.validation_split = None if self.validation_split == "validation" else self.validation_split
         for each in fields(self):
             self.check(each)
         for alternatives in (("model", "config_file"), ("output",), ("train_file", "dataset")):
@@ -206,13 +217,16 @@ class Settings:
         if value == each.default:
             return
         if rules["requires"] and not any(map(self.has, rules["requires"].split(" or "))):
-            expected = "--" + rules["requires"].replace(" or ", " or --").replace("=", " ")
-            if self.dataset is not None:
-                expected = expected.replace("_file", "_split")
+            expected = self.spelled(rules["requires"])
             given = "given" if value is True else " ".join(value) if isinstance(value, list) else value
             raise ValueError(f"--{name} is {given} without {expected}; expected {expected} with it")
         if rules["excludes"] and self.has(rules["excludes"]):
-            raise ValueError(f"--{name} and --{rules['excludes']} are both given; expected one of the two")
+            raise ValueError(f"--{name} and {self.spelled(rules['excludes'])} are both given; expected one of the two")
+
+    def spelled(self, requirement: str) -> str:
+        """A requirement as on the command line; of --dataset, with the splits in place of the files."""
+        text = "--" + requirement.replace(" or ", " or --").replace("=", " ")
+        return text.replace("_file", "_split") if self.dataset is not None else text
 
     def has(self, requirement: str) -> bool:
         """Whether a flag differs from its default; or, for "problem=regression", has this value, if the command has the
@@ -271,8 +285,11 @@ class ClassificationSettings(LabelSettings):
         "the separator between the labels of a row, for --problem multi_label in CSV or TSV", "|",
         requires="problem=multi_label")  # fmt: skip
     metric: str | None = evaluation_flag(
-        "the metric that selects the best model; default: accuracy, f1 or pearson", requires="validation_file"
+        "the metric that selects the best model; default: accuracy, f1 or pearson", requires=VALIDATION
     )
+    all_scores: bool = output_flag(
+        "write the scores of all labels into predictions_….jsonl", False,
+        requires="problem=single_label or problem=multi_label")  # fmt: skip
 
     @property
     def metrics(self) -> list[str]:
@@ -308,7 +325,7 @@ class TokenClassificationSettings(LabelSettings):
     tags_column: str | None = data_flag("the column of the tags; default: tags, ner_tags or labels")
     label_all_pieces: bool = training_flag("train on all pieces of a word (I-PER after B-PER)", False)
     metric: Literal["f1", "accuracy"] = evaluation_flag(
-        "the metric that selects the best model", "f1", requires="validation_file"
+        "the metric that selects the best model", "f1", requires=VALIDATION
     )
 
     def __post_init__(self):
@@ -342,7 +359,7 @@ class QuestionAnsweringSettings(Settings):
         "there always is an answer. Default: 0 if training has questions without an answer, else never"
     )
     metric: Literal["f1", "exact_match"] = evaluation_flag(
-        "the metric that selects the best model", "f1", requires="validation_file"
+        "the metric that selects the best model", "f1", requires=VALIDATION
     )
 
     def __post_init__(self):
@@ -413,7 +430,7 @@ class Seq2SeqSettings(NewModelSettings):
     )
     metric: str | None = evaluation_flag(
         "the value that selects the best model; default: the first of the first of --metrics",
-        requires="validation_file")  # fmt: skip
+        requires=VALIDATION)  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -445,7 +462,9 @@ class PretrainingSettings(NewModelSettings):
         "also predict whether the second of two passages follows the first", False, excludes="line_by_line"
     )
     whole_word_masking: bool = training_flag("mask all tokens of a word, or none", False)
-    streaming: bool = data_flag("read the training set while training", False, requires="max_steps")
+    streaming: bool = data_flag(
+        "read the training set while training", False, requires="max_steps",
+        excludes="validation_fraction")  # fmt: skip
     shuffle_buffer: int = data_flag("sequences that --streaming draws from", 10_000, minimum=1, requires="streaming")
 
     def __post_init__(self):

@@ -15,16 +15,18 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import BertConfig
 
 from toolkit.cli import CommandError
 from toolkit.files import read_json_object, to_json, write_text
 from toolkit.hub import open_tokenizer
+from toolkit.inputs import HubDataset, Readers, Source, open_files
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.output import has_checkpoint
-from toolkit.training.rows import Source
+from toolkit.training.rows import Check, load_rows
 from toolkit.training.settings import Settings
 
 # The end of the messages about numbers that are not finite.
@@ -165,10 +167,66 @@ class FineTuning(Task):
     Attributes:
         train_set: the examples to train on.
         collate: turns examples into a batch, a dict of tensors.
+        readers: of files that this task reads in another way than others; see `InputFile`.
     """
 
     train_set = None
     collate: Callable[[list[dict]], dict]
+    readers: Readers | None = None
+
+    def read(self, source: Source) -> Dataset:
+        """The rows of a split."""
+        raise NotImplementedError
+
+    def load(self, source: Source, check: Check) -> Dataset:
+        """The rows as `load_rows` returns them; with their columns in the file as JSON, for the predictions."""
+
+        def with_columns(row: dict) -> dict:
+            return {**check(row), "columns": json.dumps(row, default=str)}
+
+        return load_rows(source, with_columns, self.settings.on_bad_row, self.accelerator.print)
+
+    def read_splits(self) -> Iterator[tuple[str, Dataset]]:
+        """Each split and its rows, the training set first. With --validation_fraction, some of the rows that are read
+        for training are the validation set."""
+        from sklearn.model_selection import train_test_split
+
+        fraction = self.settings.validation_fraction
+        for split, source in sources(self.settings, self.readers).items():
+            rows = self.read(source)
+            if split != "train" or fraction is None:
+                yield split, rows
+                continue
+            drawn = {"random_state": self.settings.seed, "stratify": self.strata(rows)}
+            try:
+                kept, held_out = map(sorted, train_test_split(range(len(rows)), test_size=fraction, **drawn))
+            except ValueError as error:
+                raise ValueError(f"--validation_fraction is {fraction}: {error}") from error
+            yield "train", rows.select(kept)
+            yield "validation", rows.select(held_out[: self.settings.max_eval_samples])
+
+    def strata(self, rows: Dataset) -> list[str] | None:
+        """For each row, the group of rows of which --validation_fraction takes the same share as of others; None: there
+        are no groups."""
+        return None
+
+    def joined(self, rows: Iterable[dict], found: Iterable[dict]) -> list[dict]:
+        """The predictions: for each row of `load` its columns in the file, what the task read of it, and what it found.
+        A column in the file that has the name of one of these and another value is input_NAME."""
+        joined = []
+        for row, own in zip(rows, found, strict=True):
+            ours = {**row, **own}
+            given = {
+                f"input_{name}" if name in ours else name: value
+                for name, value in json.loads(ours.pop("columns")).items()
+                if name not in ours or str(ours[name]) != str(value)
+            }
+            joined.append(given | ours)
+        return joined
+
+    def losses(self, model, batch):
+        """The losses by the task's `logits(model, batch)` and `losses_of(logits, batch)`."""
+        return self.losses_of(self.logits(model, batch), batch)
 
     @functools.cached_property
     def sampler(self) -> LengthGroupedBatches:
@@ -296,22 +354,25 @@ def non_padding_tokens(batch: dict) -> int:
     return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
 
 
-def sources(settings: Settings) -> dict[str, Source]:
+def sources(settings: Settings, readers: Readers | None = None) -> dict[str, Source]:
     """The sources of "train" and, if there are any, of "validation" and "test".
+
+    Args:
+        readers: see `InputFile`.
 
     Raises:
         OSError, ValueError: a file is missing, or has an unknown ending.
     """
-    rows = {"train": settings.max_train_samples} | dict.fromkeys(("validation", "test"), settings.max_eval_samples)
-    if settings.dataset is None:
-        files = {"train": settings.train_file, "validation": settings.validation_file, "test": settings.test_file}
-        return {split: Source(files=each, max_rows=rows[split]) for split, each in files.items() if each}
-    names = {"train": settings.train_split, "validation": settings.validation_split, "test": settings.test_split}
-    return {
-        split: Source(name=settings.dataset, config=settings.dataset_config, split=name, max_rows=rows[split])
-        for split, name in names.items()
-        if name and name != "none"
-    }
+    found = {}
+    for split in ("train", "validation", "test"):
+        most = settings.max_train_samples if split == "train" else settings.max_eval_samples
+        if files := getattr(settings, f"{split}_file"):
+            inputs = open_files(files, delimiter=settings.delimiter, readers=readers)
+            found[split] = Source(inputs, most)
+        elif settings.dataset and (name := getattr(settings, f"{split}_split")) not in (None, "none"):
+            streaming = split == "train" and getattr(settings, "streaming", False)
+            found[split] = Source([HubDataset(settings.dataset, name, settings.dataset_config, streaming)], most)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ checks

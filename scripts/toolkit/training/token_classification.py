@@ -3,19 +3,20 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
-from toolkit.labels import class_weights, in_saved_order, label_fields, label_order, saved_labels
+from toolkit.labels import check_known, class_weights, in_saved_order, label_fields, label_order, saved_labels
 from toolkit.metrics import compute, load, mean_loss
-from toolkit.row_files import find_column
+from toolkit.row_files import find_column, read_conll
 from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.rows import columns_of, load_rows, map_rows
+from toolkit.training.rows import map_rows
 from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
-from toolkit.training.task import Evaluation, FineTuning, sources, tokenizer_of
+from toolkit.training.task import Evaluation, FineTuning, tokenizer_of
 from toolkit.windows import split_into_windows
 
 WORDS = ("tokens", "words")
@@ -41,6 +42,15 @@ def check_iob2(tags: Sequence[str]) -> None:
                 f"tag {number} is {tag} after {before}; expected B-{tag[2:]}, with which an IOB2 entity begins"
             )
         before = tag
+
+
+def to_iob2(tags: Sequence[str]) -> list[str]:
+    """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
+    before = [OUTSIDE, *tags[:-1]]
+    return [
+        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+        for last, tag in zip(before, tags, strict=True)
+    ]
 
 
 def iob_tags(tags: set[str]) -> list[str]:
@@ -127,6 +137,7 @@ class TokenClassification(FineTuning):
     """Words and their tags."""
 
     name = "token-classification"
+    readers: ClassVar = {".txt": read_conll}
 
     def __init__(self, settings: TokenClassificationSettings, accelerator):
         super().__init__(settings, accelerator)
@@ -139,11 +150,8 @@ class TokenClassification(FineTuning):
         self.metric, self.labels = settings.metric, settings.labels
         self.saved_labels = saved_labels(settings.model)
         self.rows = {}
-        for split, source in sources(settings).items():  # the training set first
-            self.rows[split] = self.read(source)
-            self.labels = self.labels or in_saved_order(self.find_labels(self.rows[split]), self.saved_labels)
-            self.splits[split] = self.encode(self.rows[split])
-            self.row_counts[split] = len(self.rows[split])
+        for split, rows in self.read_splits():  # the training set first
+            self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
         self.train_set = self.splits.pop("train")
         self.tag_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
         self.model = self.make_model()
@@ -153,10 +161,11 @@ class TokenClassification(FineTuning):
     # -- data
 
     def read(self, source):
-        """The rows of a split: words and tags."""
-        settings, columns = self.settings, columns_of(source)
+        """The rows of a split: words and tags. Sets the labels if none are known."""
+        settings, columns = self.settings, source.columns()
         words_column = find_column(columns, settings.words_column, WORDS, "the words (--words_column)")
         tags_column = find_column(columns, settings.tags_column, TAGS, "the tags (--tags_column)")
+        is_conll = any(getattr(each, "reader", None) is read_conll for each in source.inputs)
 
         def check(row: dict) -> dict:
             words, tags = list_of(row, words_column), list_of(row, tags_column)
@@ -165,17 +174,23 @@ class TokenClassification(FineTuning):
             if len(words) != len(tags):
                 raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
             if settings.scheme == "iob2":
+                tags = to_iob2(tags) if is_conll else tags
                 check_iob2(tags)
-            if self.labels and (unknown := [tag for tag in tags if tag not in self.labels]):
-                raise ValueError(f"a tag is {unknown[0]!r}; expected one of {', '.join(self.labels)}")
+            check_known("a tag", tags, self.labels)
             return {"words": words, "tags": tags}
 
-        return load_rows(source, check, settings.on_bad_row, self.accelerator.print)
+        rows = self.load(source, check)
+        names = source.label_names(tags_column)
+        self.labels = self.labels or in_saved_order(self.find_labels(rows, names), self.saved_labels)
+        return rows
 
-    def find_labels(self, rows) -> list[str]:
-        """The tags of the training set, numbers sorted by value."""
+    def find_labels(self, rows, names: list[str]) -> list[str]:
+        """The tags of the training set in the order of the dataset, `names`, or, if it has none, numbers sorted by
+        value."""
         found = {tag for tags in rows["tags"] for tag in tags}
-        labels = iob_tags(found) if self.settings.scheme == "iob2" else sorted(found, key=label_order)
+        is_iob = self.settings.scheme == "iob2"
+        needed, ordered = (found | {OUTSIDE}, iob_tags(found)) if is_iob else (found, sorted(found, key=label_order))
+        labels = names if needed <= set(names) else ordered
         if len(labels) < 2:
             raise ValueError(f"the training set has the tags {', '.join(labels)}; expected two or more")
         return labels
@@ -251,11 +266,7 @@ class TokenClassification(FineTuning):
         labels = batch["labels"]
         return self.weights[labels[labels != IGNORED]].sum()[None]
 
-    def losses(self, model, batch):
-        return self.losses_of(self.logits(model, batch), batch)
-
-    def losses_of(self, logits: torch.Tensor, batch: dict) -> torch.Tensor:
-        """As `losses`, of these logits."""
+    def losses_of(self, logits, batch):
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1),
             batch["labels"].flatten(),
@@ -294,5 +305,5 @@ class TokenClassification(FineTuning):
         else:
             numbers = ([self.labels.index(tag) for row in rows for tag in row] for rows in (tags, references))
             metrics = compute(METRICS["plain"], *numbers, average="macro")
-        predictions = [{**row, "predicted_tags": own} for row, own in zip(self.rows[split], tags, strict=True)]
+        predictions = self.joined(self.rows[split], [{"predicted_tags": own} for own in tags])
         return Evaluation({"loss": loss} | metrics, predictions)

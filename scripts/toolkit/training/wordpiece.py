@@ -11,8 +11,8 @@ from tokenizers.models import WordPiece
 from tokenizers.trainers import WordPieceTrainer
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
+from toolkit.inputs import Source, Warn
 from toolkit.row_files import find_column, text_of
-from toolkit.training.rows import Source, columns_of, keep_rows, read_rows
 
 # In the order of their ids, 0 to 4. Google's files have them at 0 and 100 to 103, after unused tokens.
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -37,18 +37,11 @@ class Corpus:
         warn: is called with the list of skipped rows.
 
     Raises:
-        OSError, ValueError: as `read_rows`, or a column is missing.
+        OSError, ValueError: as `Source.rows`, or a column is missing.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        columns: list[str] | None,
-        on_bad_row: str,
-        held_out: int,
-        warn: Callable[[str], None],
-    ):
-        columns_in_files = columns_of(source)
+    def __init__(self, source: Source, columns: list[str] | None, on_bad_row: str, held_out: int, warn: Warn):
+        columns_in_files = source.columns()
         self.source, self.on_bad_row, self.held_out = source, on_bad_row, held_out
         self.columns = [find_column(columns_in_files, column, ["text"], "the texts") for column in columns or [None]]
         self.warn = warn
@@ -56,7 +49,7 @@ class Corpus:
     def texts(self, held_out: bool = False) -> Iterator[str]:
         """The texts of the rows to train on, or of those that are held out."""
         warn, self.warn = self.warn, lambda message: None
-        rows = keep_rows(read_rows(self.source), self.texts_of, self.on_bad_row, warn)
+        rows = self.source.valid_rows(self.texts_of, self.on_bad_row, warn)
         for number, row in enumerate(rows, 1):
             if held_out == (self.held_out > 0 and number % self.held_out == 0):
                 yield from row["texts"]
