@@ -30,11 +30,34 @@ def saved_labels(source: str) -> list[str] | None:
     Raises:
         OSError: it has no configuration.
     """
-    names = read_config(source).get("id2label")
-    if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
-        return None
-    labels = [str(names[number]) for number in sorted(names, key=int)]
+    labels = labels_of(read_config(source))
     return None if all(map(DEFAULT_NAME.fullmatch, labels)) else labels
+
+
+def labels_of(config: dict) -> list[str]:
+    """The names of the labels in a configuration, by number; none if it has no names."""
+    names = config.get("id2label")
+    if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
+        return []
+    return [str(names[number]) for number in sorted(names, key=int)]
+
+
+def trained_labels(source: str, head: str, problem_type: str | None = None) -> list[str]:
+    """The names of the labels that a model was trained with, by number.
+
+    Args:
+        head: the end of the name of its class, such as ForTokenClassification.
+
+    Raises:
+        OSError: it has no configuration.
+        ValueError: it is of another class, or was trained for another problem.
+    """
+    config = read_config(source)
+    if (classes := config.get("architectures")) and not any(each.endswith(head) for each in classes):
+        raise ValueError(f"--model {source} is a {classes[0]}; expected a trained model, whose class ends in {head}")
+    if (trained_for := config.get("problem_type")) not in (None, problem_type):
+        raise ValueError(f"--problem is for {problem_type} and --model {source} for {trained_for}; expected the same")
+    return labels_of(config) or ["LABEL_0", "LABEL_1"]  # which config.json does not save
 
 
 def in_saved_order(labels: list[str], saved: list[str] | None) -> list[str]:
@@ -65,6 +88,10 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
     if given is None:
         return torch.ones(len(labels))
     if given == ["balanced"]:
+        if not counts:
+            raise ValueError(
+                "--class_weights is balanced and metrics.json of --model has no label_counts; expected numbers"
+            )
         return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
     try:
         weights = torch.tensor([float(each) for each in given])

@@ -21,6 +21,7 @@ SECRET = "it looks like a secret"
 LEFT_BEHIND = {
     r"(.*/)?(\.|__pycache__/).*": "hidden files and caches",
     r"(checkpoints|checkpoint-\d+)/.*": "checkpoints of the training",
+    r"seed-\d+/.*": "the runs of single seeds",
     r"(logs|runs|wandb|mlruns)/.*|(.*/)?events\.out\.tfevents\..*": "logs of the training",
     r"predictions_\w+\.jsonl?": "predictions, which have the rows of the data",
     r"(.*/)?(optimizer|scheduler|scaler|rng_state\w*|random_states\w*|training_args)\.(bin|pt|pth|pkl)": (

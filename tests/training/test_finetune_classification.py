@@ -195,7 +195,8 @@ def test_a_fraction_is_held_out_of_each_label_alike(make):
     assert task.labels == ["a", "b", "c", "d"]
     assert not set(held_out(task)) & set(task.train_set["place"])
     assert held_out(task) == held_out(make(SHARES, validation_fraction=0.1))
-    assert held_out(task) != held_out(make(SHARES, validation_fraction=0.1, seed=1))
+    assert held_out(task) != held_out(make(SHARES, validation_fraction=0.1, split_seed=1))
+    assert held_out(task) == held_out(make(SHARES, validation_fraction=0.1, seed=1))
     assert held_out(make(SHARES, validation_fraction=0.1, max_eval_samples=4)) == held_out(task)[:4]
 
 
@@ -285,7 +286,10 @@ def test_a_label_that_only_the_validation_set_has(make):
         (["--problem", "guessing"], "invalid choice: 'guessing'"),
         (["--max_length", "65"], "--max_length is 65; expected at most 64"),
         (["--validation_fraction", "1"], "--validation_fraction is 1.0; expected more than 0 and less than 1"),
-        (["--validation_fraction", "0.1", "--validation_file", "x.csv"], "--validation_fraction is 0.1; expected no"),
+        (
+            ["--validation_fraction", "0.1", "--validation_file", "x.csv"],
+            "--validation_fraction and --validation_file are both given",
+        ),
         (["--delimiter", "||"], "--delimiter is '||'; expected one character"),
         (["--delimiter", ";"], "columns are 'text,label,rating'. If ',' is between columns, give it as --delimiter"),
     ],

@@ -86,15 +86,18 @@ def write_card(folder: Path, task: Task, progress: Progress, metrics: Metrics, *
 
 def dataset_of(settings: Settings, split: str) -> dict[str, str | None]:
     """The data of "train", "validation" or "test", in the fields of `EvalResult`."""
+    held_out = split == "validation" and settings.validation_fraction is not None
+    part = f"{settings.validation_fraction:g} of train" if held_out else split
     if settings.dataset is None:
-        files = listed([public_path(file, is_file=True) for file in getattr(settings, f"{split}_file")])
-        return {"dataset_type": files, "dataset_name": files, "dataset_split": split}
+        given = settings.train_file if held_out else getattr(settings, f"{split}_file")
+        files = listed([public_path(file, is_file=True) for file in given])
+        return {"dataset_type": files, "dataset_name": files, "dataset_split": part}
     name = public_path(settings.dataset, is_file=False)
     return {
         "dataset_type": name,
         "dataset_name": name,
         "dataset_config": settings.dataset_config,
-        "dataset_split": getattr(settings, f"{split}_split"),
+        "dataset_split": part if held_out else getattr(settings, f"{split}_split"),
     }
 
 

@@ -9,7 +9,15 @@ from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.confusion_matrix import plot_confusion
-from toolkit.labels import class_weights, in_saved_order, label_fields, label_order, read_labels, saved_labels
+from toolkit.labels import (
+    class_weights,
+    in_saved_order,
+    label_fields,
+    label_order,
+    read_labels,
+    saved_labels,
+    trained_labels,
+)
 from toolkit.metrics import CLASSIFICATION_METRICS, classification_metrics, load, mean_loss
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
 from toolkit.training.batches import PadOrFlatten
@@ -34,14 +42,19 @@ class Classification(FineTuning):
         self.labels, self.saved_labels = settings.labels, None
         if settings.problem != "regression":
             self.saved_labels = saved_labels(settings.model)
+        if settings.evaluate_only:
+            self.labels = trained_labels(settings.model, "ForSequenceClassification", self.problem_type)
         for split, rows in self.read_splits():  # the training set first
             self.rows[split], self.splits[split] = rows, self.encode(rows)
             self.row_counts[split] = len(rows)
-        self.train_set = self.splits.pop("train")
-        del self.rows["train"]
+        self.train_set = self.splits.pop("train", None)
+        self.rows.pop("train", None)
         self.model = self.make_model()
-        counts = Counter(self.labels[label] for label in self.train_set["labels"] if settings.problem == "single_label")
-        self.weights = class_weights(settings.class_weights, self.labels, counts).to(accelerator.device)
+        if self.train_set is None:
+            self.label_counts = self.saved_label_counts()
+        elif settings.problem == "single_label":
+            self.label_counts = Counter(self.labels[label] for label in self.train_set["labels"])
+        self.weights = class_weights(settings.class_weights, self.labels, self.label_counts).to(accelerator.device)
         self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_sequence=["labels"])
         self.metric = settings.metric or settings.metrics[0]
         self.greater_is_better = self.metric != "mean_squared_error"
@@ -144,13 +157,18 @@ class Classification(FineTuning):
 
     # -- model
 
-    def make_model(self):
+    @property
+    def problem_type(self) -> str:
+        """As a model's configuration has it."""
         problem = self.settings.problem
+        return problem if problem == "regression" else f"{problem}_classification"
+
+    def make_model(self):
         return self.open_model(
             CLASSES[self.settings.implementation].from_pretrained,
             new_head=self.saved_labels not in (None, self.labels),
             **label_fields(self.labels),
-            problem_type=problem if problem == "regression" else f"{problem}_classification",
+            problem_type=self.problem_type,
         )
 
     # -- loss and metrics
@@ -196,15 +214,13 @@ class Classification(FineTuning):
             scores = [dict(zip(self.labels, row, strict=True)) for row in logits.sigmoid().tolist()]
             found = [{"prediction": [name for name in row if row[name] > 0.5], "scores": row} for row in scores]
         else:
-            best = logits.softmax(-1).max(-1)
+            scores = [dict(zip(self.labels, row, strict=True)) for row in logits.softmax(-1).tolist()]
+            best = [self.labels[label] for label in logits.argmax(-1)]
             found = [
-                {"label": row["label"][0], "prediction": self.labels[label], "score": score}
-                for row, score, label in zip(rows, best.values.tolist(), best.indices.tolist(), strict=True)
+                {"label": row["label"][0], "prediction": label, "score": own[label]}
+                | ({"scores": own} if self.settings.all_scores else {})
+                for row, label, own in zip(rows, best, scores, strict=True)
             ]
-            for own, scores in zip(
-                found, logits.softmax(-1).tolist() if self.settings.all_scores else (), strict=False
-            ):
-                own["scores"] = dict(zip(self.labels, scores, strict=True))
         return self.joined(rows, found)
 
     def write_predictions(self, folder, predictions):

@@ -27,21 +27,27 @@ from toolkit.metrics import main_metrics
 from toolkit.model_card import auto_class, is_own
 from toolkit.progress import LogLines
 from toolkit.training.card import write_card
-from toolkit.training.checkpoints import Checkpoints, Progress, damage, megabytes, read_progress, writing
+from toolkit.training.checkpoints import Checkpoints, Progress, damage, megabytes, read_progress
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
-from toolkit.training.output import CHECKPOINTS
-from toolkit.training.report import checkpoint_in_words, in_words, plot_curves
+from toolkit.training.output import CHECKPOINTS, moved_when_complete
+from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, rank
+from toolkit.training.settings import Settings
 from toolkit.training.sharding import prepare
-from toolkit.training.task import AFTER_DIVERGENCE, Task, TrainingError, non_padding_tokens, sources, to_device
+from toolkit.training.task import AFTER_DIVERGENCE, METRICS, Task, TrainingError, non_padding_tokens, sources, to_device
 
 # Of the progress bar, where standard error is not a terminal.
 SECONDS_BETWEEN_LOG_LINES = 60
 
 
 class Training:
-    """A run: `train()`, and then `finish()`. Writes everything into the folder `output`."""
+    """A run: `train()`, and then `finish()`. Writes everything into the folder `output`.
 
-    def __init__(self, task: Task, output: Path):
+    Args:
+        name: of the model, in its card; None: that of the folder.
+    """
+
+    def __init__(self, task: Task, output: Path, name: str | None = None):
+        self.name = name or output.resolve().name
         self.task, self.settings, self.accelerator, self.output = task, task.settings, task.accelerator, output
         if self.settings.lora_rank and self.accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("--lora_rank is given with FSDP; expected no sharding, because adapters do not need it")
@@ -210,8 +216,9 @@ class Training:
         progress.evaluated_step = progress.step
         evaluation = task.evaluate(self.model, "validation")
         metrics = evaluation.metrics
-        own = self.rank(metrics[task.metric], metrics["loss"])
-        best = None if progress.best is None else self.rank(progress.best, progress.best_loss)
+        own = rank(metrics[task.metric], metrics["loss"], task.greater_is_better)
+        earlier = progress.best, progress.best_loss
+        best = None if progress.best is None else rank(*earlier, task.greater_is_better)
         # The loss chooses between checkpoints with an equal metric. A lower one is no reason to continue.
         progress.without_better = 0 if best is None or own[0] > best[0] else progress.without_better + 1
         progress.finished |= progress.without_better >= (self.settings.early_stopping or math.inf)
@@ -226,11 +233,6 @@ class Training:
             bar.write(f"step {progress.step}{epoch}: {in_words(metrics)}{'  (best)' if is_best else ''}")
             for sample in task.samples(evaluation.predictions):
                 bar.write(f"  {sample}")
-
-    def rank(self, metric: float, loss: float) -> list[float]:
-        """The metric and the loss as two numbers that are larger for a better model. NaN is worse than every number."""
-        values = metric if self.task.greater_is_better else -metric, -loss
-        return [-math.inf if math.isnan(each) else each for each in values]
 
     def epochs_done(self) -> float | None:
         """The passes over the training set; None within the first epoch of a stream, whose length is not known."""
@@ -329,13 +331,17 @@ class Training:
                 f"--resume: {checkpoint} is of a run on {earlier.processes} processes; expected {present.processes}, "
                 "as in this run"
             )
-        parts = {**earlier.data, **present.data}
-        if changed := [part for part in parts if earlier.data.get(part) != present.data.get(part)]:
+        self.check_data(earlier.data, checkpoint.name)
+
+    def check_data(self, earlier: dict[str, str], what_has_them: str) -> None:
+        """Raises ValueError if the fingerprints of the data are not the earlier ones."""
+        present = self.progress.data
+        if changed := [part for part in {**earlier, **present} if earlier.get(part) != present.get(part)]:
             # If the tokenizer has changed, so have the tokens of the rows.
             source = sources(self.settings).get(changed[0])
             what = "tokenizer has" if "tokenizer" in changed else f"{changed[0]} rows ({source}) have"
             raise ValueError(
-                f"--resume: the {what} changed since {checkpoint.name} was saved; expected no change. Restore the "
+                f"--resume: the {what} changed since {what_has_them} was saved; expected no change. Restore the "
                 "earlier state, or start a new run in another --output"
             )
 
@@ -367,6 +373,10 @@ class Training:
             "checkpoint": progress.best_checkpoint or self.checkpoints.path(progress).name,
             "seconds": progress.seconds,
             "processes": progress.processes,
+            "metric": task.metric,
+            "greater_is_better": task.greater_is_better,
+            **({"label_counts": task.label_counts} if task.label_counts else {}),
+            "data": progress.data,
             "history": progress.history,
         }
         # Of a sharded model only: save_pretrained writes no probe.json of weights that it is given.
@@ -376,36 +386,29 @@ class Training:
         if accelerator.is_main_process:
             self.write(model, weights, report, {split: each.predictions for split, each in evaluations.items()})
         accelerator.wait_for_everyone()
-        accelerator.end_training()
+        for tracker in accelerator.trackers:
+            tracker.finish()
 
     def write(self, model, weights: dict | None, report: dict, predictions: dict[str, list[dict]]) -> None:
-        """Writes the model and its files into a temporary folder, and moves them into `output` when all are
-        complete."""
-        unfinished = self.output / ".unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with writing(unfinished, self.output, "--resume writes it"):
-            unfinished.mkdir()
-            self.task.write_predictions(unfinished, predictions)
-            self.write_files(unfinished, model, weights, report)  # the card shows the confusion matrix
-            for path in sorted(unfinished.iterdir()):
-                path.replace(self.output / path.name)
-            unfinished.rmdir()
+        """Writes the model and its files, all or none."""
+        with moved_when_complete(self.output, "--resume writes it") as folder:
+            self.task.write_predictions(folder, predictions)
+            self.write_files(folder, model, weights, report)  # the card shows the confusion matrix
         if self.settings.keep_checkpoints == 0:
             shutil.rmtree(self.checkpoints.folder)  # with what earlier interruptions left in it
         print(self.summary(report))
         if self.settings.push_to_hub:
-            self.push()
+            push(self.output, self.settings)
 
     def write_files(self, folder: Path, model, weights: dict | None, report: dict) -> None:
         """Writes the model, its tokenizer, the metrics, the curves and the model card."""
         model.save_pretrained(folder, state_dict=weights)
         self.task.tokenizer.save_pretrained(folder)
-        write_json(folder / "metrics.json", report)
+        write_json(folder / METRICS, report)
         names = main_metrics(report.get("validation", {}), first=self.task.metric)
         plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
         metrics = {split: report[split] for split in self.task.splits}
-        name = self.output.resolve().name
-        write_card(folder, self.task, self.progress, metrics, model_class=self.model_class, name=name)
+        write_card(folder, self.task, self.progress, metrics, model_class=self.model_class, name=self.name)
 
     def summary(self, report: dict) -> str:
         """What is printed at the end: the metrics, whose weights the model has, how to open it, and the space that the
@@ -423,18 +426,17 @@ class Training:
             )
         return "\n".join(lines)
 
-    def push(self) -> None:
-        """Pushes the folder to the Hub.
 
-        Raises:
-            OSError: that failed. The folder is complete.
-        """
-        repo = self.settings.push_to_hub
-        try:
-            commit, _ = publish.push(publish.survey(self.output, repo), repo, private=self.settings.hub_private or None)
-        except (OSError, ValueError, RuntimeError, HTTPError) as error:
-            why = publish.explain(error, repo)
-            raise OSError(
-                f"the model is saved in {self.output} and was not pushed: {why}. push_to_hub.py pushes it"
-            ) from None
-        print(f"pushed to {commit}")
+def push(folder: Path, settings: Settings) -> None:
+    """Pushes the folder of a finished run to the Hub.
+
+    Raises:
+        OSError: that failed. The folder is complete.
+    """
+    repo = settings.push_to_hub
+    try:
+        commit, _ = publish.push(publish.survey(folder, repo), repo, private=settings.hub_private or None)
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        why = publish.explain(error, repo)
+        raise OSError(f"the model is saved in {folder} and was not pushed: {why}. push_to_hub.py pushes it") from None
+    print(f"pushed to {commit}")

@@ -194,8 +194,8 @@ class Pretraining(FineTuning):
                 self.train_set = sequences
             else:
                 self.splits[split] = self.mask_once(sequences, split)
-                counted = sequences if settings.streaming else self.train_set
-                self.loss_by_frequency[split] = self.frequency_loss(counted, self.splits[split])
+                if (counted := sequences if settings.streaming else self.train_set) is not None:
+                    self.loss_by_frequency[split] = self.frequency_loss(counted, self.splits[split])
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_token=["labels"], per_sequence=["next_sentence_label"]
         )
@@ -407,8 +407,9 @@ class Pretraining(FineTuning):
         names = ("next_sentence_loss", "next_sentence_accuracy")
         of_pairs = {name: each / len(predicted) for name, each in zip(names, pairs, strict=False)}
         loss = total / words + of_pairs.get("next_sentence_loss", 0.0)
-        metrics = {"loss": loss, "perplexity": perplexity(total, words), **of_pairs,
-                   "loss_by_frequency": self.loss_by_frequency[split]}  # fmt: skip
+        metrics = {"loss": loss, "perplexity": perplexity(total, words), **of_pairs}
+        if split in self.loss_by_frequency:
+            metrics["loss_by_frequency"] = self.loss_by_frequency[split]
         return Evaluation(metrics, self.predictions(split, predicted))
 
     def predictions(self, split: str, predicted: list[list[int]]) -> list[dict]:

@@ -2,16 +2,18 @@
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from datasets.utils.py_utils import size_str
 from filelock import FileLock, Timeout
 
 from toolkit.files import write_text
-from toolkit.training.settings import EXTENDING, Settings, changed_flags, recipe_of
+from toolkit.training.checkpoints import writing
+from toolkit.training.settings import EXTENDING, RECIPE, Settings, changed_flags, recipe_of
 
-RECIPE, CHECKPOINTS, LOCK = "recipe.yaml", "checkpoints", ".lock"
+CHECKPOINTS, LOCK = "checkpoints", ".lock"
 
 # In a checkpoint: the weight, and two numbers of Adam.
 FLOATS_PER_PARAMETER = 3
@@ -49,9 +51,7 @@ class OutputFolder:
         if not os.access(folder := existing_folder(path), os.W_OK):
             raise PermissionError(f"--output {path}: {folder} cannot be written; expected a folder that can")
         if not is_empty and not settings.resume:
-            raise ValueError(
-                f"--output {path} is not empty; expected a new folder, or --resume to continue the run in it"
-            )
+            raise ValueError(not_empty(path))
         if not is_empty and not recipe.exists():
             raise ValueError(f"--resume: {path} holds no run; {RECIPE} is missing there")
         if has_checkpoint(settings):
@@ -88,6 +88,23 @@ class OutputFolder:
                 f"--output {self.path} is on a disk with {size_str(free)} free; expected {size_str(needed)}, which the "
                 f"run may need. A smaller --keep_checkpoints than {keep} needs less"
             )
+
+
+@contextmanager
+def moved_when_complete(folder: Path, advice: str) -> Iterator[Path]:
+    """A temporary folder, whose files are moved into `folder` at the end. Raises as `writing`."""
+    unfinished = folder / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with writing(unfinished, folder, advice):
+        unfinished.mkdir()
+        yield unfinished
+        for path in sorted(unfinished.iterdir()):
+            path.replace(folder / path.name)
+        unfinished.rmdir()
+
+
+def not_empty(path: Path) -> str:
+    return f"--output {path} is not empty; expected a new folder, or --resume to continue the run in it"
 
 
 def has_checkpoint(settings: Settings) -> bool:

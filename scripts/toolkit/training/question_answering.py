@@ -16,7 +16,17 @@ from toolkit.files import write_json
 from toolkit.inputs import InputFile, Source
 from toolkit.metrics import compute, load, mean_loss
 from toolkit.row_files import Rows, find_column, open_text, read_json, text_of
-from toolkit.spans import LENGTHS, Answer, Feature, best_spans, context_windows, positions, span_of, with_no_answer
+from toolkit.spans import (
+    LENGTHS,
+    Answer,
+    Feature,
+    best_spans,
+    context_windows,
+    positions,
+    saved_threshold,
+    span_of,
+    with_no_answer,
+)
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.rows import map_rows
 from toolkit.training.settings import QuestionAnsweringSettings
@@ -98,25 +108,32 @@ class QuestionAnswering(FineTuning):
         self.metric, self.rows = settings.metric, {}
         for split, rows in self.read_splits():
             self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
-        self.check_answers(self.rows["train"], self.splits["train"])
-        self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
-        threshold = self.make_threshold(self.rows.pop("train"))
+        if "train" in self.rows:
+            self.check_answers(self.rows["train"], self.splits["train"])
+            self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
+        training_rows = self.rows.pop("train", None)
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
         self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
-        self.set_threshold(threshold)
+        self.set_threshold(self.make_threshold(training_rows))
         self.model.config.question_answering = {name: getattr(settings, name) for name in LENGTHS}
         self.collate = PadOrFlatten(
             self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
         )
 
-    def make_threshold(self, rows) -> float | None:
+    def make_threshold(self, rows: Dataset | None) -> float | None:
         """The score that an answer must exceed; None: there always is an answer. For "best" it is 0 until the first
-        evaluation."""
+        evaluation.
+
+        Args:
+            rows: the training set; None: the default is that of the model.
+        """
         given = self.settings.null_threshold
         if given == "best" and "validation" not in self.splits:
             raise ValueError(
                 "--null_threshold is best and there is no validation set; expected one, on which it is chosen"
             )
+        if given is None and rows is None:
+            return saved_threshold(self.model.config)
         if given is None:
             given = "never" if all(rows["answers"]) else "0"
         return None if given == "never" else 0.0 if given == "best" else float(given)

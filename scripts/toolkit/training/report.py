@@ -43,6 +43,13 @@ def in_words(metrics: Mapping) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in headline(metrics).items())
 
 
+def rank(metric: float | None, loss: float | None, greater_is_better: bool) -> list[float]:
+    """A metric and the loss as two numbers that are larger for a better model. NaN, or None, which it is in JSON, is
+    worse than every number."""
+    values = [(metric, 1 if greater_is_better else -1), (loss, -1)]
+    return [-math.inf if each is None or math.isnan(each) else sign * each for each, sign in values]
+
+
 def checkpoint_in_words(progress: Progress, metric: str) -> str:
     """The step that the weights of the finished model are of, and why, for the model card.
 

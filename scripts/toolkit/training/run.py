@@ -6,6 +6,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import datasets
 import torch
@@ -19,8 +21,10 @@ from toolkit.checkpoint import config_fields, kind_of, tensor_names
 from toolkit.cli import EXTRAS, Parser, about, how_to_install
 from toolkit.hub import check_source
 from toolkit.training.dry_run import rehearse
-from toolkit.training.loop import Training
+from toolkit.training.evaluation import evaluate
+from toolkit.training.loop import Training, push
 from toolkit.training.output import OutputFolder
+from toolkit.training.seeds import run_seeds
 from toolkit.training.settings import Settings
 from toolkit.training.task import Task, check_lengths, sources
 
@@ -36,7 +40,7 @@ LAUNCHED = {
 
 
 def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accelerator], Task]) -> None:
-    """The whole run: checks, training, evaluation, and the files of the result.
+    """The whole run, or those of all seeds: checks, training, evaluation, and the files of the result.
 
     Args:
         parser: reports errors; with several processes, the process is named.
@@ -44,7 +48,6 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     """
     rank, _ = launched_process()
     parser.prog += f" (process {rank})" if rank else ""
-    main_process = rank == 0
     check_sources(settings)
     check_services(settings)
     # It warns at each checkpoint that tied weights are written once.
@@ -52,6 +55,26 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
     # The progress bar of the training is enough.
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bar()
+    run_one = partial(run_of_one_seed, parser, make_task, rank == 0)
+    if settings.seeds is None:
+        run_one(settings)
+    else:
+        run_seeds(settings, run_one, rank == 0)
+        if rank == 0 and settings.push_to_hub:
+            push(Path(settings.output), settings)
+    PartialState().destroy_process_group()
+
+
+def run_of_one_seed(
+    parser: Parser, make_task: Callable[[Settings, Accelerator], Task], main_process: bool, settings: Settings,
+    name: str | None = None, data: dict[str, str] | None = None,
+) -> None:  # fmt: skip
+    """A run: training and evaluation, or --evaluate_only, or --dry_run.
+
+    Args:
+        name: of the model; None: that of --output.
+        data: the fingerprints that the data must have; None: any.
+    """
     with OutputFolder(settings) as output:
         if main_process:
             output.check()
@@ -59,9 +82,14 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
         set_seed(settings.seed)
         task = make_task(settings, accelerator)
         check_lengths(settings, ["max_length"], task.model.config)
-        if main_process:
+        if main_process and not settings.evaluate_only:
             output.check_space(sum(weight.numel() for weight in task.model.parameters()))
-        training = Training(task, output.path)
+        if settings.evaluate_only:
+            evaluate(task, output)
+            return
+        training = Training(task, output.path, name)
+        if data is not None:
+            training.check_data(data, "the model of another seed")
         if settings.dry_run:
             rehearse(training)
             return

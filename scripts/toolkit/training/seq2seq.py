@@ -53,7 +53,7 @@ class Seq2Seq(FineTuning):
         self.set_generation()
         for split, rows in self.read_splits():
             self.splits[split], self.row_counts[split] = self.encode(rows), len(rows)
-        self.train_set = self.splits.pop("train")
+        self.train_set = self.splits.pop("train", None)
         if self.text_metrics and "validation" in self.splits and not has_checkpoint(settings):
             self.report_changed_targets(self.splits["validation"])
         self.pad = DataCollatorForSeq2Seq(self.tokenizer, self.model, label_pad_token_id=IGNORED)

@@ -34,6 +34,19 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
 FREE_TO_CHANGE = {"resume", "dry_run", "output", "trust_checkpoints", "trackers", "push_to_hub", "hub_private",
                   "keep_checkpoints", "log_steps", "save_steps", "eval_batch_size", "all_scores"}  # fmt: skip
 
+# What --evaluate_only takes from the recipe of the run that made the model: how rows become inputs, and outputs become
+# losses and metrics.
+EVALUATED_WITH = {
+    "implementation", "mixed_precision", "padding_free_collation", "eval_batch_size", "delimiter", "max_length",
+    "stride", "problem", "text_column", "text_pair_column", "label_column", "label_separator", "class_weights",
+    "label_smoothing", "scheme", "words_column", "tags_column", "label_all_pieces", "max_answer_length",
+    "source_column", "target_column", "max_target_length", "num_beams", "length_penalty", "max_new_tokens",
+    "metrics", "line_by_line", "next_sentence", "whole_word_masking", "all_scores"}  # fmt: skip
+
+# The other flags that --evaluate_only uses.
+EVALUATION_OF = {"model", "output", "evaluate_only", "validation_file", "test_file", "dataset", "dataset_config",
+                 "validation_split", "test_split", "max_eval_samples", "on_bad_row", "null_threshold"}  # fmt: skip
+
 # With --resume these may grow, once the run is finished.
 EXTENDING = {"epochs", "max_steps"}
 
@@ -44,6 +57,9 @@ SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "
 # Before the values of a list in the parser's arguments: a value that begins with a hyphen is then not taken for a flag.
 # No command line can have this character.
 VALUE = "\0"
+
+# Of a run, in its folder.
+RECIPE = "recipe.yaml"
 
 # What flags of the validation set require.
 VALIDATION = "validation_file or validation_fraction"
@@ -99,8 +115,11 @@ class Settings:
     )
     test_split: str | None = data_flag("the test split of --dataset", requires="dataset")
     validation_fraction: float | None = data_flag(
-        "the share of the training set to use as the validation set, instead of a file or a split; drawn by --seed, of "
-        "each label of --problem single_label alike", above=0, below=1, excludes="validation_file")  # fmt: skip
+        "the share of the training set to use as the validation set, instead of a file or a split; of --problem "
+        "single_label, the same share of each label", above=0, below=1, excludes="validation_file")  # fmt: skip
+    split_seed: int = data_flag(
+        "the random seed that draws --validation_fraction", 0, minimum=0, maximum=2**32 - 1,
+        requires="validation_fraction")  # fmt: skip
     delimiter: str | None = data_flag(
         "of .csv, .tsv and .txt; default: comma, tab, and .txt is no table", excludes="dataset"
     )
@@ -153,7 +172,16 @@ class Settings:
         "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured"
     )
     seed: int = training_flag("the random seed", 0, minimum=0, maximum=2**32 - 1)  # as NumPy expects
+    seeds: list[str] | None = training_flag(
+        "two or more seeds: runs one after the other, with the mean and the standard deviation of their metrics; the "
+        "model that is best on the validation set is saved", requires=VALIDATION, excludes="seed")  # fmt: skip
 
+    evaluate_only: bool = evaluation_flag(
+        "train nothing: evaluate --model on the validation and the test set. Flags that say how rows are read are "
+        "those of recipe.yaml in its folder, unless they are given",
+        False,
+        requires="validation_file or test_file",
+    )
     eval_batch_size: int = evaluation_flag(
         "sequences per batch of an evaluation, on each process", 64, minimum=1, requires="validation_file or test_file"
     )
@@ -188,11 +216,16 @@ class Settings:
             self.validation_split = None if self.validation_split == "validation" else self.validation_split
         for each in fields(self):
             self.check(each)
-        for alternatives in (("model", "config_file"), ("output",), ("train_file", "dataset")):
+        data = ("validation_file", "test_file") if self.evaluate_only else ("train_file",)
+        for alternatives in (("model", "config_file"), ("output",), (*data, "dataset")):
             names = [name for name in alternatives if hasattr(self, name)]
             if all(getattr(self, name) is None for name in names):
                 meaning = self.__dataclass_fields__[names[0]].metadata["help"]
                 raise ValueError(f"--{' or --'.join(names)} is missing; expected {meaning}")
+        if self.seeds is not None:
+            wrong = [each for each in self.seeds if not each.isdecimal() or int(each) >= 2**32]
+            if wrong or len(set(map(int, self.seeds))) < max(2, len(self.seeds)):
+                raise ValueError(f"--seeds is {' '.join(self.seeds)}; expected two or more numbers, each once")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"--push_to_hub is {self.push_to_hub}; expected user/name")
         for name in ("model", "tokenizer"):
@@ -208,6 +241,7 @@ class Settings:
         """Raises ValueError if the value of a flag is not within its limits, or if the flag is given without one that
         it requires, or with one that it excludes."""
         name, value, rules = each.name, getattr(self, each.name), each.metadata
+        given = "given" if value is True else " ".join(value) if isinstance(value, list) else value
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"--{name} is {value}; expected a finite number")
         limits = [(*LIMITS[kind], limit) for kind, limit in rules["limits"].items()]
@@ -218,15 +252,20 @@ class Settings:
             return
         if rules["requires"] and not any(map(self.has, rules["requires"].split(" or "))):
             expected = self.spelled(rules["requires"])
-            given = "given" if value is True else " ".join(value) if isinstance(value, list) else value
             raise ValueError(f"--{name} is {given} without {expected}; expected {expected} with it")
+        if self.evaluate_only and name not in EVALUATED_WITH | EVALUATION_OF:
+            raise ValueError(
+                f"--{name} is {given} with --evaluate_only, which does not use it; expected --evaluate_only alone"
+            )
         if rules["excludes"] and self.has(rules["excludes"]):
             raise ValueError(f"--{name} and {self.spelled(rules['excludes'])} are both given; expected one of the two")
 
     def spelled(self, requirement: str) -> str:
         """A requirement as on the command line; of --dataset, with the splits in place of the files."""
         text = "--" + requirement.replace(" or ", " or --").replace("=", " ")
-        return text.replace("_file", "_split") if self.dataset is not None else text
+        if self.dataset is None:
+            return text
+        return text.replace("validation_file", "validation_split").replace("test_file", "test_split")
 
     def has(self, requirement: str) -> bool:
         """Whether a flag differs from its default; or, for "problem=regression", has this value, if the command has the
@@ -258,7 +297,8 @@ class LabelSettings(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.class_weights and self.class_weights != ["balanced"] and self.labels is None:
+        has_order = self.labels is not None or self.evaluate_only  # that of the model
+        if self.class_weights and self.class_weights != ["balanced"] and not has_order:
             raise ValueError("--class_weights has numbers and --labels is missing; expected --labels, in their order")
         if self.labels and len(self.labels) < 2 and self.has("problem=single_label"):
             raise ValueError(f"--labels is {self.labels[0]}; expected two labels or more")
@@ -506,12 +546,15 @@ def parse(
         description: the command's docstring.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser(file, description, settings_class)
+    parser, known = make_parser(file, description, settings_class), {each.name for each in fields(settings_class)}
     try:
         argv = mark_values(argv, {name for name, hint in get_type_hints(settings_class).items() if is_list(hint)})
         if argv and not argv[0].startswith("-"):
-            argv = recipe_arguments(find_shipped(argv[0]), {each.name for each in fields(settings_class)}) + argv[1:]
+            argv = recipe_arguments(find_shipped(argv[0]), known) + argv[1:]
         given = vars(parser.parse_args(argv))
+        if given["evaluate_only"] and (recipe := Path(given["model"] or "", RECIPE)).is_file():
+            of_run = recipe_arguments(recipe, known, EVALUATED_WITH)
+            given = vars(parser.parse_args([*of_run, *argv]))
         if given.get("config_file") is not None:
             given["config_file"] = str(find_shipped(given["config_file"]))
         settings = settings_class(**given)
@@ -590,9 +633,13 @@ def boolean(text: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- recipes
 
 
-def recipe_arguments(path: Path, known: set[str]) -> list[str]:
+def recipe_arguments(path: Path, known: set[str], used: set[str] | None = None) -> list[str]:
     """A recipe as command-line arguments, so that its values are parsed and checked in the same way. Its files and
     folders that begin with ./ or ../ are relative to the recipe.
+
+    Args:
+        known: all flags.
+        used: those to return; None: all.
 
     Raises:
         OSError, ValueError: it cannot be read, or has a name that is not a flag.
@@ -608,6 +655,8 @@ def recipe_arguments(path: Path, known: set[str]) -> list[str]:
 
     arguments = []
     for name, value in with_paths(recipe, beside).items():
+        if used is not None and name not in used:
+            continue
         if isinstance(value, list):
             arguments += [f"--{name}", *(VALUE + each if each.startswith("-") else each for each in map(str, value))]
         elif value is not None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from toolkit.training.fingerprint import fingerprint
 from toolkit.training.output import has_checkpoint
 from toolkit.training.rows import Check, load_rows
 from toolkit.training.settings import Settings
+
+# In the folder of a finished run.
+METRICS = "metrics.json"
 
 # The end of the messages about numbers that are not finite.
 AFTER_DIVERGENCE = (
@@ -71,6 +75,7 @@ class Task(ABC):
         splits: the examples of "validation" and "test", if there are any.
         rows: the rows of these splits, if metrics are computed from the rows.
         row_counts: the number of rows of each split and of "train"; empty if the sequences do not follow the rows.
+        label_counts: how often each label, of one for each row or word, occurs in the training set.
         metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction. Of
             checkpoints with the same value, the one with the lowest loss is the best.
         evaluates_at_start: whether the model is evaluated before the first update, as step 0.
@@ -83,7 +88,8 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        self.splits, self.rows, self.row_counts, self.new_weights = {}, {}, {}, set()
+        self.splits, self.rows, self.row_counts, self.label_counts = {}, {}, {}, Counter()
+        self.new_weights: set[str] = set()
 
     def open_model(self, open_checkpoint: Callable, *, new_head: bool = False, **fields):
         """The model of --model in float32, with these fields of its configuration. Sets `new_weights` and, if the run
@@ -109,8 +115,13 @@ class Task(ABC):
         self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
         if new_head:
             self.new_weights |= initialise_head(model)
-        if self.new_weights and not has_checkpoint(self.settings):
-            new = ", ".join(modules_of(self.new_weights))
+        new = ", ".join(modules_of(self.new_weights))
+        if new and self.settings.evaluate_only:
+            raise ValueError(
+                f"--model {self.settings.model} has no weights of {new}; expected a model trained for this task, with "
+                "--evaluate_only"
+            )
+        if new and not has_checkpoint(self.settings):
             self.accelerator.print(
                 f"{self.settings.model} has no weights of {new}; they are random before the training"
             )
@@ -170,7 +181,7 @@ class FineTuning(Task):
         readers: of files that this task reads in another way than others; see `InputFile`.
     """
 
-    train_set = None
+    train_set: Dataset | None = None
     collate: Callable[[list[dict]], dict]
     readers: Readers | None = None
 
@@ -187,8 +198,8 @@ class FineTuning(Task):
         return load_rows(source, with_columns, self.settings.on_bad_row, self.accelerator.print)
 
     def read_splits(self) -> Iterator[tuple[str, Dataset]]:
-        """Each split and its rows, the training set first. With --validation_fraction, some of the rows that are read
-        for training are the validation set."""
+        """Each split and its rows, the training set first if there is one. With --validation_fraction, some of the rows
+        that are read for training are the validation set."""
         from sklearn.model_selection import train_test_split
 
         fraction = self.settings.validation_fraction
@@ -197,13 +208,18 @@ class FineTuning(Task):
             if split != "train" or fraction is None:
                 yield split, rows
                 continue
-            drawn = {"random_state": self.settings.seed, "stratify": self.strata(rows)}
+            drawn = {"random_state": self.settings.split_seed, "stratify": self.strata(rows)}
             try:
                 kept, held_out = map(sorted, train_test_split(range(len(rows)), test_size=fraction, **drawn))
             except ValueError as error:
                 raise ValueError(f"--validation_fraction is {fraction}: {error}") from error
             yield "train", rows.select(kept)
             yield "validation", rows.select(held_out[: self.settings.max_eval_samples])
+
+    def saved_label_counts(self) -> Counter:
+        """The `label_counts` of the run that made --model, of its metrics.json; empty if it has none."""
+        path = Path(self.settings.model, METRICS)
+        return Counter(read_json_object(path).get("label_counts")) if path.is_file() else Counter()
 
     def strata(self, rows: Dataset) -> list[str] | None:
         """For each row, the group of rows of which --validation_fraction takes the same share as of others; None: there
@@ -355,7 +371,7 @@ def non_padding_tokens(batch: dict) -> int:
 
 
 def sources(settings: Settings, readers: Readers | None = None) -> dict[str, Source]:
-    """The sources of "train" and, if there are any, of "validation" and "test".
+    """The sources of "train", unless nothing is trained, and, if there are any, of "validation" and "test".
 
     Args:
         readers: see `InputFile`.
@@ -364,7 +380,7 @@ def sources(settings: Settings, readers: Readers | None = None) -> dict[str, Sou
         OSError, ValueError: a file is missing, or has an unknown ending.
     """
     found = {}
-    for split in ("train", "validation", "test"):
+    for split in ("validation", "test") if settings.evaluate_only else ("train", "validation", "test"):
         most = settings.max_train_samples if split == "train" else settings.max_eval_samples
         if files := getattr(settings, f"{split}_file"):
             inputs = open_files(files, delimiter=settings.delimiter, readers=readers)

@@ -10,7 +10,15 @@ from torch import nn
 from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
-from toolkit.labels import check_known, class_weights, in_saved_order, label_fields, label_order, saved_labels
+from toolkit.labels import (
+    check_known,
+    class_weights,
+    in_saved_order,
+    label_fields,
+    label_order,
+    saved_labels,
+    trained_labels,
+)
 from toolkit.metrics import compute, load, mean_loss
 from toolkit.row_files import find_column, read_conll
 from toolkit.training.batches import PadOrFlatten, unpadded
@@ -149,13 +157,17 @@ class TokenClassification(FineTuning):
             )
         self.metric, self.labels = settings.metric, settings.labels
         self.saved_labels = saved_labels(settings.model)
-        self.rows = {}
+        if settings.evaluate_only:
+            self.labels = trained_labels(settings.model, "ForTokenClassification")
         for split, rows in self.read_splits():  # the training set first
             self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
-        self.train_set = self.splits.pop("train")
-        self.tag_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
+        self.train_set = self.splits.pop("train", None)
+        if self.train_set is None:
+            self.label_counts = self.saved_label_counts()
+        else:
+            self.label_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
         self.model = self.make_model()
-        self.weights = class_weights(settings.class_weights, self.labels, self.tag_counts).to(accelerator.device)
+        self.weights = class_weights(settings.class_weights, self.labels, self.label_counts).to(accelerator.device)
         self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"])
 
     # -- data
@@ -289,7 +301,7 @@ class TokenClassification(FineTuning):
             sums = [self.losses_of(logits, batch).item(), self.counts(batch).item()]
             return [row.tolist() for row in unpadded(batch, logits.argmax(-1))], sums
 
-        unseen = OUTSIDE if self.settings.scheme == "iob2" else self.tag_counts.most_common(1)[0][0]
+        unseen = OUTSIDE if self.settings.scheme == "iob2" else max(self.labels, key=self.label_counts.__getitem__)
         tags = [[unseen] * len(row) for row in self.rows[split]["words"]]
         examples = self.splits[split].select_columns(["row", "words", "positions"])
         labels_of_windows, sums = self.predict(model, split, forward)
