@@ -6,7 +6,7 @@ PYTHON ?= python3
 MODEL ?=
 # Of train-demo.
 SEEDS ?= 0 1 2
-IMPLEMENTATIONS ?= scratchbert bert
+IMPLEMENTATIONS ?= scratchbert bert trainer
 AT_LEAST ?= 0.83
 MINILM_SHA256 := 53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
 
@@ -77,7 +77,7 @@ test-all: ## run every test: all the targets above, and transformers' own
 	$(MAKE) test-docs
 	$(MAKE) test-oldest
 
-train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT (half an hour; SEEDS=0 for one)
+train-demo: $(READY) ## fine-tune on film reviews with three seeds, beside transformers' BERT and its Trainer (an hour; SEEDS=0 for one)
 	$(BIN)/python scripts/train_demo.py "$(or $(MODEL),$(MINILM))" demo/reviews --seeds $(SEEDS) \
 		--implementations $(IMPLEMENTATIONS) --at-least $(AT_LEAST)
 

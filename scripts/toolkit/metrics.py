@@ -1,12 +1,13 @@
-"""Metrics, computed by `evaluate` from the modules in scripts/metrics/, without a network.
+"""Metrics of labels and numbers, by scikit-learn; and of tags and texts, by `evaluate` from the modules in
+scripts/metrics/, without a network.
 
-    compute(["accuracy", "f1"], [0, 1, 2], [0, 1, 1], average="macro")     {"accuracy": 0.67, "f1": 0.56}
+    classification_metrics("multi_label", [[1, 0], [1, 1]], [[1, 1], [1, 1]])     {"accuracy": 0.5, "f1": 0.83}
+    compute(["rouge", "sacrebleu"], ["a b"], [["a c"]])                           {"rouge1": 0.5, …, "bleu": …}
 
 Each module, metrics/NAME/NAME.py, documents the inputs and values of its metric; `evaluate.load` can also open it by
 its path. Keys have no prefix; values are floats on the usual scale: 0 to 100 for sacrebleu and squad, else 0 to 1.
 """
 
-import inspect
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -20,25 +21,12 @@ FOLDER = ROOT / "scripts" / "metrics"
 
 # The libraries that each metric requires.
 METRICS = {
-    "accuracy": ("evaluate", "sklearn"),
-    "correlation": ("evaluate", "scipy"),
     "error_rate": ("evaluate", "rapidfuzz"),
-    "f1": ("evaluate", "sklearn"),
-    "matthews_correlation": ("evaluate", "sklearn"),
-    "mean_squared_error": ("evaluate", "sklearn"),
     "rouge": ("evaluate", "rouge_score"),
     "sacrebleu": ("evaluate", "sacrebleu"),
     "seqeval": ("evaluate", "seqeval"),
     "squad": ("evaluate",),
 }
-# The modules for the problems of classification.
-CLASSIFICATION_METRICS = {
-    "single_label": ["accuracy", "f1", "matthews_correlation"],
-    "multi_label": ["f1", "accuracy"],
-    "regression": ["correlation", "mean_squared_error"],
-}
-METRICS_OF_LABELS = {"accuracy", "f1", "matthews_correlation"}
-
 SHARES = ("accuracy", "f1", "precision", "recall", "rouge1", "rouge2", "rougeL", "rougeLsum", "item_error_rate",
           "next_sentence_accuracy")  # fmt: skip
 
@@ -73,14 +61,12 @@ def load(name: str):
         return evaluate.load(str(FOLDER / name), keep_in_memory=True, cache_dir=folder)
 
 
-def compute(names: str | Sequence[str], predictions: Sequence, references: Sequence, **options) -> dict[str, float]:
+def compute(names: str | Sequence[str], predictions: Sequence, references: Sequence) -> dict[str, float]:
     """The values of one or several metrics over a set with a prediction and a reference for each item.
 
-    An option is passed to every metric that has it, such as `average` to f1.
-
     Raises:
-        ValueError: there is no metric, no item, or no metric of that name or with that option; the numbers of
-            predictions and references differ; or items have the wrong type.
+        ValueError: there is no metric, no item, or no metric of that name; the numbers of predictions and references
+            differ; or items have the wrong type.
         CommandError: a library is not installed.
     """
     metrics = {name: load(name) for name in ([names] if isinstance(names, str) else names)}
@@ -90,16 +76,9 @@ def compute(names: str | Sequence[str], predictions: Sequence, references: Seque
         raise ValueError(f"there are {len(predictions)} predictions and {len(references)} references; expected as many")
     if len(predictions) == 0:
         raise ValueError(f"predictions and references are empty; expected at least one for {', '.join(metrics)}")
-    known = {name: options.keys() & inspect.signature(metric._compute).parameters for name, metric in metrics.items()}
-    unknown = options.keys() - set().union(*known.values())
-    if unknown:
-        raise ValueError(f"there is no option {', '.join(sorted(unknown))} of {', '.join(metrics)}")
     values = {}
-    for name, metric in metrics.items():
-        if name in METRICS_OF_LABELS:
-            check_labels(name, predictions=predictions, references=references)
-        chosen = {option: options[option] for option in known[name]}
-        values |= metric.compute(predictions=predictions, references=references, **chosen)
+    for metric in metrics.values():
+        values |= metric.compute(predictions=predictions, references=references)
     return {key: float(value) for key, value in values.items()}
 
 
@@ -108,36 +87,56 @@ def classification_metrics(problem: str, predictions: Sequence, references: Sequ
 
     Args:
         problem: "single_label", with a number for each item; "multi_label", with 0 or 1 for each label of an item; or
-            "regression", with as many numbers for each item, over which the metrics are averaged.
+            "regression", with as many numbers for each item.
 
     Raises:
-        As `compute`.
+        ValueError: there are no items, or a number is NaN or infinite.
+        CommandError: scikit-learn is not installed.
     """
-    names = CLASSIFICATION_METRICS[problem]
-    if problem != "regression":
-        return compute(names, predictions, references, average="macro")
-    columns = zip(zip(*predictions, strict=True), zip(*references, strict=True), strict=True)
-    found = [compute(names, *column) for column in columns]
-    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+    require("sklearn")
+    if problem == "regression":
+        return regression_metrics(predictions, references)
+    metrics = label_metrics(predictions, references)
+    return metrics | matthews_correlation(predictions, references) if problem == "single_label" else metrics
 
 
-def check_labels(name: str, **columns: Sequence) -> None:
-    """Checks that labels are integers, to which `evaluate` would silently round probabilities down.
+def label_metrics(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """accuracy: the share of items whose prediction equals the reference, as a whole if it is a row of 0 and 1.
+    f1: the mean over the labels that occur of the harmonic mean of precision and recall; 0 if none occurs."""
+    from sklearn.metrics import accuracy_score, f1_score
 
-    Raises:
-        ValueError: they are not integers, or rows of labels differ in length.
-    """
-    shapes = set()
-    for column, values in columns.items():
-        try:
-            array = np.asarray(values)
-        except ValueError:
-            raise ValueError(f"{column} has rows of different lengths; expected one length for {name}") from None
-        if array.dtype.kind not in "biu":
-            raise ValueError(f"{column} has {array.flat[0]!r}; expected labels, which are integers, for {name}")
-        shapes.add(array.shape[1:])
-    if len(shapes) > 1:
-        raise ValueError(f"{' and '.join(columns)} have different numbers of labels; expected as many for {name}")
+    references, predictions = np.asarray(references), np.asarray(predictions)
+    if references.ndim == 2:
+        # Another column, because scikit-learn takes a single one for the two labels 0 and 1.
+        references, predictions = (np.pad(each, ((0, 0), (0, 1))) for each in (references, predictions))
+    f1 = f1_score(references, predictions, average="macro", zero_division=np.nan)  # labels with NaN are left out
+    return {"accuracy": accuracy_score(references, predictions), "f1": float(np.nan_to_num(f1))}
+
+
+def matthews_correlation(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """Matthews' correlation coefficient, from -1 to 1; 0 is no better than chance, and the value if all predictions, or
+    all references, are the same label."""
+    from sklearn.metrics import matthews_corrcoef
+
+    is_one_label = len({*predictions, *references}) == 1  # scikit-learn would warn
+    return {"matthews_correlation": 0.0 if is_one_label else matthews_corrcoef(references, predictions)}
+
+
+def regression_metrics(
+    predictions: Sequence[Sequence[float]], references: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """The mean squared error, and Pearson's and Spearman's correlation, from -1 to 1: means over the columns. The
+    correlation of a column with one value is 0, because the formulas divide 0 by 0."""
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import mean_squared_error
+
+    error = mean_squared_error(references, predictions)  # raises if a number is NaN or infinite
+    columns = list(zip(np.transpose(predictions), np.transpose(references), strict=True))
+
+    def correlation(function) -> float:
+        return float(np.mean([function(*pair).statistic if np.ptp(pair, axis=1).all() else 0 for pair in columns]))
+
+    return {"pearson": correlation(pearsonr), "spearman": correlation(spearmanr), "mean_squared_error": error}
 
 
 def metric_range(name: str, task: str | None = None) -> tuple[float, float]:

@@ -159,7 +159,9 @@ def read_table(file: "InputFile", delimiter: str, quoting: int) -> Rows:
             if isinstance(record, str):
                 yield line, record
             elif len(record) != len(header):
-                yield line, f"the row has {len(record)} columns; expected {len(header)}, as in the header"
+                is_open = quoting == csv.QUOTE_NONE and any(field.startswith('"') for field in record)
+                advice = ". If it has line breaks or tabs in quotation marks, name the file .csv" if is_open else ""
+                yield line, f"the row has {len(record)} columns; expected {len(header)}, as in the header{advice}"
             else:
                 yield line, dict(zip(header, record, strict=True))
 

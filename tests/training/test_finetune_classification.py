@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 from collections import Counter
 
 import pytest
@@ -16,6 +15,7 @@ import train_demo
 from finetune_classification import main
 from support.finetuning import assert_one_line, assert_resumes, make_task, save_tiny
 from support.folders import ROOT
+from toolkit.cli import CommandError
 from toolkit.labels import label_name
 from toolkit.training.classification import Classification
 from toolkit.training.settings import ClassificationSettings
@@ -202,7 +202,7 @@ def test_a_fraction_is_held_out_of_each_label_alike(make):
 
 def test_a_fraction_of_numbers_and_of_too_few_rows(make):
     assert len(held_out(make(KINDS["regression"], problem="regression", validation_fraction=0.5))) == 2
-    with pytest.raises(ValueError, match=r"--validation_fraction is 0\.1: .*number of classes"):
+    with pytest.raises(ValueError, match=r"--validation_fraction is 0\.1, of 6 rows; .*number of classes"):
         make([{"text": "film", "label": label} for label in "aabbcc"], validation_fraction=0.1)
 
 
@@ -308,13 +308,14 @@ def train(monkeypatch, tmp_path):
     """Runs train_demo without training. `accuracies` are by the folder's name; a run without one fails."""
 
     def run(accuracies: dict[str, float], *flags: str) -> int:
-        def report_of(model, folder, implementation, seed):
+        def result_of(folder, model, _, implementation, seed, grouped):
             assert folder.name == f"{implementation}-{seed}"
+            assert grouped
             if folder.name not in accuracies:
-                raise subprocess.CalledProcessError(137, "finetune_classification.py")
-            return {"test": {"accuracy": accuracies[folder.name]}, "seconds": 60.0}
+                raise CommandError(f"the run in {folder} failed: 137", exit_code=1)
+            return {"accuracy": accuracies[folder.name], "cpu_seconds": 60.0, "gb": 1.0}
 
-        monkeypatch.setattr(train_demo, "train", report_of)
+        monkeypatch.setattr(train_demo, "result_of", result_of)
         return train_demo.main(["model", str(tmp_path / "runs"), "--seeds", "0", "1", *flags])
 
     return run
@@ -324,7 +325,8 @@ def train(monkeypatch, tmp_path):
 def test_the_demo_reports_an_accuracy_below_at_least(at_least, code, train, capsys):
     """Only ours must reach it."""
     accuracies = {"scratchbert-0": 0.9, "scratchbert-1": 0.8, "bert-0": 0.1, "bert-1": 0.3}
-    assert train(accuracies, *([f"--at_least={at_least}"] if at_least else [])) == code
+    flags = ["--implementations", "scratchbert", "bert", *([f"--at_least={at_least}"] if at_least else [])]
+    assert train(accuracies, *flags) == code
     told = capsys.readouterr()
     ours, theirs = told.out.splitlines()[-2:]
     assert (ours.split()[0], theirs.split()[0]) == ("scratchbert", "bert")
@@ -342,9 +344,32 @@ def test_the_demo_without_ours_has_nothing_to_reach(train):
 def test_the_demo_reports_a_run_that_failed(train, capsys):
     assert train({"scratchbert-0": 0.9, "bert-0": 0.9}) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "scratchbert" in line
-    assert "seed 1" in line
+    assert "trainer-0" in line
     assert "137" in line
+
+
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert", "trainer"])
+def test_a_run_of_the_demo(implementation, tiny, tmp_path, monkeypatch):
+    files = {
+        f"{split}_file": [str(ROOT / "tests" / "data" / "movie_reviews.csv")]
+        for split in ("train", "validation", "test")
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**files, "max_length": 16, "epochs": 1, "trackers": "none"}))
+    monkeypatch.setattr(train_demo, "RECIPE", recipe)
+    found = train_demo.measured(tiny, tmp_path / "run", implementation, 0, grouped=False)
+    assert 0 < found["accuracy"] < 1
+    assert (64 * found["accuracy"]).is_integer()
+    assert found["cpu_seconds"] > 0.1
+    assert 0.1 < found["gb"] < 100
+
+
+def test_the_demo_reads_a_finished_run_and_refuses_an_unfinished_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CommandError, match="unfinished"):
+        train_demo.result_of(tmp_path / "run", "model")
+    (tmp_path / "run" / "result.json").write_text('{"accuracy": 0.5}')
+    assert train_demo.result_of(tmp_path / "run", "model") == {"accuracy": 0.5}
 
 
 # -------------------------------------------------------------------------------------- checkpoints with their labels

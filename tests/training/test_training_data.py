@@ -900,6 +900,15 @@ def test_processes_share_the_steps_of_one_with_the_larger_batch(rows):
     assert [sorted(a + b) for a, b in zip(*two, strict=True)] == [sorted(batch) for batch in one[0]]
 
 
+def test_batches_that_are_not_grouped_have_rows_of_any_length():
+    lengths = list(range(1, 401))
+    grouped, drawn = (sampled(lengths, 4, 1, 0, seed=7, grouped=grouped)[0] for grouped in (True, False))
+    spread = [np.mean([np.ptp(batch) for batch in batches]) for batches in (grouped, drawn)]
+    assert spread[0] < 20 < 200 < spread[1]  # of four uniform numbers: 3 / 5 of 400
+    assert sorted(row for batch in drawn for row in batch) == list(range(400))
+    assert 399 in drawn[0]
+
+
 def test_seed_and_epoch_change_the_batches():
     lengths = [5] * 100
     orders = [sampled(lengths, 4, 1, epoch, seed=seed)[0] for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]]

@@ -18,16 +18,11 @@ from hypothesis import strategies as st
 from support.folders import SCRIPTS
 from toolkit import metrics as training_metrics
 from toolkit.cli import CommandError
-from toolkit.metrics import compute
+from toolkit.metrics import classification_metrics, compute, label_metrics
 
 # One input, right in half of its items or so, for each metric.
 EXAMPLES = {
-    "accuracy": ([0, 1], [1, 1]),
-    "correlation": ([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]),
     "error_rate": (["a b"], [["a c"]]),
-    "f1": ([0, 1], [1, 1]),
-    "matthews_correlation": ([0, 1], [1, 1]),
-    "mean_squared_error": ([0.5], [1.0]),
     "rouge": (["a b"], [["a c"]]),
     "sacrebleu": (["a b"], [["a c"]]),
     "seqeval": ([["B-X", "O"]], [["B-X", "B-X"]]),
@@ -43,114 +38,81 @@ def no_warnings():
         yield
 
 
-# ------------------------------------------------------------------------------------------------------ classification
-
-
-def test_accuracy():
-    assert compute("accuracy", [2, 0, 1, 1], [2, 1, 1, 0]) == {"accuracy": 0.5}
-    # With several labels an item, all of a row must be right: the first and the third are.
-    rows = ([[1, 0], [1, 1], [0, 0], [0, 1]], [[1, 0], [1, 0], [0, 0], [1, 0]])
-    assert compute("accuracy", *rows) == {"accuracy": 0.5}
-
-
-# Label 0: 1 found rightly of 2 predicted and 2 there: F1 1/2. Label 1: 2 of 2 and 3: 2 * 2 / (2 + 3) = 4/5.
-# Label 2: 1 of 2 and 1: 2/3. 4 of 6 are right.
-PREDICTED, LABELS = [0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 0]
+# --------------------------------------------------------------------------------------------------- labels and numbers
 
 
 @pytest.mark.parametrize(
-    ("average", "value"),
+    ("predictions", "references", "accuracy", "f1"),
     [
-        ("macro", (1 / 2 + 4 / 5 + 2 / 3) / 3),
-        ("weighted", (2 * 1 / 2 + 3 * 4 / 5 + 1 * 2 / 3) / 6),
-        ("micro", 4 / 6),
+        # Label 0: 1 found rightly of 2 predicted and 2 there: F1 1/2. Label 1: 2 of 2 and 3: 2 * 2 / (2 + 3) = 4/5.
+        # Label 2: 1 of 2 and 1: 2/3. 4 of 6 are right.
+        ([0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 0], 4 / 6, (1 / 2 + 4 / 5 + 2 / 3) / 3),
+        ([0, 0], [0, 0], 1, 1),
+        # With several labels an item, all of a row must be right: the first and the third are.
+        # Column 0: 1 of 2 and 3: 2/5. Column 1: 0 of 2 and 0.
+        ([[1, 0], [1, 1], [0, 0], [0, 1]], [[1, 0], [1, 0], [0, 0], [1, 0]], 0.5, (2 * 2 / (2 + 3) + 0) / 2),
+        # Column 0: 1 of 2 and 1: 2/3. Column 1 is never there, and predicted once: 0. Column 2: 2 of 2 and 2: 1.
+        ([[1, 0, 1], [1, 1, 1]], [[1, 0, 1], [0, 0, 1]], 0.5, (2 / 3 + 0 + 1) / 3),
+        ([[1, 0, 0], [1, 1, 0]], [[1, 1, 0], [1, 1, 0]], 0.5, (1 + 2 / 3) / 2),  # over the labels that occur
+        ([[1]] * 4, [[1], [0], [0], [0]], 1 / 4, 2 / 5),
+        ([[0, 0]], [[0, 0]], 1, 0),
     ],
 )
-def test_f1_of_three_labels(average, value):
-    assert compute("f1", PREDICTED, LABELS, average=average) == {"f1": pytest.approx(value)}
-
-
-def test_f1_of_two_labels_is_that_of_label_1():
-    # 2 found rightly of 3 predicted and 4 there: 2 * 2 / (3 + 4).
-    assert compute("f1", [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 1, 0]) == {"f1": pytest.approx(4 / 7)}
-
-
-@pytest.mark.parametrize(("average", "value"), [("macro", (2 / 3 + 0 + 1) / 3), ("micro", 6 / 8)])
-def test_f1_of_several_labels_an_item(average, value):
-    # Column 0: 1 of 2 and 1: 2/3. Column 1 is never there nor predicted but once: 0. Column 2: 2 of 2 and 2: 1.
-    # Together 3 of 5 and 3: 2 * 3 / (5 + 3).
-    predicted, labels = [[1, 0, 1], [1, 1, 1]], [[1, 0, 1], [0, 0, 1]]
-    assert compute("f1", predicted, labels, average=average) == {"f1": pytest.approx(value)}
-    assert compute("f1", np.array(predicted), torch.tensor(labels), average=average) == {"f1": pytest.approx(value)}
-
-
-@pytest.mark.parametrize("average", ["binary", "macro", "micro", "weighted"])
-def test_f1_without_positives_is_a_number(average):
-    value = 0.0 if average == "binary" else 1.0  # the others are of label 0 as well, which is right throughout
-    assert compute("f1", [0, 0], [0, 0], average=average) == {"f1": value}
-
-
-def test_matthews_correlation():
-    # 2 true positives, 1 false one, 1 false negative, 2 true ones: (2 * 2 - 1 * 1) / sqrt(3 * 3 * 3 * 3) = 3/9.
-    values = compute("matthews_correlation", [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0])
-    assert values == {"matthews_correlation": pytest.approx(1 / 3)}
-    assert compute("matthews_correlation", [0, 1, 0], [1, 0, 1]) == {"matthews_correlation": -1.0}
-
-
-@pytest.mark.parametrize(
-    ("predictions", "references"), [([1, 1, 1], [1, 1, 1]), ([1, 1, 1], [0, 1, 0]), ([0, 1, 0], [1, 1, 1]), ([2], [2])]
-)
-def test_matthews_correlation_of_one_label_is_0(predictions, references):
-    assert compute("matthews_correlation", predictions, references) == {"matthews_correlation": 0.0}
-
-
-labels = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20)
-
-
-def test_f1_of_several_labels_is_the_mean_over_those_that_occur():
-    assert compute("f1", [[1]] * 4, [[1], [0], [0], [0]], average="macro") == {"f1": pytest.approx(2 / 5)}
-    predicted, right = [[1, 0, 0], [1, 1, 0]], [[1, 1, 0], [1, 1, 0]]
-    assert compute("f1", predicted, right, average="macro") == {"f1": pytest.approx((1 + 2 / 3) / 2)}
-    assert compute("f1", [[0, 0]], [[0, 0]], average="macro") == {"f1": 0}
+def test_accuracy_and_f1_of_labels(predictions, references, accuracy, f1):
+    assert label_metrics(predictions, references) == pytest.approx({"accuracy": accuracy, "f1": f1})
 
 
 @settings(max_examples=40)
-@given(pairs=labels, randomness=st.randoms(use_true_random=False))
-def test_labels_agree_with_scikit_learn_in_any_order(pairs, randomness):
-    shuffled = randomness.sample(pairs, len(pairs))
-    values = compute(["accuracy", "f1"], *zip(*shuffled, strict=True), average="macro")
+@given(pairs=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20))
+def test_single_labels_agree_with_scikit_learn(pairs):
     predicted, right = zip(*pairs, strict=True)
     f1 = sklearn.metrics.f1_score(right, predicted, average="macro", zero_division=0)
-    assert values == pytest.approx({"accuracy": np.mean(np.equal(predicted, right)), "f1": f1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single label
+        matthews = sklearn.metrics.matthews_corrcoef(right, predicted)
+    assert classification_metrics("single_label", predicted, right) == pytest.approx(
+        {"accuracy": np.mean(np.equal(predicted, right)), "f1": f1, "matthews_correlation": matthews}
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- regression
+@pytest.mark.parametrize(
+    ("predictions", "references", "value"),
+    [
+        # 2 true positives, 1 false one, 1 false negative, 2 true ones: (2 * 2 - 1 * 1) / sqrt(3 * 3 * 3 * 3) = 3/9.
+        ([1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0], 1 / 3),
+        ([0, 1, 0], [1, 0, 1], -1),
+        ([1, 1, 1], [1, 1, 1], 0),
+        ([1, 1, 1], [0, 1, 0], 0),
+        ([0, 1, 0], [1, 1, 1], 0),
+    ],
+)
+def test_matthews_correlation(predictions, references, value):
+    found = classification_metrics("single_label", predictions, references)
+    assert found["matthews_correlation"] == pytest.approx(value)
 
 
-def test_correlations():
-    # Deviations from the means: -1, 0, 1 and -2, -1, 3: (2 + 0 + 3) / sqrt(2 * 14). The order is the same.
-    values = compute("correlation", [1, 2, 3], [0, 1, 5])
-    assert values == {"pearson": pytest.approx(5 / math.sqrt(28)), "spearman": pytest.approx(1.0)}
-    # Ranks 1, 2, 3, 4 and 2, 1, 4, 3: 1 - 6 * (1 + 1 + 1 + 1) / (4 * 15) = 0.6.
-    assert compute("correlation", [1, 2, 3, 9], [2, 1, 8, 3])["spearman"] == pytest.approx(0.6)
+@pytest.mark.parametrize(
+    ("predictions", "references", "pearson", "spearman", "error"),
+    [
+        # Deviations from the means: -1, 0, 1 and -2, -1, 3: (2 + 0 + 3) / sqrt(2 * 14). The order is the same.
+        ([[1], [2], [3]], [[0], [1], [5]], 5 / math.sqrt(28), 1, (1 + 1 + 4) / 3),
+        ([[2.5]] * 3, [[1], [2], [3]], 0, 0, (1.5**2 + 0.5**2 + 0.5**2) / 3),
+        ([[1], [2]], [[4], [4]], 0, 0, (9 + 4) / 2),
+        ([[1.0]], [[1]], 0, 0, 0),
+        # The mean over two columns, of which one is right.
+        ([[1, 1], [2, 2], [3, 3]], [[1, 3], [2, 2], [3, 1]], 0, 0, (0 + (4 + 0 + 4) / 3) / 2),
+    ],
+)
+def test_regression(predictions, references, pearson, spearman, error):
+    assert classification_metrics("regression", predictions, references) == pytest.approx(
+        {"pearson": pearson, "spearman": spearman, "mean_squared_error": error}
+    )
 
 
-@pytest.mark.parametrize(("predictions", "references"), [([2.5] * 3, [1, 2, 3]), ([1, 2, 3], [4, 4, 4]), ([1.0], [1])])
-def test_the_correlation_of_what_is_constant_is_0(predictions, references):
-    assert compute("correlation", predictions, references) == {"pearson": 0.0, "spearman": 0.0}
-
-
-def test_mean_squared_error():
-    # Errors 1, 0, -2: (1 + 0 + 4) / 3.
-    values = compute("mean_squared_error", torch.tensor([1.5, 2.0, 1.0]), np.array([0.5, 2.0, 3.0], dtype=np.float32))
-    assert values == {"mean_squared_error": pytest.approx(5 / 3)}
-
-
-@pytest.mark.parametrize("name", ["correlation", "mean_squared_error"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_numbers_that_are_none_are_refused(name, bad):
+def test_numbers_that_are_none_are_refused(bad):
     with pytest.raises(ValueError, match=r"(?i)nan|infinity"):
-        compute(name, [1.0, bad], [1.0, 2.0])
+        classification_metrics("regression", [[1.0], [bad]], [[1.0], [2.0]])
 
 
 # ------------------------------------------------------------------------------------------------------------ entities
@@ -341,30 +303,11 @@ def test_nothing_and_unequal_numbers_are_refused(name):
         compute(name, predictions + predictions[:1], references)
 
 
-def test_options_go_to_the_metrics_that_have_them():
-    values = compute(["accuracy", "f1"], PREDICTED, LABELS, average="macro")
-    assert values == pytest.approx({"accuracy": 4 / 6, "f1": 59 / 90})
-    with pytest.raises(ValueError, match="no option averages of accuracy, f1"):
-        compute(["accuracy", "f1"], [1], [1], averages="macro")
-    with pytest.raises(ValueError, match="average is 'mean'; expected one of binary, macro"):
-        compute("f1", [1], [1], average="mean")
-
-
 def test_metrics_that_do_not_exist_are_named():
-    with pytest.raises(ValueError, match="there is no metric 'acuracy'; expected one of accuracy, corr"):
-        compute(["f1", "acuracy"], [1], [1])
+    with pytest.raises(ValueError, match="there is no metric 'bleu'; expected one of error_rate, rouge"):
+        compute(["rouge", "bleu"], ["a"], [["a"]])
     with pytest.raises(ValueError, match="expected at least one metric"):
         compute([], [1], [1])
-
-
-@pytest.mark.parametrize("name", sorted(training_metrics.METRICS_OF_LABELS))
-@pytest.mark.parametrize("bad", [[0.7, 1.0], ["a", "b"], [None, 1], [[1, 0], [1]], [[1, 0], [1, 0]]])
-def test_what_is_no_label_is_refused(name, bad):
-    message = "labels, which are integers|rows of different lengths|different numbers of labels"
-    with pytest.raises(ValueError, match=message):
-        compute(name, bad, [0, 1])
-    with pytest.raises(ValueError, match=message):
-        compute(name, [0, 1], bad)
 
 
 @pytest.mark.parametrize("name", ["error_rate", "rouge", "sacrebleu", "squad"])
@@ -374,7 +317,7 @@ def test_what_is_no_text_is_refused(name, prediction, reference):
         compute(name, [prediction], [reference])
 
 
-@pytest.mark.parametrize(("name", "module"), [("f1", "sklearn"), ("seqeval", "seqeval"), ("squad", "evaluate")])
+@pytest.mark.parametrize(("name", "module"), [("seqeval", "seqeval"), ("squad", "evaluate")])
 def test_a_missing_library_is_named(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(CommandError, match=rf'{module} is not installed; pip install "scratchbert\[train\]"'):
@@ -398,7 +341,9 @@ def test_processes_at_once_from_any_folder_leave_only_the_copied_modules(tmp_pat
         "assert 'evaluate' not in sys.modules\n"
         # Only evaluate's pipelines want transformers, which is slow to import.
         "sys.modules['transformers'] = None; import evaluate; del sys.modules['transformers']\n"
-        "for i in range(20): assert compute(['accuracy', 'f1'], [0, 1], [i % 2, 1])['accuracy'] == 1 - i % 2 / 2"
+        "for i in range(20):\n"
+        "    found = compute(['squad', 'error_rate'], ['x y'], [['x z' if i % 2 else 'x y']])\n"
+        "    assert (found['exact_match'], found['token_error_rate']) == ((0, 0.5) if i % 2 else (100, 0))\n"
     )
     environment = {"HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment = {**os.environ, **environment, "HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -189,3 +189,18 @@ def test_processes_of_open_mpi_are_connected(arguments):
     errors = [process.communicate(timeout=240)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
     assert measured(arguments.folder / "mpi")["processes"] == 2
+
+
+def test_seeds_and_evaluations_on_two_processes(arguments):
+    done = launch("two_process.yaml", [*arguments("seeds", 6, epochs=1), "--seeds", "0", "1"])
+    assert done.returncode == 0, done.stderr
+    folder = arguments.folder / "seeds"
+    found = measured(folder)
+    assert found["processes"] == 2
+    assert found["seeds"]["runs"].keys() == {"0", "1"}
+    assert done.stdout.count("the best on the validation set") == 1
+    argv = [f"--model={folder}", "--evaluate_only", f"--validation_file={arguments.folder / 'validation.csv'}"]
+    done = launch("two_process.yaml", [str(folder / "evaluated.pt"), *argv, f"--output={folder / 'evaluated'}"])
+    assert done.returncode == 0, done.stderr
+    assert measured(folder / "evaluated")["validation"] == pytest.approx(found["validation"], rel=1e-5)
+    assert len((folder / "evaluated" / "predictions_validation.jsonl").read_text().splitlines()) == len(arguments.rows)

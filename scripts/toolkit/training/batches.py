@@ -15,7 +15,7 @@ BATCHES_SORTED_TOGETHER = 50
 
 
 class LengthGroupedBatches(Sampler[list[int]]):
-    """Batches of rows of similar length, in an order that depends on the seed and the epoch only.
+    """Batches of rows of similar length, or of any rows, in an order that depends on the seed and the epoch only.
 
     As in transformers' LengthGroupedSampler, rows are shuffled, and groups of 50 batches (smaller ones for few rows, so
     that there are at least four groups) are sorted by length and cut into batches. The order of the batches is random,
@@ -29,12 +29,15 @@ class LengthGroupedBatches(Sampler[list[int]]):
         lengths: of each row, in tokens.
         batch_size: rows per batch, on each process.
         rank, world: the number of this process, and the number of processes.
+        grouped: False: rows of any length are together.
 
     Raises:
         ValueError: there are fewer rows than processes, or a number is out of range.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world: int = 1):
+    def __init__(
+        self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world: int = 1, grouped: bool = True
+    ):
         if batch_size < 1 or not 0 <= rank < world:
             raise ValueError(
                 f"batch_size is {batch_size} and rank is {rank} of {world}; expected at least 1, and a rank from 0 to "
@@ -44,7 +47,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
             raise ValueError(f"there are {len(lengths)} rows for {world} processes; expected at least one for each")
         self.lengths = np.asarray(lengths)
         self.step_rows = batch_size * world
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world, self.grouped = seed, rank, world, grouped
         self.epoch = self.start = 0
 
     @property
@@ -79,7 +82,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
         count, size = len(self.lengths), self.step_rows
         random = np.random.default_rng([self.seed, self.epoch])
         rows = random.permutation(count)
-        group = size * max(1, min(BATCHES_SORTED_TOGETHER, count // (4 * size)))
+        group = size * max(1, min(BATCHES_SORTED_TOGETHER, count // (4 * size))) if self.grouped else size
         rows = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in cut(rows, group)])
         # The remaining rows may include the longest one. It is moved into a full step.
         whole, longest = count // size, self.lengths[rows].argmax()

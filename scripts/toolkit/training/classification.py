@@ -8,6 +8,7 @@ from torch import nn
 from transformers import BertForSequenceClassification
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
+from toolkit.cli import require
 from toolkit.confusion_matrix import plot_confusion
 from toolkit.labels import (
     class_weights,
@@ -18,7 +19,7 @@ from toolkit.labels import (
     saved_labels,
     trained_labels,
 )
-from toolkit.metrics import CLASSIFICATION_METRICS, classification_metrics, load, mean_loss
+from toolkit.metrics import classification_metrics, mean_loss
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.rows import map_rows
@@ -36,8 +37,7 @@ class Classification(FineTuning):
 
     def __init__(self, settings: ClassificationSettings, accelerator):
         super().__init__(settings, accelerator)
-        for name in CLASSIFICATION_METRICS[settings.problem]:
-            load(name)  # raises before the training if a library is missing
+        require("sklearn")  # raises before the training if it is missing
         self.tokenizer = tokenizer_of(settings)
         self.labels, self.saved_labels = settings.labels, None
         if settings.problem != "regression":

@@ -80,7 +80,7 @@ def flag(
         alias: another spelling.
         requires: the flag without which it would do nothing; or "problem=regression", the flag with this value. " or "
             separates several of which one is enough.
-        excludes: the flag that cannot be given as well.
+        excludes: the flag that cannot be given as well, or several, as in `requires`.
         before: the value in runs of versions that did not have the flag, if it is not the default.
         limits: those of its value, by their names in `LIMITS`.
     """
@@ -115,7 +115,7 @@ class Settings:
     )
     test_split: str | None = data_flag("the test split of --dataset", requires="dataset")
     validation_fraction: float | None = data_flag(
-        "the share of the training set to use as the validation set, instead of a file or a split; of --problem "
+        "the share of the training set to use as the validation set, instead of --validation_file; of --problem "
         "single_label, the same share of each label", above=0, below=1, excludes="validation_file")  # fmt: skip
     split_seed: int = data_flag(
         "the random seed that draws --validation_fraction", 0, minimum=0, maximum=2**32 - 1,
@@ -135,6 +135,9 @@ class Settings:
 
     batch_size: int = training_flag("sequences per batch, on each process", 32, minimum=1)
     gradient_accumulation_steps: int = training_flag("batches per update, on each process", 1, minimum=1)
+    group_by_length: bool = training_flag(
+        "batches of rows of similar length; otherwise drawn at random, which gives more padding", True
+    )
     epochs: float = training_flag("passes over the training set; fractions such as 0.5 are supported", 3, above=0)
     max_steps: int | None = training_flag("number of updates, instead of --epochs", minimum=1)
     gradient_checkpointing: bool = training_flag(
@@ -178,12 +181,12 @@ class Settings:
 
     evaluate_only: bool = evaluation_flag(
         "train nothing: evaluate --model on the validation and the test set. Flags that say how rows are read are "
-        "those of recipe.yaml in its folder, unless they are given",
+        "those of its recipe.yaml, unless they are given",
         False,
         requires="validation_file or test_file",
     )
     eval_batch_size: int = evaluation_flag(
-        "sequences per batch of an evaluation, on each process", 64, minimum=1, requires="validation_file or test_file"
+        "sequences per batch of an evaluation, on each process", 64, minimum=1, requires=f"{VALIDATION} or test_file"
     )
     eval_steps: int | None = evaluation_flag("updates between evaluations; default: after each epoch", minimum=1)
 
@@ -241,7 +244,7 @@ class Settings:
         """Raises ValueError if the value of a flag is not within its limits, or if the flag is given without one that
         it requires, or with one that it excludes."""
         name, value, rules = each.name, getattr(self, each.name), each.metadata
-        given = "given" if value is True else " ".join(value) if isinstance(value, list) else value
+        given = "given" if value is True else " ".join(map(str, value)) if isinstance(value, list) else value
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"--{name} is {value}; expected a finite number")
         limits = [(*LIMITS[kind], limit) for kind, limit in rules["limits"].items()]
@@ -255,10 +258,11 @@ class Settings:
             raise ValueError(f"--{name} is {given} without {expected}; expected {expected} with it")
         if self.evaluate_only and name not in EVALUATED_WITH | EVALUATION_OF:
             raise ValueError(
-                f"--{name} is {given} with --evaluate_only, which does not use it; expected --evaluate_only alone"
+                f"--{name} is {given} with --evaluate_only, which does not use it; expected one of the two"
             )
-        if rules["excludes"] and self.has(rules["excludes"]):
-            raise ValueError(f"--{name} and {self.spelled(rules['excludes'])} are both given; expected one of the two")
+        for other in rules["excludes"].split(" or ") if rules["excludes"] else ():
+            if self.has(other):
+                raise ValueError(f"--{name} and {self.spelled(other)} are both given; expected one of the two")
 
     def spelled(self, requirement: str) -> str:
         """A requirement as on the command line; of --dataset, with the splits in place of the files."""
@@ -504,7 +508,7 @@ class PretrainingSettings(NewModelSettings):
     whole_word_masking: bool = training_flag("mask all tokens of a word, or none", False)
     streaming: bool = data_flag(
         "read the training set while training", False, requires="max_steps",
-        excludes="validation_fraction")  # fmt: skip
+        excludes="validation_fraction or group_by_length")  # fmt: skip
     shuffle_buffer: int = data_flag("sequences that --streaming draws from", 10_000, minimum=1, requires="streaming")
 
     def __post_init__(self):
@@ -648,7 +652,7 @@ def recipe_arguments(path: Path, known: set[str], used: set[str] | None = None) 
         raise ValueError(f"{path} is not a recipe; expected a .yaml file that exists, or flags that begin with --")
     recipe = read_recipe(path, RecipeLoader)
     if unknown := sorted(map(str, recipe.keys() - known)):
-        raise ValueError(f"{path} has {', '.join(unknown)}; expected names of flags")
+        raise ValueError(f"{path} has {', '.join(unknown)}; expected flags of this command")
 
     def beside(value: str, _: bool) -> str:
         return str((path.parent / value).resolve()) if value.startswith(("./", "../")) else value

@@ -212,7 +212,10 @@ class FineTuning(Task):
             try:
                 kept, held_out = map(sorted, train_test_split(range(len(rows)), test_size=fraction, **drawn))
             except ValueError as error:
-                raise ValueError(f"--validation_fraction is {fraction}: {error}") from error
+                raise ValueError(
+                    f"--validation_fraction is {fraction}, of {len(rows)} rows; expected at least a row of each label "
+                    f"in both sets: {error}"
+                ) from error
             yield "train", rows.select(kept)
             yield "validation", rows.select(held_out[: self.settings.max_eval_samples])
 
@@ -252,6 +255,7 @@ class FineTuning(Task):
             seed=self.settings.seed,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
+            grouped=self.settings.group_by_length,
         )
 
     def fingerprints(self):

@@ -19,7 +19,7 @@ from toolkit.labels import (
     saved_labels,
     trained_labels,
 )
-from toolkit.metrics import compute, load, mean_loss
+from toolkit.metrics import compute, label_metrics, load, mean_loss
 from toolkit.row_files import find_column, read_conll
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.rows import map_rows
@@ -30,7 +30,6 @@ from toolkit.windows import split_into_windows
 WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
 CLASSES = {"scratchbert": ScratchBertForTokenClassification, "bert": BertForTokenClassification}
-METRICS = {"iob2": ["seqeval"], "plain": ["accuracy", "f1"]}
 OUTSIDE = "O"
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
@@ -149,7 +148,8 @@ class TokenClassification(FineTuning):
 
     def __init__(self, settings: TokenClassificationSettings, accelerator):
         super().__init__(settings, accelerator)
-        load(METRICS[settings.scheme][0])  # raises before the training if a library is missing
+        if settings.scheme == "iob2":
+            load("seqeval")  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
         if not self.tokenizer.is_fast:
             raise ValueError(
@@ -313,9 +313,9 @@ class TokenClassification(FineTuning):
     def evaluate(self, model, split):
         (tags, loss), references = self.predict_tags(model, split), list(self.rows[split]["tags"])
         if self.settings.scheme == "iob2":
-            metrics = compute(METRICS["iob2"], tags, references)
+            metrics = compute("seqeval", tags, references)
         else:
             numbers = ([self.labels.index(tag) for row in rows for tag in row] for rows in (tags, references))
-            metrics = compute(METRICS["plain"], *numbers, average="macro")
+            metrics = label_metrics(*numbers)
         predictions = self.joined(self.rows[split], [{"predicted_tags": own} for own in tags])
         return Evaluation({"loss": loss} | metrics, predictions)
