@@ -235,7 +235,7 @@ def write(text: str, answer, as_json: bool) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse_args(argv)
     if args.texts and args.file is not None:
         parser.error("texts are given both as arguments and in --file; expected one of the two")
     if args.stream and args.jsonl:

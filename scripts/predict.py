@@ -131,7 +131,7 @@ def add_output_flags(output) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse_args(argv)
     use_utf8()
 
     def work() -> int:

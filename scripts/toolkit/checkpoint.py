@@ -15,31 +15,12 @@ import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
 from modeling_scratchbert.bert.fields import scratchbert_fields
 from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names, weight_files
-from modeling_scratchbert.bert.names import (
-    OTHER_REFERENCES,
-    OUTPUT_BIAS_ALIAS,
-    reference_class,
-    to_bert,
-    to_scratchbert,
-)
+from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, to_bert, to_scratchbert
 from modeling_scratchbert.checkpoints import explained, raw_config
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from modeling_scratchbert.probe.comparison import check_probe, read_probe
 from modeling_scratchbert.probe.recording import probe_name
 from toolkit.hub import check_source, has_tokenizer
 from toolkit.remote_code import find
-
-__all__ = [
-    "AUTO_MAP",
-    "OUTPUT_BIAS_ALIAS",
-    "WEIGHT_FILES",
-    "reference_class",
-    "scratchbert_fields",
-    "tensor_names",
-    "to_bert",
-    "to_scratchbert",
-    "weight_files",
-]
 
 # Our classes, without "ScratchBert", and the parts beyond embeddings and blocks that a checkpoint of each holds. If a
 # checkpoint does not name its class and several fit, the first is taken.

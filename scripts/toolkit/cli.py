@@ -92,12 +92,8 @@ class Parser(argparse.ArgumentParser):
         output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help=picture)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        return self._with_output(super().parse_args(with_underscores(args), namespace))
-
-    def parse_intermixed_args(self, args=None, namespace=None) -> argparse.Namespace:
-        return self._with_output(super().parse_intermixed_args(with_underscores(args), namespace))
-
-    def _with_output(self, args: argparse.Namespace) -> argparse.Namespace:
+        """The arguments. Flags may be between positional ones, as in `SOURCE --to bert OUTPUT`."""
+        args = self.parse_intermixed_args(with_underscores(args), namespace)
         if hasattr(args, "positional_output"):
             given = [path for path in (args.positional_output, args.output) if path is not None]
             if len(given) != 1:

@@ -24,9 +24,9 @@ from transformers.modeling_utils import load_state_dict
 
 import modeling_scratchbert
 from modeling_scratchbert.bert.export import NOT_IN_BERT
+from modeling_scratchbert.bert.names import OUTPUT_BIAS_ALIAS
 from modeling_scratchbert.probe.recording import to_bits
 from toolkit.checkpoint import (
-    OUTPUT_BIAS_ALIAS,
     Checkpoint,
     class_name,
     open_class,

@@ -11,7 +11,8 @@ import yaml
 from huggingface_hub import CardData, ModelCard, ModelCardData, RepoCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from toolkit.checkpoint import AUTO_MAP, class_name, short_name
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from toolkit.checkpoint import class_name, short_name
 from toolkit.files import read_json, read_json_object
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")

@@ -85,7 +85,8 @@ def test_an_output_is_given_once(capsys):
     parser = Parser("command.py", "")
     parser.add_argument("source")
     parser.add_output("OUTPUT", help="the folder")
-    for arguments in (["a", "b"], ["a", "--output", "b"], ["--output", "b", "a"]):
+    parser.add_argument("--to")
+    for arguments in (["a", "b"], ["a", "--output", "b"], ["--output", "b", "a"], ["a", "--to", "bert", "b"]):
         args = parser.parse_args(arguments)
         assert (args.source, args.output) == ("a", Path("b"))
     for arguments, count in ((["a"], 0), (["a", "b", "--output", "c"], 2)):

@@ -245,22 +245,16 @@ def test_processes_batches_and_threads_change_no_byte(task, dtype, tmp_path, mon
 
 def test_a_process_that_dies_ends_the_run(model, undisturbed, here, monkeypatch, capsys):
     argv = [model, "rows.jsonl", "--output", "out", *FLAGS, "--processes", "2"]
-    started, begin = [], local.multiprocessing.get_context("spawn").Process.start
+    killed, run = [], local.WorkerProcess.run
 
-    def start(self):
-        begin(self)
-        started.append(self.pid)
+    def kill(self, part):
+        if not killed:
+            killed.append(self._process.pid)
+            os.kill(self._process.pid, signal.SIGKILL)
+        return run(self, part)
 
-    def kill(connection):
-        if len(started) == 2 and not killed:
-            killed.append(started[0])
-            os.kill(started[0], signal.SIGKILL)
-        return receive(connection)
-
-    receive, killed = local.receive, []
     with monkeypatch.context() as patch:
-        patch.setattr(local.multiprocessing.get_context("spawn").Process, "start", start)
-        patch.setattr(local, "receive", kill)
+        patch.setattr(local.WorkerProcess, "run", kill)
         one_line(argv, capsys, "--resume")
     assert not list((here / "out").glob(".part-*"))
     assert predict.main([*argv, "--resume"]) == 0

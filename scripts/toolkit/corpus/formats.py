@@ -12,20 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toolkit.cli import require
-from toolkit.corpus.job import FORMATS
-
 # A fixed number, because the bytes of a Parquet file depend on it.
 ROWS_IN_GROUP = 1024
 
 Columns = Mapping[str, Sequence]
 Kinds = Mapping[str, str]
-
-
-def check_format(name: str) -> None:
-    """Raises CommandError if a library of the format is not installed."""
-    if name == "parquet":
-        require("pyarrow")
 
 
 def encode_part(name: str, kinds: Kinds, columns: Columns) -> dict[str, bytes]:
@@ -35,7 +26,6 @@ def encode_part(name: str, kinds: Kinds, columns: Columns) -> dict[str, bytes]:
     Args:
         kinds: of the columns, in their order.
     """
-    assert name in FORMATS
     if name == "parquet":
         return {"parquet": to_parquet(kinds, columns)}
     if name == "npy":

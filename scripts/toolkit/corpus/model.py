@@ -86,14 +86,11 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     model = open_model(
         model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
     )
-    return optimised(model, source, dtype) if device == "cpu" else model.to(device)
-
-
-def optimised(model, source: str, dtype: str | None):
-    """The model with prepacked weights; with `dtype` int8, rounded with the factors in the folder if it has any."""
-    if dtype != "int8":
-        return model.optimize_for_inference()
-    return model.optimize_for_inference("int8", calibration=find(source, CALIBRATION))
+    if device != "cpu":
+        return model.to(device)
+    if dtype == "int8":
+        return model.optimize_for_inference("int8", calibration=find(source, CALIBRATION))
+    return model.optimize_for_inference()
 
 
 def longest(tokenizer, model, given: int | None, of_folder: int | None = None) -> int:

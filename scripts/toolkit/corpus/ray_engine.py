@@ -1,49 +1,22 @@
 """Parts on a Ray cluster: an actor runs what a process runs, `Worker.run`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import toolkit
 from toolkit.cli import CommandError, require
 from toolkit.corpus.job import Job
-from toolkit.corpus.local import described
+from toolkit.corpus.local import PARTS_AT_ONCE, RemoteWorker, run_parts
 from toolkit.corpus.sources import Part
 from toolkit.remote_code import import_package
 
 # How often a part whose actor was lost is computed again, and a lost actor is started again.
 RETRIES = 5
-SECONDS_TO_START = 600
-
-
-class RemoteWorker:
-    """A `Worker` that returns errors instead of raising them: Ray would wrap those that it raises."""
-
-    def __init__(self, job: Job):
-        from toolkit.corpus.worker import Worker
-        from toolkit.hub import silence_libraries
-
-        silence_libraries()
-        self.error, self.worker = None, None
-        try:
-            self.worker = Worker(job)
-        except Exception as error:
-            self.error = described(error)
-
-    def opened(self) -> tuple:
-        """None, or why the model cannot be used."""
-        return None, self.error
-
-    def run(self, part: Part) -> tuple:
-        """What is done, or an error as `described` has it."""
-        try:
-            return self.worker.run(part), None
-        except Exception as error:
-            return None, described(error)
 
 
 def run_on_ray(job: Job, parts: Iterator[Part], processes: int | None, address: str | None) -> Iterator:
-    """Computes the parts in actors, and yields what is done. After an error, the parts in work are finished.
+    """Computes the parts in actors, and yields what is done.
 
     Args:
         processes: the number of actors; None: as many as the cluster has processors for.
@@ -65,7 +38,7 @@ def run_on_ray(job: Job, parts: Iterator[Part], processes: int | None, address: 
     ray.init(address=address or "local", runtime_env=environment, log_to_driver=False, logging_level="error", **local)
     try:
         count = processes or max(1, int(ray.cluster_resources().get("CPU", 1)) // job.threads)
-        yield from run_in_actors(ray, absolute(job), parts, count)
+        yield from run_parts(open_actors(ray, absolute(job), count), parts)
     except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
         raise CommandError(f"an actor was lost more than {RETRIES} times: {error}") from error
     finally:
@@ -82,31 +55,19 @@ def absolute(job: Job) -> Job:
     return replace(job, **paths)
 
 
-def run_in_actors(ray, job: Job, parts: Iterator[Part], count: int) -> Iterator:
-    """Computes the parts in `count` actors. Each has at most `PARTS_AT_ONCE` parts, so that the reader waits for
-    them."""
-    from toolkit.corpus.worker import PARTS_AT_ONCE
+def open_actors(ray, job: Job, count: int) -> list[Callable]:
+    """The functions that compute a part in one of `count` actors, whose models are open."""
+
+    def get(reference):
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
     actor_class = ray.remote(
         num_cpus=job.threads, max_restarts=RETRIES, max_task_retries=RETRIES, max_concurrency=PARTS_AT_ONCE
     )(RemoteWorker)
     actors = [actor_class.remote(job) for _ in range(count)]
-    failures = [failure for _, failure in ray.get([actor.opened.remote() for actor in actors])]
-    in_work, error = {}, next(filter(None, failures), None)
-    while True:
-        while error is None and len(in_work) < PARTS_AT_ONCE * count and (part := next(parts, None)) is not None:
-            owners = list(in_work.values())
-            idlest = min(actors, key=owners.count)
-            in_work[idlest.run.remote(part)] = idlest
-        if not in_work:
-            break
-        finished, _ = ray.wait(list(in_work))
-        for reference in finished:
-            del in_work[reference]
-            done, failure = ray.get(reference)
-            error = error or failure
-            if done is not None:
-                yield done
-    if error is not None:
-        kind, message = error
-        raise CommandError(message) if kind == "expected" else RuntimeError(message)
+    for checked in [actor.check.remote() for actor in actors]:
+        get(checked)
+    return [lambda part, actor=actor: get(actor.run.remote(part)) for actor in actors]

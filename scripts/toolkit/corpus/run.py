@@ -14,14 +14,13 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from toolkit.checkpoint import verification
-from toolkit.cli import about
-from toolkit.corpus.formats import check_format
+from toolkit.cli import about, require
 from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
-from toolkit.corpus.local import run_here, run_in_processes
+from toolkit.corpus.local import run_in_processes, run_parts
 from toolkit.corpus.manifest import MANIFEST, check_same, make_manifest, read_manifest
 from toolkit.corpus.model import number_of_labels, read_model, task_of
 from toolkit.corpus.sources import STANDARD_INPUT, Corpus, Part, open_inputs
-from toolkit.corpus.store import STATE, LocalFolder, is_remote, open_store
+from toolkit.corpus.store import STATE, LocalStore, is_remote, open_store
 from toolkit.corpus.summary import ERRORS, Totals, is_joined, join_arrays, join_states, write_metrics
 from toolkit.corpus.worker import Done, Worker, in_words
 from toolkit.inputs import Row, columns_of
@@ -45,11 +44,17 @@ class Run:
     Args:
         args: the parsed flags.
         report: prints a remark.
+
+    Attributes:
+        is_interrupted: whether it is stopped, which the parts in work do not notice.
+        started: when the first part was asked for.
     """
 
     def __init__(self, args, report):
         self.args, self.report = args, report
-        check_format(args.format)
+        self.is_interrupted, self.started = False, 0.0
+        if args.format == "parquet":
+            require("pyarrow")
         with about(args.model):
             self.fields = read_model(args.model, args.trust_remote_code)
             self.task = args.task or task_of(args.model, self.fields)
@@ -128,22 +133,16 @@ class Run:
     def output(self) -> Iterator[None]:
         """Creates and locks the folder of the output, and removes what a killed run left unfinished in it."""
         with ExitStack() as stack:
-            if isinstance(self.store, LocalFolder):
+            if isinstance(self.store, LocalStore):
                 self.store.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.store.path))
                 self.check_output()  # again: another run may have been faster
                 for folder in (self.store.path, self.store.path / STATE):
                     for path in folder.glob(".*-[0-9]*"):
                         path.unlink(missing_ok=True)
-                    for path in folder.glob(".*-unfinished"):
-                        path.unlink(missing_ok=True)
             if self.before is None:
                 self.store.write(MANIFEST, (json.dumps(self.manifest, indent=2, ensure_ascii=False) + "\n").encode())
             yield
-
-    def finished(self) -> set[str]:
-        """The names of the parts that are there."""
-        return self.store.names()
 
     # -- work
 
@@ -154,40 +153,42 @@ class Run:
         self.manifest = make_manifest(self.job, self.corpus.inputs, self.args.limit)
         self.check_output()
         with self.output():
-            names = self.finished()
-            joined = self.job.format == "npy" and is_joined(self.store)
-            stream = PartStream(
-                self.corpus.parts(
-                    self.job.part_rows, lambda number: not joined and self.job.part_name(number) not in names
-                )
-            )
-            computed = self.compute(stream)
-            if stream.error is not None:
-                raise stream.error
-            if stream.is_interrupted:
+            computed = self.compute()
+            if self.is_interrupted:
                 self.report(f"stopped; {computed.rows:,} rows were computed, and --resume computes the others")
                 return 130
-            return self.finish(computed, stream.seconds())
+            return self.finish(computed, time.perf_counter() - self.started)
 
-    def compute(self, stream: "PartStream") -> Totals:
-        """Computes the parts, and shows the progress. Returns what was computed."""
+    def missing_parts(self) -> Iterator[Part]:
+        """The parts that are not there, until the run is stopped. The first is read when all models are open."""
+        self.started = time.perf_counter()
+        names = self.store.names()
+        joined = self.job.format == "npy" and is_joined(self.store)
+        parts = self.corpus.parts(
+            self.job.part_rows, lambda number: not joined and self.job.part_name(number) not in names
+        )
+        while not self.is_interrupted and (part := next(parts, None)) is not None:
+            yield part
+
+    def compute(self) -> Totals:
+        """Computes the parts that are not there, and shows the progress. Returns what was computed."""
         computed = Totals()
-        with interruptible(stream), self.progress_bar() as bar:
-            for done in self.engine(stream):
+        with interruptible(self), self.progress_bar() as bar:
+            for done in self.engine(self.missing_parts()):
                 computed.rows += done.rows
                 computed.tokens += done.tokens
                 show(bar, self.corpus, done, computed)
         return computed
 
-    def engine(self, stream: "PartStream") -> Iterator[Done]:
+    def engine(self, parts: Iterator[Part]) -> Iterator[Done]:
         """Computes the parts on the chosen engine."""
         if self.args.engine == "ray":
             from toolkit.corpus.ray_engine import run_on_ray
 
-            return run_on_ray(self.job, stream, self.args.processes, self.args.ray_address)
+            return run_on_ray(self.job, parts, self.args.processes, self.args.ray_address)
         if len(self.devices) == 1:
-            return run_here(self.job, stream)
-        return run_in_processes(self.job, stream, self.devices)
+            return run_parts([Worker(self.job).run], parts)
+        return run_in_processes(self.job, parts, self.devices)
 
     def progress_bar(self) -> tqdm:
         is_terminal = sys.stderr.isatty()
@@ -202,7 +203,7 @@ class Run:
         totals, metrics = join_states(self.store, parts), {}
         if self.job.label_column is not None and totals.rows:
             metrics = write_metrics(self.store, self.job, parts)
-        if isinstance(self.store, LocalFolder) and self.job.format == "npy":
+        if self.job.format == "npy":
             join_arrays(self.store, self.job, parts)
         print_summary(self.args.output, self.corpus, totals, computed, metrics, seconds)
         return 0
@@ -310,45 +311,14 @@ def devices_of(args) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- while it runs
 
 
-class PartStream:
-    """The parts of a corpus, until there are no more, the input cannot be read any further, or the run is stopped.
-
-    Attributes:
-        error: why the input cannot be read.
-        is_interrupted: whether the run is stopped.
-        started: when the first part was asked for, after all models were open.
-    """
-
-    def __init__(self, parts: Iterator[Part]):
-        self.parts, self.error, self.is_interrupted = parts, None, False
-        self.started: float | None = None
-
-    def __iter__(self) -> Iterator[Part]:
-        return self
-
-    def __next__(self) -> Part:
-        self.started = self.started or time.perf_counter()
-        if self.is_interrupted or self.error is not None:
-            raise StopIteration
-        try:
-            return next(self.parts)
-        except (OSError, ValueError) as error:  # the parts in work are finished first
-            self.error = error
-            raise StopIteration from None
-
-    def seconds(self) -> float:
-        """The seconds since the first part was asked for."""
-        return time.perf_counter() - self.started if self.started else 0.0
-
-
 @contextmanager
-def interruptible(stream: PartStream) -> Iterator[None]:
-    """Stops the stream at the first Ctrl-C or SIGTERM. The second one ends the run at once."""
+def interruptible(run: Run) -> Iterator[None]:
+    """Stops the run at the first Ctrl-C or SIGTERM. The second one ends the run at once."""
 
     def stop(number, frame) -> None:
-        if stream.is_interrupted:
+        if run.is_interrupted:
             raise KeyboardInterrupt
-        stream.is_interrupted = True
+        run.is_interrupted = True
 
     if threading.current_thread() is not threading.main_thread():
         yield

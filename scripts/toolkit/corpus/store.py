@@ -1,54 +1,51 @@
 """The folder of a run's output: on this machine, or where fsspec reaches. A file appears whole or not at all."""
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+
+import fsspec
 
 from toolkit.files import atomic_file
 
 STATE = ".state"  # what is known of each part besides its rows
-UNFINISHED = ".*-*-unfinished*"
 
 
-class Store(Protocol):
-    """A folder of files and of one level of folders."""
+class Store:
+    """A folder that fsspec reaches, of files and of one level of folders. One completed upload takes the place of a
+    rename, which object stores lack."""
+
+    def __init__(self, url: str):
+        self.system, self.root = fsspec.core.url_to_fs(url)
 
     def names(self, folder: str = "") -> set[str]:
         """The names of the files in the store, or in one of its folders."""
-        ...
+        path = f"{self.root}/{folder}".rstrip("/")
+        self.system.invalidate_cache()
+        if not self.system.exists(path):
+            return set()
+        return {
+            entry["name"].rpartition("/")[2] for entry in self.system.ls(path, detail=True) if entry["type"] == "file"
+        }
 
-    def read(self, name: str) -> bytes: ...
+    def read(self, name: str) -> bytes:
+        return self.system.cat_file(f"{self.root}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file. After a crash, the file has the old content or the new one."""
-        ...
+        path = f"{self.root}/{name}"
+        self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.system.pipe_file(path, content)
 
-    def remove(self, name: str) -> None: ...
-
-
-def open_store(url: str) -> Store:
-    """The store of `--output`: a folder of this machine, if `url` has no scheme or `file://`, else one of fsspec."""
-    return RemoteFolder(url) if is_remote(url) else LocalFolder(Path(url.removeprefix("file://")))
+    def remove(self, name: str) -> None:
+        self.system.rm_file(f"{self.root}/{name}")
 
 
-def is_remote(url: str) -> bool:
-    """Whether `url` is not a path of this machine."""
-    return "://" in url and not url.startswith("file://")
-
-
-class LocalFolder:
+class LocalStore(Store):
     """A folder of this machine."""
 
-    def __init__(self, path: Path):
-        self.path = path
-
-    def names(self, folder: str = "") -> set[str]:
-        path = self.path / folder
-        return {entry.name for entry in os.scandir(path) if entry.is_file()} if path.is_dir() else set()
-
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+    def __init__(self, url: str):
+        super().__init__(url)
+        self.path = Path(self.root)
 
     def write(self, name: str, content: bytes) -> None:
         path = self.path / name
@@ -56,11 +53,17 @@ class LocalFolder:
         with atomic_file(path) as temporary, open(temporary, "wb") as file:
             file.write(content)
             flush(file)
-        with open_folder(path.parent) as folder:
-            os.fsync(folder)
+        flush_folder(path.parent)
 
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+
+def open_store(url: str) -> Store:
+    """The store of `--output`: a folder of this machine, if `url` has no scheme or `file://`, else another."""
+    return Store(url) if is_remote(url) else LocalStore(url)
+
+
+def is_remote(url: str) -> bool:
+    """Whether `url` is not a path of this machine."""
+    return "://" in url and not url.startswith("file://")
 
 
 def flush(file) -> None:
@@ -69,38 +72,10 @@ def flush(file) -> None:
     os.fsync(file.fileno())
 
 
-@contextmanager
-def open_folder(path: Path):
-    """The descriptor of a folder."""
+def flush_folder(path: Path) -> None:
+    """Returns when the names of the files in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield descriptor
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class RemoteFolder:
-    """A folder that fsspec reaches. One completed upload takes the place of a rename, which object stores lack."""
-
-    def __init__(self, url: str):
-        import fsspec
-
-        self.system, self.root = fsspec.core.url_to_fs(url)
-
-    def names(self, folder: str = "") -> set[str]:
-        path = f"{self.root}/{folder}".rstrip("/")
-        self.system.invalidate_cache()
-        if not self.system.exists(path):
-            return set()
-        return {entry["name"].rpartition("/")[2] for entry in self.system.ls(path) if entry["type"] == "file"}
-
-    def read(self, name: str) -> bytes:
-        return self.system.cat_file(f"{self.root}/{name}")
-
-    def write(self, name: str, content: bytes) -> None:
-        path = f"{self.root}/{name}"
-        self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.system.pipe_file(path, content)
-
-    def remove(self, name: str) -> None:
-        self.system.rm_file(f"{self.root}/{name}")

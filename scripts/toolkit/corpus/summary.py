@@ -1,7 +1,7 @@
 """The end of a run: files that are joined from all parts, metrics, and what the run reports."""
 
 import json
-import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ import numpy as np
 
 from toolkit.confusion_matrix import plot_confusion
 from toolkit.corpus.job import Job
-from toolkit.corpus.store import STATE, LocalFolder, Store, flush
-from toolkit.files import to_json
+from toolkit.corpus.store import STATE, LocalStore, Store, flush
+from toolkit.files import atomic_file, to_json
 from toolkit.inputs import InputFile
 from toolkit.metrics import classification_metrics
 
@@ -54,7 +54,7 @@ def is_joined(store: Store) -> bool:
     return EMBEDDINGS in store.names()
 
 
-def join_arrays(store: LocalFolder, job: Job, parts: int) -> None:
+def join_arrays(store: LocalStore, job: Job, parts: int) -> None:
     """Joins the parts of the format npy into embeddings.npy and rows.csv, with a line for each row, and removes them.
 
     Raises:
@@ -65,31 +65,24 @@ def join_arrays(store: LocalFolder, job: Job, parts: int) -> None:
         join_rows(store, [name.replace(".npy", ".csv") for name in names])
         arrays = [np.load(store.path / name, mmap_mode="r") for name in names]
         shape = sum(len(array) for array in arrays), arrays[0].shape[1]
-        temporary = store.path / f".{EMBEDDINGS}-unfinished"
-        joined = np.lib.format.open_memmap(temporary, "w+", arrays[0].dtype, shape)
-        start = 0
-        for array in arrays:
-            joined[start : start + len(array)] = array
-            start += len(array)
-        joined.flush()
-        os.replace(temporary, store.path / EMBEDDINGS)
+        with atomic_file(store.path / EMBEDDINGS) as temporary:
+            joined = np.lib.format.open_memmap(temporary, "w+", arrays[0].dtype, shape)
+            np.concatenate(arrays, out=joined)
+            joined.flush()
     for name in store.names():
         if name.startswith("part-"):
             store.remove(name)
 
 
-def join_rows(store: LocalFolder, names: list[str]) -> None:
+def join_rows(store: LocalStore, names: list[str]) -> None:
     """Joins CSV files, of which each has the header."""
-    temporary = store.path / f".{ROWS}-unfinished"
-    with open(temporary, "wb") as target:
+    with atomic_file(store.path / ROWS) as temporary, open(temporary, "wb") as target:
         for number, name in enumerate(names):
             with open(store.path / name, "rb") as source:
                 header = source.readline()
                 target.write(b"" if number else header)
-                while block := source.read(2**20):
-                    target.write(block)
+                shutil.copyfileobj(source, target)
         flush(target)
-    os.replace(temporary, store.path / ROWS)
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics

@@ -16,9 +16,6 @@ from toolkit.inputs import Row
 from toolkit.labels import read_labels
 from toolkit.row_files import text_of
 
-# Parts that a worker has at once: while one is computed, the next is tokenised, or the one before it is written.
-PARTS_AT_ONCE = 2
-
 
 @dataclass
 class Done:

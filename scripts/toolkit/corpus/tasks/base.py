@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -42,7 +41,6 @@ class Task:
         columns: the columns of its result, with the kind of each; see `toolkit.corpus.formats`.
     """
 
-    takes_pairs: ClassVar[bool] = False
     columns: dict[str, str]
 
     def __init__(self, job: Job, **options):

@@ -16,8 +16,6 @@ class Classify(Task):
     `pipeline("text-classification")`: by softmax, or by sigmoid if several labels are possible, or if there is one.
     """
 
-    takes_pairs = True
-
     def __init__(self, job: Job):
         super().__init__(job)
         config = self.model.config
@@ -59,7 +57,6 @@ class Classify(Task):
 class Rerank(Task):
     """The score of each pair of texts, as `CrossEncoder.predict` of sentence-transformers has it."""
 
-    takes_pairs = True
     columns = {"score": "number"}
 
     def __init__(self, job: Job):
