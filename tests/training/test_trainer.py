@@ -1,7 +1,10 @@
 """`Trainer` and `Seq2SeqTrainer` from end to end: they train, evaluate, save, and resume where they stopped."""
 
 import copy
+import re
+import shutil
 
+import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -18,6 +21,8 @@ from transformers import (
 )
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
+from support.finetuning import save_tiny
+from support.folders import ROOT
 from support.models import NO_DROPOUT, tiny_config
 
 PAD, START, END = 0, 1, 2
@@ -181,3 +186,20 @@ def test_seq2seq_trainer_from_end_to_end(tokenizer, tmp_path):
     batch = DataCollatorForSeq2Seq(tokenizer)([{k: row[k] for k in ("input_ids", "labels")} for row in rows[:5]])
     assert_opens_again(AutoModelForSeq2SeqLM, trainer, tmp_path / "saved", batch)
     assert_resumes(make, trainer.model, tmp_path, 60)
+
+
+def test_the_trainer_that_docs_benchmarks_compares_with(tmp_path, monkeypatch):
+    """Its code, on the few reviews of the tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    reviews = tmp_path / "scripts" / "data" / "movie_reviews"
+    reviews.mkdir(parents=True)
+    for name in ("train", "validation", "test"):
+        shutil.copy(ROOT / "tests" / "data" / "movie_reviews.csv", reviews / f"{name}.csv")
+    save_tiny("model", [])
+    (code,) = re.findall(r"^```python slow\n(.*?)^```", (ROOT / "docs" / "benchmarks.md").read_text(), re.M | re.S)
+    code = code.replace("sentence-transformers/all-MiniLM-L6-v2", "model").replace("max_length=128", "max_length=64")
+    namespace = {"__name__": "__main__"}
+    exec(code, namespace)
+    assert namespace["trainer"].state.epoch == 2
+    assert 0 < namespace["result"]["eval_accuracy"] < 1

@@ -19,10 +19,10 @@ from toolkit.training.report import checkpoint_in_words
 from toolkit.training.settings import FREE_TO_CHANGE, Settings, defaults_of
 from toolkit.training.task import Task
 
-LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
-
 # A setting is private if its name has one of these words.
 SECRET_WORDS = {"token", "secret", "password", "credentials", "key", "auth"}
+
+LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 
 
 def write_card(folder: Path, task: Task, progress: Progress, metrics: Metrics, *, model_class: str, name: str) -> None:

@@ -1,6 +1,7 @@
 """--dry_run: what a run would do, without writing anything."""
 
 import time
+from datetime import timedelta
 from itertools import islice
 
 import numpy as np
@@ -30,7 +31,8 @@ def rehearse(training) -> None:
     for example in first[:SHOWN]:
         say(f"{example['place']}: {shortened(task.shown(example), WIDTH)}")
     seconds = time_updates(training)
-    duration = in_units(training.steps * seconds) + (", without evaluations" if task.splits else "")
+    duration = f"{timedelta(seconds=round(training.steps * seconds))} (hours:minutes:seconds)"
+    duration += ", without evaluations" if task.splits else ""
     say(f"{training.steps:,} updates of about {seconds:.2f} s: {duration}. Nothing was written.")
 
 
@@ -60,11 +62,3 @@ def time_updates(training) -> float:
         seconds.append(time.monotonic() - began)
         began = time.monotonic()
     return float(np.mean(seconds[1:] or seconds))
-
-
-def in_units(seconds: float) -> str:
-    """A duration, in the unit that suits it."""
-    for unit, size in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

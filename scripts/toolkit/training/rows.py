@@ -1,6 +1,5 @@
 """The valid rows of a source, in memory or streamed. Invalid rows stop the reading, or are skipped."""
 
-import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -10,10 +9,8 @@ from datasets.iterable_dataset import ExamplesIterable
 
 from toolkit.inputs import Check, Input, Source, Warn
 
-logger = logging.getLogger(__name__)
 
-
-def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> Dataset:
+def load_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = print) -> Dataset:
     """The rows, in memory. Nothing is cached, so a changed file is read again.
 
     Args:
@@ -36,7 +33,7 @@ def map_rows(rows: Dataset | IterableDataset, function: Callable, **options):
     return rows.map(function, **options)
 
 
-def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = logger.warning) -> IterableDataset:
+def stream_rows(source: Source, check: Check, on_bad_row: str, warn: Warn = print) -> IterableDataset:
     """The same as `load_rows`, but read again in each pass, and never all in memory. Each input is a shard, or with
     `max_rows` all of them together. Errors of `load_rows` are raised during the passes, but all rows of a shard may be
     invalid. Skipped rows are reported at the end of each shard, or when reading it is stopped.

@@ -15,8 +15,6 @@ from toolkit.training.report import headline, rank
 from toolkit.training.settings import RECIPE, Settings, changed_flags, recipe_of
 from toolkit.training.task import METRICS
 
-Report = dict  # a run's metrics.json
-
 
 def run_seeds(settings: Settings, run_one: Callable, is_main_process: bool) -> None:
     """Runs all seeds, each in a folder of its own in --output, and then writes the model that is best on the validation
@@ -66,11 +64,12 @@ def is_finished(run: Settings) -> bool:
     return (folder / METRICS).is_file() and not changed_flags(run, folder / RECIPE)
 
 
-def report_of(run: Settings) -> Report:
+def report_of(run: Settings) -> dict:
+    """A run's metrics.json."""
     return read_json_object(Path(run.output) / METRICS)
 
 
-def write_best(settings: Settings, reports: dict[int, Report]) -> None:
+def write_best(settings: Settings, reports: dict[int, dict]) -> None:
     """Writes the files of the best run into --output, with the metrics of all runs in metrics.json and in the model
     card."""
 
@@ -99,15 +98,12 @@ def write_best(settings: Settings, reports: dict[int, Report]) -> None:
 
 def summarise(metrics: list[dict]) -> dict[str, dict]:
     """The mean and the standard deviation of each metric, over the runs; None if a run has no value."""
-    found = {}
-    for name in metrics[0]:
-        values = [own.get(name) for own in metrics]
-        known = None not in values
-        found[name] = {
-            "mean": statistics.mean(values) if known else None,
-            "sd": statistics.stdev(values) if known else None,
-        }
-    return found
+    values = {name: [own.get(name) for own in metrics] for name in metrics[0]}
+    functions = {"mean": statistics.mean, "sd": statistics.stdev}
+    return {
+        name: {key: None if None in each else function(each) for key, function in functions.items()}
+        for name, each in values.items()
+    }
 
 
 def add_to_card(path: Path, best: int, runs: dict[int, dict], summary: dict) -> None:
