@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
@@ -935,8 +936,8 @@ def start():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["finetune_classification"])
 
-    def start(argv: list[str]):
-        process = context.Process(target=run_and_exit, args=(argv,))
+    def start(argv: list[str], **changes):
+        process = context.Process(target=run_and_exit, args=(argv,), kwargs=changes)
         process.start()
         return process
 
@@ -944,8 +945,19 @@ def start():
     multiprocessing.forkserver._forkserver._stop()
 
 
-def run_and_exit(argv: list[str]) -> None:
+def run_and_exit(argv: list[str], signal_in_update: tuple[int, int] | None = None) -> None:
+    """Runs a training. With `signal_in_update`, a signal and a number, it gets the signal in that update."""
     torch.set_num_threads(1)
+    if signal_in_update:
+        number, update = signal_in_update
+        step, updates = training.Training.step, itertools.count(1)
+
+        def step_and_signal(self, group):
+            step(self, group)
+            if next(updates) == update:
+                signal.raise_signal(number)
+
+        training.Training.step = step_and_signal
     sys.exit(finetune_classification.main(argv))
 
 
@@ -977,14 +989,10 @@ def test_killed_again_and_again_it_ends_with_the_same_weights(arguments, start, 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops(number, arguments, start, tmp_path):
     flags = {"epochs": 12, "eval_steps": 1000, "save_steps": 1000}
-    process = start(arguments(epochs=12, eval_steps=1000, save_steps=1000, trackers="tensorboard"))
-    while not list((tmp_path / "run").glob("logs/events*")) and process.is_alive():  # the training begins
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.kill(process.pid, number)
+    process = start(arguments(**flags, trackers="tensorboard"), signal_in_update=(number, 5))
     assert wait(process) == 128 + number
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert saved.name.startswith("step-")
+    assert saved.name == "step-00000006"  # the processes agree on it in the next update
     assert wait(start(arguments(**flags, trackers="tensorboard", resume=True))) == 0
     assert wait(start(arguments("undisturbed", **flags))) == 0
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
