@@ -1,6 +1,7 @@
 """Parts on this machine: in this process, or in several of the standard library's."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import threading
 import traceback
@@ -125,7 +126,10 @@ def run_in_processes(job: Job, parts: Iterator[Part], devices: list[str]) -> Ite
     Raises:
         CommandError: a process reports an error, or has ended.
     """
-    processes = [WorkerProcess(ctx=multiprocessing.get_context("spawn")) for _ in devices]
+    multiprocessing.util.get_temp_dir()  # of the sockets: this process removes it, because the others are killed
+    context = multiprocessing.get_context("spawn")
+    # At the end nothing is in work: by default, a second is spent on waiting for each process.
+    processes = [WorkerProcess(ctx=context, shutdown_timeout=0) for _ in devices]
     jobs = [replace(job, device=device) for device in devices]
     with ThreadPoolExecutor(len(devices)) as pool:
         list(pool.map(lambda process: process.start(prepare, (job.threads,)), processes))
