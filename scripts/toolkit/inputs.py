@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Row:
         return f"{self.file}, row {self.number}" + ("" if start is None else f" ({start})")
 
 
-class Input:
+class Input(ABC):
     """A source of rows. Its text is its name in messages about all of it.
 
     Attributes:
@@ -89,12 +90,13 @@ class Input:
                 content = find_fault(content) or name_labels(content, self.features)
             yield Row(self.name, number, line, content)
 
+    @abstractmethod
     def contents(self) -> Rows:
         """What a reader of `row_files` yields."""
-        raise NotImplementedError
 
     def share(self) -> float | None:
         """How much has been read, from 0 to 1; None if that is not known."""
+        return None
 
     def fingerprint(self) -> dict:
         """Its name, and what changes with its content."""

@@ -75,13 +75,13 @@ class Corpus(Source):
             self.stream, self.empty = None, []
         return found
 
-    def parts(self, part_rows: int, is_wanted: Callable[[int], bool]) -> Iterator[Part]:
-        """The parts that are wanted, in order. All rows are read."""
+    def parts(self, part_rows: int, is_missing: Callable[[int], bool]) -> Iterator[Part]:
+        """The parts whose number `is_missing`, in order. All rows are read."""
         stream = islice(self.stream or self.rows(), self.limit)
         number = 0
         while rows := list(islice(stream, part_rows)):
             self.rows_read += len(rows)
-            if is_wanted(number):
+            if is_missing(number):
                 yield Part(number, rows)
             number += 1
 

@@ -24,7 +24,7 @@ from toolkit import publish
 from toolkit.cli import CommandError
 from toolkit.files import write_json
 from toolkit.metrics import main_metrics
-from toolkit.model_card import auto_class, is_own
+from toolkit.model_card import is_own, opening
 from toolkit.progress import LogLines
 from toolkit.training.card import write_card
 from toolkit.training.checkpoints import Checkpoints, Progress, damage, megabytes, read_progress
@@ -415,9 +415,9 @@ class Training:
         checkpoints take."""
         lines = [f"{split}: {in_words(report[split])}" for split in self.task.splits]
         lines.append(f"{self.output} has the model. {checkpoint_in_words(self.progress, self.task.metric)}")
-        trust = ", trust_remote_code=True" if is_own(self.model_class) else ""
-        opening = f'{auto_class(self.model_class)}.from_pretrained("{self.output}"{trust})'
-        lines.append(f"  {opening} opens it; README.md has an example")
+        code = opening(str(self.output), self.model_class, trust_remote_code=is_own(self.model_class))
+        call = f'{code["auto_class"]}.from_pretrained("{code["name"]}"{code["trust"]})'
+        lines.append(f"  {call} opens it; README.md has an example")
         if self.checkpoints.complete():
             size = f"{megabytes(self.checkpoints.folder):,.1f} MB"
             lines.append(

@@ -229,11 +229,12 @@ def check_sources(settings: Settings) -> None:
 
 def shared_data(settings: Settings) -> list[str]:
     """A warning for each held-out split that has a file, or the whole split, of the training set."""
-    train, *held_out = sources(settings).items()
+    (_, train), *held_out = sources(settings).items()
+    trained_on = {one.identity for one in train.inputs}
     return [
         f"{one} is in the train rows and in the {split} rows; expected other rows. Metrics of rows that were trained "
         "on are too high"
         for split, source in held_out
         for one in source.inputs
-        if one.identity in [each.identity for each in train[1].inputs]
+        if one.identity in trained_on
     ]

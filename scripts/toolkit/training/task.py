@@ -185,9 +185,9 @@ class FineTuning(Task):
     collate: Callable[[list[dict]], dict]
     readers: Readers | None = None
 
+    @abstractmethod
     def read(self, source: Source) -> Dataset:
         """The rows of a split."""
-        raise NotImplementedError
 
     def load(self, source: Source, check: Check) -> Dataset:
         """The rows as `load_rows` returns them; with their columns in the file as JSON, for the predictions."""

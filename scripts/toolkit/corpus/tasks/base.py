@@ -1,5 +1,6 @@
 """What the tasks share: tokenising texts, and computing them in batches sorted by length."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class Encoded:
         return sum(map(len, self.ids))
 
 
-class Task:
+class Task(ABC):
     """A task with its tokenizer and its model.
 
     Attributes:
@@ -61,13 +62,13 @@ class Task:
         truncated = sum(len(each.ids) == self.max_length and bool(each.overflowing) for each in encoded.encodings)
         return Encoded(encoded["input_ids"], encoded.get("token_type_ids"), truncated)
 
+    @abstractmethod
     def compute(self, encoded: Encoded) -> dict[str, Sequence]:
         """The columns of the result, with a value for each text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, inputs: dict, lengths: list[int]) -> Iterable:
         """Runs the model on a batch. Returns a value for each sequence, on the CPU."""
-        raise NotImplementedError
 
     @torch.inference_mode()
     def values(self, encoded: Encoded) -> list:
