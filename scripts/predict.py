@@ -4,19 +4,24 @@
     predict.py sentence-transformers/all-MiniLM-L6-v2 reviews.csv --id_column id --output embeddings
     predict.py my-classifier 'data/*.jsonl.gz' --label_column label --output labels
     cat texts.txt | predict.py my-tagger - --format jsonl --output entities
+    predict.py --check --output embeddings
 
-MODEL is a BERT or a ScratchBert: a folder, one of sentence-transformers included, or a hub id. INPUT is a file or a
-quoted pattern of .txt (a text on each line), .csv, .tsv, .jsonl, .json or .parquet, each also .gz; any of them as a URL
-that fsspec opens; - for standard input (JSON lines if it begins with a brace, else a text on each line); or
-hub:DATASET[:SPLIT]. The input is read once from beginning to end and is never in memory as a whole.
+MODEL is a BERT or a ScratchBert: a folder, one of sentence-transformers included, or a hub id. INPUT is a file, a
+folder or a quoted pattern of .txt (a text on each line), .csv, .tsv, .jsonl, .ndjson, .json or .parquet, each also .gz
+or .zst; any of them as a URL that fsspec opens; - for standard input; or hub:DATASET[:SPLIT]. The input is read twice:
+once to check all rows before the model is opened, and once to compute. It is never in memory as a whole.
 
-The folder --output gets numbered parts of --part_rows rows of the input each, in the input's order, with the id or the
-file and row of each text; manifest.json; errors.jsonl, if rows were skipped; and with --label_column metrics.json. A
-part is written whole or not at all. After a crash, --resume computes the parts that are missing and nothing else, and
-the files are the same, byte for byte.
+The folder --output gets numbered parts of --part_rows rows of the input each, in the input's order: the id, or the file
+and row, of each text, the columns of the input (--keep_columns), and the results. A part is written whole or not at
+all. The folder __run__ in it, which readers of datasets skip, has manifest.json; errors.jsonl, if rows were skipped;
+and with --label_column metrics.json.
 
-Exit code: 0 done; 2 bad usage, a model or an input that cannot be used, or an output that cannot be written: what was
-finished is kept; 130 stopped by Ctrl-C or SIGTERM, after the parts in work were finished: --resume continues.
+After a crash, --resume computes the parts that are missing and nothing else. After a change of the input, --update
+computes the texts that are new. The files are the same, byte for byte, as those of one run. --check compares them with
+what was written.
+
+Exit code: 0 done; 1 --check found a difference; 2 bad usage, a model or an input that cannot be used, or an output that
+cannot be written: what was finished is kept; 130 stopped by Ctrl-C or SIGTERM, after the parts in work were finished.
 """
 
 import argparse
@@ -55,20 +60,27 @@ def processes(text: str) -> int | None:
 
 def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL INPUT [INPUT …] --output FOLDER [--FLAG VALUE …]")
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="a file, a pattern, - or hub:DATASET[:SPLIT]")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint with a tokenizer: a folder or a hub id")
+    parser.add_argument("inputs", metavar="INPUT", nargs="*", help="a file, a folder, a pattern, - or "
+                        "hub:DATASET[:SPLIT]")  # fmt: skip
     used = parser.group("most used")
     used.add_argument("--task", choices=TASKS, help="; ".join(f"{name}: {what}" for name, what in TASKS.items()) +
                       ". Default: what the model's class is for")  # fmt: skip
     used.add_argument("--text_column", metavar="NAME", help="the texts; default: a usual name, such as text")
     used.add_argument("--id_column", metavar="NAME", help="the ids, which the output has instead of file and row")
-    used.add_argument("--output", metavar="FOLDER", required=True, help="a new folder, or a URL that fsspec writes to")
+    used.add_argument("--keep_columns", metavar="all|none|A,B", default="all", help="the columns of the input that the "
+                      "output has, with their types; default: all")  # fmt: skip
+    used.add_argument("--output", metavar="FOLDER", help="a new folder, or a URL that fsspec writes to")
     used.add_argument("--format", choices=FORMATS, default="parquet", help="of the parts; npy parts are joined at the "
                       "end into embeddings.npy and rows.csv")  # fmt: skip
     used.add_argument("--resume", action="store_true", help="continue the run in --output: compute what is missing")
+    used.add_argument("--update", action="store_true", help="bring the output of an earlier run up to date: "
+                      "compute the texts that are new or changed; without an output, a new run")  # fmt: skip
     used.add_argument("--limit", **COUNT, help="use the first N rows only")
     used.add_argument("--on_bad_row", choices=["stop", "skip"], default="stop", help="what to do at a row that cannot "
                       "be used; skip: list it in errors.jsonl")  # fmt: skip
+    used.add_argument("--empty_texts", choices=["bad", "null"], default="bad", help="a row with an empty text cannot "
+                      "be used (bad), or has null for its results")  # fmt: skip
     used.add_argument("--processes", type=processes, metavar="N", help="processes, each with a model; auto, the "
                       "default: one for each processor, or for each accelerator")  # fmt: skip
     used.add_argument("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
@@ -82,6 +94,8 @@ def add_data_flags(data) -> None:
     data.add_argument("--text_pair_column", metavar="NAME", help="the second texts of pairs")
     data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
                       "text on each line")  # fmt: skip
+    data.add_argument("--stdin_format", choices=["txt", "csv", "tsv", "jsonl"], help="of standard input; default: "
+                      "jsonl if it begins with a brace, else txt")  # fmt: skip
     data.add_argument("--label_column", metavar="NAME", help="the true labels, for metrics.json and a confusion matrix")
     data.add_argument("--label_separator", metavar="TEXT", default="|", help="between the labels of a row, for a model "
                       "with several")  # fmt: skip
@@ -127,6 +141,10 @@ def add_output_flags(output) -> None:
     output.add_argument("--embedding_dtype", choices=EMBEDDING_DTYPES, help="embed: of the numbers; int8 vectors have "
                         "a scale; default: float32")  # fmt: skip
 
+    output.add_argument("--shard", metavar="K/N", help="compute one share of the parts, such as 3/16, so that several "
+                        "machines fill one folder; the same again continues it")  # fmt: skip
+    output.add_argument("--check", action="store_true", help="compare every file of --output with what its run wrote")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
@@ -134,10 +152,22 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     use_utf8()
 
+    if args.check and (args.output is None or args.model is not None):
+        parser.error("--check is given without --output, or with MODEL; expected --check --output FOLDER")
+    if not args.check and not args.inputs:
+        parser.error("MODEL or INPUT is missing; expected a model and one or more inputs")
+
     def work() -> int:
         from toolkit.hub import silence_libraries
 
         silence_libraries()
+        if args.check:
+            from toolkit.corpus.summary import check_output
+
+            for difference in (wrong := check_output(args.output)):
+                parser.report(difference)
+            print(f"{args.output} is {'incomplete or changed' if wrong else 'complete and as it was written'}")
+            return int(bool(wrong))
         from toolkit.corpus.run import Run
 
         return Run(args, parser.report).start()

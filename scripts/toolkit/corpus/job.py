@@ -29,8 +29,12 @@ class Job:
         device: "cpu", or an accelerator such as "cuda:1".
         dtype: float32, bfloat16 or int8; None: that of the stored weights.
         max_length: in tokens; None: the model's.
+        run: the name of the run among those that write to one output.
         id_column: the column of `id`, which may be absent.
         label_column: the column of the true labels, which may be absent.
+        empty_texts: "bad": a row with one cannot be used; "null": it gets a row without results.
+        keep: the columns of the input that the output has, each with its name there.
+        kinds: of these columns and of that of the ids, see `toolkit.corpus.formats`.
         verify: compare the model with its probe.json.
         options: of the task, such as the pooling of embed.
     """
@@ -38,6 +42,7 @@ class Job:
     model: str
     task: str
     output: str
+    run: str = "run"
     format: str = "parquet"
     device: str = "cpu"
     threads: int = 1
@@ -46,9 +51,11 @@ class Job:
     tokens_per_batch: int = TOKENS_ON_CPU
     part_rows: int = 1000
     id_column: str | None = None
-    ids_are_integers: bool = False
     label_column: str | None = None
     on_bad_row: str = "stop"
+    empty_texts: str = "bad"
+    keep: dict = field(default_factory=dict)
+    kinds: dict = field(default_factory=dict)
     trust_remote_code: bool = False
     verify: bool = False
     options: dict = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""manifest.json: what a run computes, from what and with what. `--resume` continues only the same run."""
+"""manifest.json: what a run computes, from what and with what. A run is continued by the same run only."""
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,46 +10,61 @@ from toolkit.checkpoint import weight_files
 from toolkit.corpus.formats import ROWS_IN_GROUP
 from toolkit.corpus.job import Job
 from toolkit.corpus.model import CALIBRATION
-from toolkit.corpus.sources import Input
-from toolkit.corpus.store import Store
+from toolkit.corpus.store import RECORDS, RUN, Store
+from toolkit.inputs import Input
 from toolkit.machine import processor, version
 from toolkit.remote_code import find
 
-MANIFEST = "manifest.json"
+MANIFEST = f"{RUN}/manifest.json"
 LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
-# Files of a model that decide its results, besides the weights.
+# Files of a model that decide its results, besides the weights and those of the modules of sentence-transformers.
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json", "modules.json",
-    "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json", CALIBRATION,
+    "sentence_bert_config.json", "config_sentence_transformers.json", CALIBRATION,
 )  # fmt: skip
+MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+
+# What does not decide the results of a text: where things are, and the columns and files that results are put in.
+PLACES = ("model", "output", "run", "trust_remote_code", "verify", "threads")
+LAYOUT = ("format", "part_rows", "tokens_per_batch", "id_column", "label_column", "on_bad_row", "empty_texts", "keep",
+          "kinds", "limit", "text_column", "text_pair_column", "problem", "labels", "label_separator")  # fmt: skip
 
 
-def make_manifest(job: Job, inputs: list[Input], limit: int | None) -> dict:
+def make_manifest(job: Job, inputs: list[Input], limit: int | None, rows: int) -> dict:
     """The manifest of a run.
+
+    Args:
+        rows: of the inputs, up to the limit.
 
     Raises:
         OSError: an input or a file of the model cannot be read.
     """
-    settings = asdict(job)
-    places = {name: settings.pop(name) for name in ("model", "output", "trust_remote_code", "verify", "threads")}
+    settings = {name: value for name, value in asdict(job).items() if name not in PLACES}
     options = settings.pop("options")
+    settings["kinds"] = {column: str(kind) for column, kind in job.kinds.items()}
     return {
-        "model": {"source": places["model"], "sha256": model_fingerprint(job)},
+        "model": {"source": job.model, "sha256": model_fingerprint(job)},
         "inputs": [each.fingerprint() for each in inputs],
-        "flags": {**settings, "device": settings["device"].partition(":")[0], **options, "limit": limit},
-        "threads_per_process": places["threads"],
+        "rows": rows,
+        "flags": {**settings, "device": job.device.partition(":")[0], **options, "limit": limit},
+        "threads_per_process": job.threads,
         "rows_in_group": ROWS_IN_GROUP,
         "versions": {library: version(library) for library in LIBRARIES},
         "processor": processor(),
     }
 
 
+def to_text(content: dict) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def model_fingerprint(job: Job) -> str:
     """A hash of the weights of a checkpoint and of its files that decide results; with code of its own, also of it."""
     digest = hashlib.sha256()
     paths = [Path(path) for path in weight_files(job.model)]
-    paths += [path for name in MODEL_FILES if (path := find(job.model, name)) is not None]
+    names = [*MODEL_FILES, *module_files(job.model)]
+    paths += [path for name in names if (path := find(job.model, name)) is not None]
     if job.trust_remote_code:
         paths += sorted(paths[0].parent.glob("*.py"))
     for path in paths:
@@ -58,20 +74,54 @@ def model_fingerprint(job: Job) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(store: Store) -> dict | None:
+def module_files(source: str) -> list[str]:
+    """The files of the modules of a sentence-transformers folder, besides those of the model."""
+    path = find(source, "modules.json")
+    modules = [] if path is None else json.loads(path.read_text(encoding="utf-8"))
+    return [f"{folder}/{name}" for module in modules if (folder := module.get("path")) for name in MODULE_FILES]
+
+
+def read_manifest(store: Store, name: str = MANIFEST) -> dict | None:
     """The manifest in a folder; None if there is none.
 
     Raises:
         ValueError: it is damaged.
     """
-    if MANIFEST not in store.names():
+    folder, _, file = name.rpartition("/")
+    if file not in store.sizes(folder):
         return None
     try:
-        manifest = json.loads(store.read(MANIFEST))
-        manifest["model"]["sha256"], manifest["inputs"], manifest["flags"], manifest["threads_per_process"]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"--resume: {MANIFEST} is damaged; expected the one that the run wrote") from None
+        manifest = json.loads(store.read(name))
+        manifest["model"]["sha256"], manifest["inputs"][0], manifest["rows"], manifest["threads_per_process"]
+        manifest["flags"]["part_rows"], manifest["flags"]["format"], manifest["versions"], manifest["processor"]
+    except (ValueError, TypeError, KeyError, IndexError):
+        raise ValueError(f"{name} in --output is damaged; expected the one that the run wrote") from None
     return manifest
+
+
+def read_records(store: Store, folder: str = RECORDS) -> Iterator[tuple[int, dict]]:
+    """The records of the parts that are complete, in their order. A damaged one does not count."""
+    names = sorted(name for name in store.sizes(folder) if name.endswith(".json"))
+    for name, content in zip(names, store.read_all([f"{folder}/{name}" for name in names]), strict=True):
+        try:
+            record = json.loads(content)
+            record["files"], record["rows"], record["digests"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield int(name.removesuffix(".json")), record
+
+
+def complete_parts(store: Store) -> dict[int, dict]:
+    """Of each part whose files are there in their sizes, the fingerprints of its files."""
+    sizes = store.sizes()
+    return {
+        number: record["files"]
+        for number, record in read_records(store)
+        if all(sizes.get(name) == file["bytes"] for name, file in record["files"].items())
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- comparisons
 
 
 def check_same(before: dict, now: dict) -> list[str]:
@@ -93,16 +143,11 @@ def check_same(before: dict, now: dict) -> list[str]:
         was, is_now = (one["flags"].get(name, one.get(name)) for one in (before, now))
         if was != is_now:
             raise ValueError(f"--resume: --{name} was {was} and is {is_now}; expected the same")
-    return [
-        f"{name} was {before['versions'].get(name)} and is {now['versions'].get(name)}; new parts may differ from the "
-        "others in the last digits"
-        for name in LIBRARIES
-        if before["versions"].get(name) != now["versions"].get(name)
-    ]
+    return [f"{each}; new parts may differ from the others in the last digits" for each in other_machine(before, now)]
 
 
 def check_inputs(before: list[dict], now: list[dict]) -> None:
-    """Raises ValueError if the inputs of two runs differ."""
+    """Raises ValueError if the contents of the inputs of two runs differ."""
     was, is_now = ([each["file"] for each in inputs] for inputs in (before, now))
     if was != is_now:
         raise ValueError(f"--resume: the inputs were {', '.join(was)} and are {', '.join(is_now)}; expected the same")
@@ -112,3 +157,25 @@ def check_inputs(before: list[dict], now: list[dict]) -> None:
                 name.replace("_", " ") for name in one.keys() | other.keys() if one.get(name) != other.get(name)
             )
             raise ValueError(f"--resume: the input {one['file']} has changed ({changed}); expected the same")
+
+
+def other_machine(before: dict, now: dict) -> list[str]:
+    """The versions of libraries and the processor that differ."""
+    pairs = {name: (before["versions"].get(name), now["versions"].get(name)) for name in LIBRARIES}
+    pairs["the processor"] = tuple(one["processor"].get("processor") for one in (before, now))
+    if before["processor"] != now["processor"] and len(set(pairs["the processor"])) == 1:
+        pairs["the processor"] = tuple(str(one["processor"]) for one in (before, now))
+    return [f"{name} was {was} and is {is_now}" for name, (was, is_now) in pairs.items() if was != is_now]
+
+
+def computation(manifest: dict) -> dict:
+    """What decides the results of a text, besides the text: the model, its files, and options."""
+    options = {name: value for name, value in manifest["flags"].items() if name not in LAYOUT}
+    return {"sha256": manifest["model"]["sha256"], "pairs": manifest["flags"].get("text_pair_column") is not None,
+            **options}  # fmt: skip
+
+
+def part_files(manifest: dict) -> list[str]:
+    """The names of the files of all parts of a run."""
+    parts = -(-manifest["rows"] // manifest["flags"]["part_rows"])
+    return [f"part-{number:06d}.{manifest['flags']['format']}" for number in range(parts)]

@@ -1,38 +1,54 @@
 """A run over a corpus: checks everything, computes the parts that are missing, and joins what belongs together."""
 
 import json
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, takewhile
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from toolkit.checkpoint import verification
-from toolkit.cli import about, require
+from toolkit.cli import CommandError, about, require
+from toolkit.corpus.devices import devices_and_threads
+from toolkit.corpus.flags import (
+    TASK_FLAGS,
+    check_flags,
+    find_kept_columns,
+    find_text_columns,
+    in_shard,
+    run_name,
+    shard_of,
+)
 from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
-from toolkit.corpus.local import run_in_processes, run_parts
-from toolkit.corpus.manifest import MANIFEST, check_same, make_manifest, read_manifest
+from toolkit.corpus.local import run_locally
+from toolkit.corpus.manifest import (
+    MANIFEST,
+    check_inputs,
+    check_same,
+    complete_parts,
+    make_manifest,
+    part_files,
+    read_manifest,
+    to_text,
+)
 from toolkit.corpus.model import number_of_labels, read_model, task_of
-from toolkit.corpus.sources import STANDARD_INPUT, Corpus, Part, open_inputs
-from toolkit.corpus.store import STATE, LocalStore, is_remote, open_store
-from toolkit.corpus.summary import ERRORS, Totals, is_joined, join_arrays, join_states, write_metrics
-from toolkit.corpus.worker import Done, Worker, in_words
+from toolkit.corpus.rows import scan_rows
+from toolkit.corpus.sources import Corpus, Part, open_inputs
+from toolkit.corpus.store import LocalStore, open_store
+from toolkit.corpus.summary import ERRORS, METRICS, Totals, is_joined, join_arrays, join_records, write_metrics
+from toolkit.corpus.update import Assembler, finish_update, is_planned, update
+from toolkit.corpus.worker import Done, Worker, fault, in_words
 from toolkit.inputs import Row, columns_of
 from toolkit.labels import saved_labels
 from toolkit.progress import LogLines
-from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column
+from toolkit.row_files import find_column
 
-LOCK = ".lock"
 SECONDS_BETWEEN_LOG_LINES = 60
-
-# Usual names of the columns of pairs.
-QUERIES, DOCUMENTS = ("query", *TEXTS), ("text_pair", "document", "passage", "answer", *SECOND_TEXTS)
 
 # How many rows --dry_run computes.
 TRIED_ROWS = 256
@@ -48,11 +64,13 @@ class Run:
     Attributes:
         is_interrupted: whether it is stopped, which the parts in work do not notice.
         started: when the first part was asked for.
+        before: the manifest in the output; None if there is none.
     """
 
     def __init__(self, args, report):
         self.args, self.report = args, report
-        self.is_interrupted, self.started = False, 0.0
+        self.is_interrupted, self.started = False, time.perf_counter()
+        self.shard = shard_of(args.shard)
         if args.format == "parquet":
             require("pyarrow")
         with about(args.model):
@@ -61,12 +79,12 @@ class Run:
             if args.verify:
                 verification(args.model)
         check_flags(args, self.task)
-        self.corpus = Corpus(open_inputs(args.inputs, args.delimiter), args.limit)
-        first = self.corpus.first_rows()
-        self.store = open_store(args.output)
-        self.before = read_manifest(self.store) if args.resume else None
-        self.devices = devices_of(args)
-        self.job = self.make_job(first)
+        self.corpus = Corpus(open_inputs(args.inputs, args.delimiter, args.stdin_format), args.limit)
+        self.store = None if args.output is None else open_store(args.output, run_name(self.shard))
+        self.before = None if self.store is None else read_manifest(self.store)
+        resumed = None if self.before is None or args.dry_run else self.before["threads_per_process"]
+        self.devices, self.threads = devices_and_threads(args, resumed)
+        self.job = self.make_job(self.corpus.first_rows())
 
     def make_job(self, first: list[Row]) -> Job:
         """The job, with the columns that the first rows have."""
@@ -79,18 +97,17 @@ class Run:
                 find_column(columns, column, (), f"{flag}")
         if args.label_column is not None:
             options |= self.label_options()
-        ids = [row.content.get(args.id_column) for row in first if isinstance(row.content, dict)]
-        used = {options["text_column"], options.get("text_pair_column"), args.id_column, args.label_column}
+        keep = find_kept_columns(args, columns)
+        used = {options["text_column"], options.get("text_pair_column"), args.id_column, args.label_column, *keep}
         for each in self.corpus.inputs:
             each.columns = used
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
-            model=args.model, task=task, output=args.output, format=args.format, device=self.devices[0],
-            threads=self.threads(), dtype=args.dtype, max_length=args.max_length,
+            model=args.model, task=task, output=args.output or "", run=run_name(self.shard), format=args.format,
+            device=self.devices[0], threads=self.threads, dtype=args.dtype, max_length=args.max_length,
             tokens_per_batch=args.tokens_per_batch or tokens, part_rows=args.part_rows, id_column=args.id_column,
-            ids_are_integers=bool(ids) and isinstance(ids[0], int), label_column=args.label_column,
-            on_bad_row=args.on_bad_row, trust_remote_code=args.trust_remote_code, verify=args.verify,
-            options=options,
+            label_column=args.label_column, on_bad_row=args.on_bad_row, empty_texts=args.empty_texts, keep=keep,
+            trust_remote_code=args.trust_remote_code, verify=args.verify, options=options,
         )  # fmt: skip
 
     def label_options(self) -> dict:
@@ -100,128 +117,160 @@ class Run:
         problem = "regression" if self.task == "rerank" else problem.removesuffix("_classification")
         return {"problem": problem, "labels": labels, "label_separator": self.args.label_separator}
 
-    def threads(self) -> int:
-        """Threads of each process: as given, or as in the run that is resumed, or a share of the processors."""
-        if self.args.threads_per_process is not None:
-            return self.args.threads_per_process
-        if self.before is not None:
-            return self.before["threads_per_process"]
-        return 1 if self.args.engine == "ray" else max(1, processors() // len(self.devices))
+    # -- before the work
 
-    # -- the output
-
-    def check_output(self) -> None:
-        """Checks that the output is empty, or that the run in it is this one.
+    def read_all_rows(self) -> None:
+        """Reads the input once, before the model: its number of rows, the types of columns, and rows that cannot be
+        used.
 
         Raises:
-            ValueError: it is not.
+            CommandError: a row cannot be used, and `on_bad_row` is "stop".
         """
-        output = self.args.output
-        if not is_remote(output) and self.store.path.exists() and not self.store.path.is_dir():
-            raise ValueError(f"--output {output} is a file; expected a folder")
-        others = self.store.names() - {LOCK} or self.store.names(STATE)
-        if not others:
-            return
-        if not self.args.resume:
-            raise ValueError(f"--output {output} is not empty; expected a new folder, or --resume to continue its run")
-        if self.before is None:
-            raise ValueError(f"--resume: {output} holds no run; {MANIFEST} is missing there")
-        for remark in check_same(self.before, self.manifest):
-            self.report(remark)
+        scan = scan_rows(self.job, self.corpus.with_inputs())
+        if scan.first_bad is not None and self.args.on_bad_row == "stop":
+            raise CommandError(in_words(fault(*scan.first_bad)) + ". --on_bad_row skip leaves such rows out")
+        self.corpus.repeated, self.rows = scan.repeated, scan.rows
+        self.job = replace(self.job, kinds=scan.kinds)
 
-    @contextmanager
-    def output(self) -> Iterator[None]:
-        """Creates and locks the folder of the output, and removes what a killed run left unfinished in it."""
-        with ExitStack() as stack:
-            if isinstance(self.store, LocalStore):
-                self.store.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(self.store.path))
-                self.check_output()  # again: another run may have been faster
-                for folder in (self.store.path, self.store.path / STATE):
-                    for path in folder.glob(".*-[0-9]*"):
-                        path.unlink(missing_ok=True)
-            if self.before is None:
-                self.store.write(MANIFEST, (json.dumps(self.manifest, indent=2, ensure_ascii=False) + "\n").encode())
-            yield
+    def check_output(self) -> None:
+        """Checks that the output is empty, or that it may be continued.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        args, output = self.args, self.args.output
+        if isinstance(self.store, LocalStore) and self.store.path.exists() and not self.store.path.is_dir():
+            raise ValueError(f"--output {output} is a file; expected a folder")
+        self.before = read_manifest(self.store)
+        if self.before is None:
+            if self.store.sizes():
+                raise ValueError(f"--output {output} is not empty and has no {MANIFEST}; expected a new folder")
+        elif args.update:
+            return
+        elif not (args.resume or self.shard):
+            raise ValueError(f"--output {output} has a run; expected a new folder, --resume to continue the run, or "
+                             "--update to bring it up to date")  # fmt: skip
+        elif is_planned(self.store):
+            raise ValueError(f"--output {output} has an unfinished update; expected --update, which continues it")
+        else:
+            for remark in check_same(self.before, self.manifest):
+                self.report(remark)
+
+    def check_unchanged(self) -> None:
+        """Raises CommandError if an input has changed since it was read for the first time."""
+        try:
+            check_inputs(self.manifest["inputs"], [each.fingerprint() for each in self.corpus.inputs])
+        except (ValueError, OSError) as error:
+            advice = "The output mixes both; start again in a new folder"
+            raise CommandError(f"during the run: {str(error).removeprefix('--resume: ')}. {advice}") from error
 
     # -- work
 
     def start(self) -> int:
         """Runs. Returns the exit code."""
+        self.read_all_rows()
         if self.args.dry_run:
             return self.try_out()
-        self.manifest = make_manifest(self.job, self.corpus.inputs, self.args.limit)
+        self.manifest = make_manifest(self.job, self.corpus.inputs, self.args.limit, self.rows)
         self.check_output()
-        with self.output():
-            computed = self.compute()
+        with self.store.locked():
+            finish_update(self.store)
+            self.check_output()  # again: another run may have been faster
+            is_update = self.args.update and self.before is not None
+            computed = update(self) if is_update else self.compute(self.job, self.missing_parts(), self.write_manifest)
             if self.is_interrupted:
-                self.report(f"stopped; {computed.rows:,} rows were computed, and --resume computes the others")
+                again = "--update" if is_update else "the same --shard" if self.shard else "--resume"
+                self.report(f"stopped; {computed.rows:,} rows were computed, and {again} computes the others")
                 return 130
+            self.check_unchanged()
             return self.finish(computed, time.perf_counter() - self.started)
 
     def missing_parts(self) -> Iterator[Part]:
-        """The parts that are not there, until the run is stopped. The first is read when all models are open."""
-        self.started = time.perf_counter()
-        names = self.store.names()
-        joined = self.job.format == "npy" and is_joined(self.store)
-        parts = self.corpus.parts(
-            self.job.part_rows, lambda number: not joined and self.job.part_name(number) not in names
+        """The parts that are not there."""
+        if self.job.format == "npy" and is_joined(self.store):
+            return iter(())
+        complete = complete_parts(self.store)
+        return self.corpus.parts(
+            self.job.part_rows, lambda number: number not in complete and in_shard(self.shard, number)
         )
-        while not self.is_interrupted and (part := next(parts, None)) is not None:
-            yield part
 
-    def compute(self) -> Totals:
-        """Computes the parts that are not there, and shows the progress. Returns what was computed."""
+    def write_manifest(self) -> None:
+        if self.before is None:
+            self.store.write(MANIFEST, to_text(self.manifest))
+
+    def compute(self, job: Job, parts: Iterator[Part], begin: Callable[[], None], rows: int | None = None) -> Totals:
+        """Computes parts, until the run is stopped, and shows the progress. Returns what was computed.
+
+        Args:
+            begin: is called when all models are open. Without parts, none is.
+            rows: how many rows the parts have, if that is known.
+        """
         computed = Totals()
-        with interruptible(self), self.progress_bar() as bar:
-            for done in self.engine(self.missing_parts()):
-                computed.rows += done.rows
-                computed.tokens += done.tokens
-                show(bar, self.corpus, done, computed)
+        if (first := next(parts, None)) is None:
+            return computed
+
+        def asked() -> Iterator[Part]:
+            self.started = time.perf_counter()
+            begin()
+            for part in chain([first], parts):
+                if self.is_interrupted:
+                    return
+                yield part
+
+        self.follow(self.engine(job, asked()), self.task, computed, rows)
         return computed
 
-    def engine(self, parts: Iterator[Part]) -> Iterator[Done]:
+    def follow(self, finished: Iterator[Done], what: str, computed: Totals, rows: int | None = None) -> None:
+        """Shows the progress of parts, and adds them to what was computed."""
+        with interruptible(self), progress_bar(what, rows) as bar:
+            for done in finished:
+                show(bar, done, computed)
+
+    def assemble(self, assembler: Assembler, parts: Iterator[Part]) -> None:
+        """Writes the parts of an update, until the run is stopped."""
+        wanted = takewhile(lambda part: not self.is_interrupted, parts)
+        self.follow(map(assembler.run, wanted), "update", Totals(), self.rows)
+
+    def engine(self, job: Job, parts: Iterator[Part]) -> Iterator[Done]:
         """Computes the parts on the chosen engine."""
         if self.args.engine == "ray":
             from toolkit.corpus.ray_engine import run_on_ray
 
-            return run_on_ray(self.job, parts, self.args.processes, self.args.ray_address)
-        if len(self.devices) == 1:
-            return run_parts([Worker(self.job).run], parts)
-        return run_in_processes(self.job, parts, self.devices)
+            return run_on_ray(job, parts, self.args.processes, self.args.ray_address, self.report)
+        return run_locally(job, parts, self.devices)
 
-    def progress_bar(self) -> tqdm:
-        is_terminal = sys.stderr.isatty()
-        return (tqdm if is_terminal else LogLines)(
-            unit="rows", unit_scale=True, desc=self.task, mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
-            dynamic_ncols=is_terminal,
-        )  # fmt: skip
+    # -- the end
 
     def finish(self, computed: Totals, seconds: float) -> int:
         """Joins what belongs together, and prints the summary."""
-        parts = -(-self.corpus.rows_read // self.job.part_rows)
-        totals, metrics = join_states(self.store, parts), {}
-        if self.job.label_column is not None and totals.rows:
+        parts = len(part_files(self.manifest))
+        joined = self.job.format == "npy" and is_joined(self.store)
+        if not joined and (there := len(complete_parts(self.store))) < parts:
+            print(f"{computed.rows:,} rows now in {seconds:,.1f} s; {there:,} of {parts:,} parts are there")
+            return 0
+        totals, metrics = join_records(self.store), {}
+        if self.job.label_column is not None:
             metrics = write_metrics(self.store, self.job, parts)
         if self.job.format == "npy":
-            join_arrays(self.store, self.job, parts)
+            join_arrays(self.store, parts)
         print_summary(self.args.output, self.corpus, totals, computed, metrics, seconds)
         return 0
 
     def try_out(self) -> int:
         """Computes a few rows, writes nothing, and prints what a run would do."""
         worker = Worker(self.job)
-        part = next(self.corpus.parts(TRIED_ROWS, lambda number: True))
+        part = next(self.corpus.parts(TRIED_ROWS))
         worker.compute(part)  # the first call is slower
         started = time.perf_counter()
-        columns, state = worker.compute(part)
+        columns, record = worker.compute(part)
         rate = len(part.rows) / (time.perf_counter() - started)
         print(f"task: {self.task}; columns: {', '.join(worker.kinds)}; {len(self.corpus.inputs)} inputs")
-        print(f"first row: {json.dumps({name: shown(columns[name]) for name in worker.kinds}, ensure_ascii=False)}")
-        print(f"{state['rows']} rows tried, {state['truncated']} too long, {len(state['skipped'])} skipped")
-        share = self.corpus.share()
-        rows = f"; {self.corpus.rows_read / share:,.0f} rows in all" if share else ""
-        print(f"{rate:,.0f} rows a second in one of {len(self.devices)} processes{rows}. Nothing was written.")
+        first = {name: shown(columns[name]) for name in worker.kinds}
+        print(f"first row: {json.dumps(first, ensure_ascii=False, default=str)}")
+        print(f"{record['rows']} rows tried, {record['truncated']} too long, {len(record['skipped'])} skipped")
+        processes = len(self.devices)
+        print(f"{rate:,.0f} rows a second in one of {processes} processes; {self.rows:,} rows in all, about "
+              f"{self.rows / rate / processes / 60:,.0f} minutes. Nothing was written.")  # fmt: skip
         return 0
 
 
@@ -231,81 +280,6 @@ def shown(values):
         return None
     first = values[0].tolist() if hasattr(values[0], "tolist") else values[0]
     return [*first[:3], "…"] if isinstance(first, list) and len(first) > 3 else first
-
-
-# ---------------------------------------------------------------------------------------------------------------- flags
-
-# The flags of each task, which are options of its job.
-TASK_FLAGS = {
-    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "embedding_dtype"),
-    "classify": ("all_scores", "threshold"),
-    "tag": ("aggregation",),
-    "rerank": (),
-    "fill-mask": ("top_k",),
-}
-PAIR_TASKS = ("classify", "rerank")
-
-
-def check_flags(args, task: str) -> None:
-    """Raises ValueError if flags do not go together, or not with the task."""
-    for other, names in TASK_FLAGS.items():
-        for name in names:
-            if other != task and getattr(args, name) not in (None, False):
-                raise ValueError(f"--{name} is given for the task {task}; expected it with --task {other} only")
-    for name in ("text_pair_column", "label_column"):
-        if getattr(args, name) is not None and task not in PAIR_TASKS:
-            raise ValueError(f"--{name} is given for the task {task}; expected --task {' or '.join(PAIR_TASKS)}")
-    if args.format == "npy" and (task != "embed" or is_remote(args.output)):
-        raise ValueError("--format npy is for --task embed with a local folder; expected another format")
-    if args.resume and STANDARD_INPUT in args.inputs:
-        raise ValueError("--resume reads the input again, which standard input does not allow; expected files")
-    if args.engine == "ray" and args.device not in (None, "cpu"):
-        raise ValueError(f"--device is {args.device}; expected cpu with --engine ray")
-    if args.ray_address is not None and args.engine != "ray":
-        raise ValueError("--ray_address is given without --engine ray; expected both")
-
-
-def find_text_columns(args, task: str, columns: list[str]) -> dict:
-    """The columns of the texts, and of the second texts of pairs. A pair is assumed for classify if there is a column
-    of a usual name and no column is named."""
-    texts = QUERIES if task == "rerank" else TEXTS
-    text = find_column(columns, args.text_column, texts, "the text (--text_column)")
-    pair = args.text_pair_column
-    if task == "rerank" or pair is not None:
-        pair = find_column(columns, pair, DOCUMENTS, "the second text (--text_pair_column)")
-    elif task == "classify" and args.text_column is None:
-        pair = next((name for name in SECOND_TEXTS if name in columns), None)
-    return {"text_column": text, "text_pair_column": pair}
-
-
-def processors() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def devices_of(args) -> list[str]:
-    """The device of each process. On CPUs, by default a process for each processor, or for each `threads_per_process`
-    of them; on accelerators, one for each.
-
-    Raises:
-        ValueError: there are more processes than accelerators.
-    """
-    import torch
-
-    device = args.device
-    if device is None:
-        has_accelerator = args.engine == "local" and torch.accelerator.is_available()
-        device = torch.accelerator.current_accelerator().type if has_accelerator else "cpu"
-    if device == "cpu":
-        count = args.processes or max(1, processors() // (args.threads_per_process or 1))
-        return ["cpu"] * count
-    if ":" in device:
-        return [device]
-    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    count = args.processes or max(1, available)
-    if count > available:
-        raise ValueError(f"--device {device}: {count} processes for {available} such devices; expected one for each")
-    return [f"{device}:{number}" for number in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------------- while it runs
@@ -331,26 +305,18 @@ def interruptible(run: Run) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Locks a folder against other runs. Raises ValueError if another run has it."""
-    lock = FileLock(path / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"--output {path} is in use by another run; expected a folder of its own") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            Path(lock.lock_file).unlink()
-        lock.release(force=True)
+def progress_bar(task: str, rows: int | None) -> tqdm:
+    is_terminal = sys.stderr.isatty()
+    return (tqdm if is_terminal else LogLines)(
+        total=rows, unit="rows", unit_scale=True, desc=task, dynamic_ncols=is_terminal,
+        mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
+    )  # fmt: skip
 
 
-def show(bar: tqdm, corpus: Corpus, done: Done, computed: Totals) -> None:
-    """Shows a finished part: rows, tokens a second, and by the share of the input that was read the remaining time."""
-    if share := corpus.share():
-        bar.total = max(round(corpus.rows_read / share), bar.n + done.rows)
+def show(bar: tqdm, done: Done, computed: Totals) -> None:
+    """Adds a finished part to what was computed, and shows it: rows, and tokens a second."""
+    computed.rows += done.rows
+    computed.tokens += done.tokens
     seconds = max(time.time() - bar.start_t, 1e-9)
     bar.set_postfix_str(f"{computed.tokens / seconds:,.0f} tokens/s", refresh=False)
     bar.update(done.rows)
@@ -364,9 +330,9 @@ def print_summary(output: str, corpus: Corpus, totals: Totals, computed: Totals,
     if totals.truncated:
         print(f"{totals.truncated:,} texts are longer than the model's input")
     if totals.skipped:
-        print(f"{totals.skipped:,} rows were skipped; {ERRORS} names them: {in_words(totals.first_skipped[0])}")
+        print(f"{totals.skipped:,} rows were skipped; {ERRORS} names them: {in_words(totals.first_skipped)}")
     if corpus.empty:
-        print(f"without rows: {', '.join(corpus.empty)}")
+        print(f"without rows: {', '.join(sorted(corpus.empty))}")
     if metrics:
-        print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        print(f"{METRICS}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     print(f"{output} has the output")

@@ -1,8 +1,8 @@
 """The rows of the input, in parts: files, standard input and datasets of the Hub, read once from beginning to end."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import count, islice
 
 from toolkit.inputs import ROWS_WITH_ALL_COLUMNS, HubDataset, Input, InputFile, Row, Source, StandardInput, expand
 
@@ -41,56 +41,49 @@ def open_inputs(given: Sequence[str], delimiter: str | None = None) -> list[Inpu
 
 
 class Corpus(Source):
-    """The rows of all inputs. Each is opened when the one before it has been read.
+    """The rows of all inputs, which are read several times. Each is opened when the one before it has been read.
 
     Args:
         limit: use the first so many rows only.
 
     Attributes:
-        rows_read: how many rows have been read, skipped parts included.
+        repeated: what is wrong with rows, by their place among all rows, besides what their content shows.
         empty: inputs without rows, of those that have been read.
     """
 
     def __init__(self, inputs: list[Input], limit: int | None = None):
         super().__init__(inputs)
-        self.limit, self.rows_read, self.empty = limit, 0, []
-        self.stream: Iterator[Row] | None = None
+        self.limit = limit
+        self.repeated: Mapping[int, str] = {}
+        self.empty: set[str] = set()
 
     def report_empty(self, one):
-        self.empty.append(one.name)
+        self.empty.add(one.name)
+
+    def with_inputs(self) -> Iterator[tuple[Row, Input]]:
+        """The rows, each with its input."""
+        pairs = ((row, one) for one in self.inputs for row in one.rows())
+        return islice(pairs, self.limit)
 
     def first_rows(self) -> list[Row]:
-        """The rows by which columns are found; standard input is left as it was.
+        """The rows by which columns are found.
 
         Raises:
             OSError, ValueError: an input cannot be read, or there are no rows.
         """
-        self.stream = self.rows()
-        found = list(islice(self.stream, ROWS_WITH_ALL_COLUMNS))
+        found = list(islice(self.rows(), ROWS_WITH_ALL_COLUMNS))
         if not found:
             raise ValueError(f"{self}: there are no rows")
-        if any(isinstance(each, StandardInput) for each in self.inputs):
-            self.stream = chain(found, self.stream)
-        else:
-            self.stream, self.empty = None, []
         return found
 
-    def parts(self, part_rows: int, is_missing: Callable[[int], bool]) -> Iterator[Part]:
+    def parts(self, part_rows: int, is_missing: Callable[[int], bool] = lambda number: True) -> Iterator[Part]:
         """The parts whose number `is_missing`, in order. All rows are read."""
-        stream = islice(self.stream or self.rows(), self.limit)
+        places = count()
+        rows = islice(self.rows(), self.limit)
         number = 0
-        while rows := list(islice(stream, part_rows)):
-            self.rows_read += len(rows)
+        while part := list(islice(rows, part_rows)):
+            for row in part:
+                row.content = self.repeated.get(next(places), row.content)
             if is_missing(number):
-                yield Part(number, rows)
+                yield Part(number, part)
             number += 1
-
-    def share(self) -> float | None:
-        """How much of the input has been read, from 0 to 1; None if that is not known."""
-        if self.limit is not None:
-            return min(1.0, self.rows_read / self.limit)
-        total = sum(each.size for each in self.inputs)
-        shares = [each.share() for each in self.inputs]
-        if not total or None in shares:
-            return None
-        return sum(each.size * share for each, share in zip(self.inputs, shares, strict=True)) / total

@@ -3,23 +3,27 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 
 import numpy as np
 
 from toolkit.confusion_matrix import plot_confusion
+from toolkit.corpus.formats import decode_part
 from toolkit.corpus.job import Job
-from toolkit.corpus.store import STATE, LocalStore, Store, flush
+from toolkit.corpus.manifest import part_files, read_manifest, read_records
+from toolkit.corpus.store import RECORDS, RUN, LocalStore, Store, flush, open_store
 from toolkit.files import atomic_file, to_json
-from toolkit.inputs import InputFile
 from toolkit.metrics import classification_metrics
 
-EMBEDDINGS, ROWS, ERRORS = "embeddings.npy", "rows.csv", "errors.jsonl"
+EMBEDDINGS, ROWS = "embeddings.npy", "rows.csv"
+JOINED = f"{RUN}/joined.json"
+ERRORS, METRICS, CONFUSION = f"{RUN}/errors.jsonl", f"{RUN}/metrics.json", f"{RUN}/confusion_matrix.png"
 
-# How many skipped rows the summary names.
-NAMED_ROWS = 3
+# The damaged or missing files that --check names.
+NAMED_FILES = 5
 
 
 @dataclass
@@ -30,48 +34,56 @@ class Totals:
     tokens: int = 0
     truncated: int = 0
     skipped: int = 0
-    first_skipped: list[dict] = field(default_factory=list)
+    first_skipped: dict | None = None
 
 
-def join_states(store: Store, parts: int) -> Totals:
+def join_records(store: Store) -> Totals:
     """The totals of all parts. Writes errors.jsonl if rows were skipped."""
     totals, errors = Totals(), []
-    for number in range(parts):
-        state = json.loads(store.read(f"{STATE}/{number:06d}.json"))
-        totals.rows += state["rows"]
-        totals.tokens += state["tokens"]
-        totals.truncated += state["truncated"]
-        totals.skipped += len(state["skipped"])
-        totals.first_skipped += state["skipped"][: NAMED_ROWS - len(totals.first_skipped)]
-        errors += [json.dumps(each, ensure_ascii=False) + "\n" for each in state["skipped"]]
+    for _, record in read_records(store):
+        totals.rows += record["rows"]
+        totals.tokens += record["tokens"]
+        totals.truncated += record["truncated"]
+        for skipped in record["skipped"]:
+            skipped.pop("digest", None)
+            totals.skipped += 1
+            totals.first_skipped = totals.first_skipped or skipped
+            errors.append(json.dumps(skipped, ensure_ascii=False) + "\n")
     if errors:
         store.write(ERRORS, "".join(errors).encode())
+    else:
+        store.remove(ERRORS)
     return totals
+
+
+# ----------------------------------------------------------------------------------------------------------- .npy files
 
 
 def is_joined(store: Store) -> bool:
     """Whether the `.npy` parts of a run have been joined."""
-    return EMBEDDINGS in store.names()
+    return JOINED.rpartition("/")[2] in store.sizes(RUN)
 
 
-def join_arrays(store: LocalStore, job: Job, parts: int) -> None:
+def join_arrays(store: LocalStore, parts: int) -> None:
     """Joins the parts of the format npy into embeddings.npy and rows.csv, with a line for each row, and removes them.
 
     Raises:
         OSError: the disk is full; the parts are still there.
     """
+    names = [f"part-{number:06d}" for number in range(parts)]
     if not is_joined(store):
-        names = [job.part_name(number) for number in range(parts)]
-        join_rows(store, [name.replace(".npy", ".csv") for name in names])
-        arrays = [np.load(store.path / name, mmap_mode="r") for name in names]
+        join_rows(store, [f"{name}.csv" for name in names])
+        arrays = [np.load(store.path / f"{name}.npy", mmap_mode="r") for name in names]
         shape = sum(len(array) for array in arrays), arrays[0].shape[1]
         with atomic_file(store.path / EMBEDDINGS) as temporary:
             joined = np.lib.format.open_memmap(temporary, "w+", arrays[0].dtype, shape)
             np.concatenate(arrays, out=joined)
             joined.flush()
-    for name in store.names():
-        if name.startswith("part-"):
-            store.remove(name)
+        found = {name: file_fingerprint(store, name) for name in (EMBEDDINGS, ROWS)}
+        store.write(JOINED, json.dumps(found, indent=2).encode())
+    for name in names:
+        store.remove(f"{name}.csv")
+        store.remove(f"{name}.npy")
 
 
 def join_rows(store: LocalStore, names: list[str]) -> None:
@@ -87,19 +99,38 @@ def join_rows(store: LocalStore, names: list[str]) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- metrics
 
+# The column of the predictions for each problem, and its kind.
+PREDICTIONS = {
+    "single_label": ("label", "text"),
+    "multi_label": ("labels", "texts"),
+    "regression": ("prediction", "numbers"),
+}
+REFERENCES = {"single_label": "text", "multi_label": "texts", "regression": "numbers"}
 
-# The column of the predictions for each problem.
-PREDICTIONS = {"single_label": "label", "multi_label": "labels", "regression": "prediction"}
+
+def predictions_and_references(store: Store, job: Job, parts: int) -> Iterator[tuple]:
+    """The result and the true labels of each row that has a result."""
+    problem = job.options["problem"]
+    name, kind = ("score", "number") if job.task == "rerank" else PREDICTIONS[problem]
+    if job.options.get("top_k") is not None:
+        name, kind = "labels", "texts"  # the best is the first
+    kinds = {name: kind, "reference": REFERENCES[problem]}
+    for file in (job.part_name(number) for number in range(parts)):
+        columns = decode_part(job.format, kinds, store.read(file))
+        for found, reference in zip(*columns.values(), strict=True):
+            if found is not None:
+                yield found[0] if problem == "single_label" and kind == "texts" else found, reference
 
 
 def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
-    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix."""
+    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix. Returns
+    the metrics; none if no row has a result."""
     problem, labels = job.options["problem"], job.options["labels"]
-    names = "score" if job.task == "rerank" else PREDICTIONS[problem], "reference"
-    files = (InputFile(f"{job.output}/{job.part_name(number)}") for number in range(parts))
-    pairs = [[row.content[name] for name in names] for file in files for row in file.rows()]
-    if job.format == "csv" and problem != "single_label":  # numbers and lists are JSON
-        pairs = [list(map(json.loads, pair)) for pair in pairs]
+    pairs = list(predictions_and_references(store, job, parts))
+    store.remove(METRICS)
+    store.remove(CONFUSION)
+    if not pairs:
+        return {}
     convert = {
         "single_label": labels.index,
         "multi_label": lambda names: [int(label in names) for label in labels],
@@ -107,7 +138,7 @@ def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
     }[problem]
     predictions, references = zip(*pairs, strict=True)
     metrics = classification_metrics(problem, list(map(convert, predictions)), list(map(convert, references)))
-    store.write("metrics.json", (json.dumps(to_json(metrics), indent=2) + "\n").encode())
+    store.write(METRICS, (json.dumps(to_json(metrics), indent=2) + "\n").encode())
     if problem == "single_label":
         draw_confusion(store, labels, references, predictions)
     return metrics
@@ -115,8 +146,49 @@ def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
 
 def draw_confusion(store: Store, labels: list[str], references: Sequence[str], predictions: Sequence[str]) -> None:
     """Writes confusion_matrix.png, if matplotlib is installed and the labels are not too many."""
-    name = "confusion_matrix.png"
     with tempfile.TemporaryDirectory() as folder:
-        plot_confusion(Path(folder, name), labels, references, predictions, f"{len(references):,} rows")
-        if Path(folder, name).exists():
-            store.write(name, Path(folder, name).read_bytes())
+        picture = Path(folder, "confusion_matrix.png")
+        plot_confusion(picture, labels, references, predictions, f"{len(references):,} rows")
+        if picture.exists():
+            store.write(CONFUSION, picture.read_bytes())
+
+
+# ---------------------------------------------------------------------------------------------------------------- check
+
+
+def file_fingerprint(store: Store, name: str) -> dict:
+    """The size and the SHA-256 of a file."""
+    with store.system.open(store.path_of(name), "rb") as file:
+        digest = file_digest(file, "sha256")
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def check_output(url: str) -> list[str]:
+    """What is wrong with an output: files that are missing, differ from what the run wrote, or are not of the run; of
+    many, the first. Nothing if it is complete.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    store = open_store(url)
+    manifest = read_manifest(store)
+    if manifest is None:
+        raise ValueError(f"--check: {url} has no {RUN}/manifest.json; expected the --output of a run")
+    expected: dict[str, dict] = {}
+    records = dict(read_records(store))
+    wrong = [f"{RECORDS}/{number:06d}.json is missing or damaged"
+             for number in range(len(part_files(manifest))) if number not in records]  # fmt: skip
+    if is_joined(store):
+        expected = json.loads(store.read(JOINED))
+    else:
+        for record in records.values():
+            expected |= record["files"]
+    sizes = store.sizes()
+    for name, before in expected.items():
+        if name not in sizes:
+            wrong.append(f"{name} is missing")
+        elif sizes[name] != before["bytes"] or file_fingerprint(store, name) != before:
+            wrong.append(f"{name} is not what the run wrote")
+    wrong += [f"{name} is not of the run" for name in sorted(sizes.keys() - expected) if name.startswith("part-")]
+    more = [f"and {len(wrong) - NAMED_FILES:,} more"] if len(wrong) > NAMED_FILES else []
+    return wrong[:NAMED_FILES] + more

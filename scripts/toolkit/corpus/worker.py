@@ -1,20 +1,29 @@
 """Computing a part: the function that every process and every Ray actor runs."""
 
+import base64
+import hashlib
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from toolkit.cli import CommandError, about
-from toolkit.corpus.formats import encode_part
+from toolkit.corpus.digests import digest_of
+from toolkit.corpus.formats import encode_part, joined, with_gaps
 from toolkit.corpus.job import Job
+from toolkit.corpus.rows import check_row, in_kind
 from toolkit.corpus.sources import Part
-from toolkit.corpus.store import STATE, open_store
+from toolkit.corpus.store import RECORDS, open_store
 from toolkit.corpus.tasks import open_task
 from toolkit.inputs import Row
-from toolkit.labels import read_labels
-from toolkit.row_files import text_of
+
+# The texts that are tokenised at once have at most so many characters, or one more text: tokens take much more memory.
+CHARACTERS_AT_ONCE = 2**20
 
 
 @dataclass
@@ -26,116 +35,213 @@ class Done:
     tokens: int
 
 
-class Worker:
-    """Computes and writes parts. Its methods may be called from several threads; the model runs in one of its own.
+@dataclass
+class Results:
+    """What is known of texts.
+
+    Args:
+        tokens, truncated: for each text, the number of its tokens, and whether it was longer than the model.
+        faults: by the index of a text, why it has no result.
+        columns: of the others.
+    """
+
+    columns: dict[str, Sequence]
+    tokens: list[int] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class UsedRow:
+    """A row that can be used.
+
+    Args:
+        place: in its part.
+        values: see `check_row`.
+    """
+
+    place: int
+    row: Row
+    values: dict
+
+    @property
+    def texts(self) -> tuple[str, str | None]:
+        return self.values["text"], self.values.get("text_pair")
+
+    @property
+    def has_text(self) -> bool:
+        return all(self.values[name] is not None for name in ("text", "text_pair") if name in self.values)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest_of(*self.texts)
+
+
+def usable_rows(job: Job, rows: list[Row]) -> tuple[list[UsedRow], dict[int, dict]]:
+    """The rows that can be used; and, by their places in the part, why the others cannot."""
+    used, skipped = [], {}
+    for place, row in enumerate(rows):
+        try:
+            used.append(UsedRow(place, row, check_row(job, row)))
+        except ValueError as error:
+            skipped[place] = fault(row, str(error))
+    return used, skipped
+
+
+class PartWriter(ABC):
+    """Writes parts. Its methods may be called from several threads.
+
+    Args:
+        kinds: of the columns of results.
+    """
+
+    def __init__(self, job: Job, kinds: dict[str, str]):
+        self.job, self.store = job, open_store(job.output, job.run)
+        self.result_kinds, self.kinds = kinds, row_kinds(job) | kinds
+
+    @abstractmethod
+    def results(self, texts: list[tuple[str, str | None]]) -> Results:
+        """The results of texts, or of pairs of texts."""
+
+    def run(self, part: Part) -> Done:
+        """Computes a part and writes it: last its record, with which it is complete.
+
+        Raises:
+            CommandError: a row cannot be used, and `on_bad_row` is "stop".
+        """
+        columns, record = self.compute(part)
+        name = self.job.part_name(part.number).rpartition(".")[0]
+        encoded = encode_part(self.job.format, self.kinds, columns)
+        record["files"] = {f"{name}.{ending}": fingerprint(content) for ending, content in encoded.items()}
+        self.write(record["files"], {f"{name}.{ending}": content for ending, content in encoded.items()})
+        self.store.write(record_name(part.number), json.dumps(record, ensure_ascii=False).encode())
+        return Done(part.number, record["rows"], record["tokens"])
+
+    def write(self, files: dict[str, dict], contents: dict[str, bytes]) -> None:
+        """Writes the files of a part, of which `files` has the fingerprints."""
+        for name, content in contents.items():
+            self.store.write(name, content)
+
+    def compute(self, part: Part) -> tuple[dict, dict]:
+        """The columns of a part, and its record.
+
+        Raises:
+            CommandError: see `run`.
+        """
+        used, skipped = usable_rows(self.job, part.rows)
+        asked = [each for each in used if each.has_text]
+        found = self.results([each.texts for each in asked])
+        for number, reason in found.faults.items():
+            skipped[asked[number].place] = fault(asked[number].row, reason) | {"digest": asked[number].digest.hex()}
+        if skipped and self.job.on_bad_row == "stop":
+            raise CommandError(in_words(skipped[min(skipped)]) + ". --on_bad_row skip leaves such rows out")
+        kept = [each for each in used if each.place not in skipped]
+        places = [place for place, each in enumerate(kept) if each.has_text]
+        columns = found.columns
+        if len(places) < len(kept):
+            columns = {name: with_gaps(self.result_kinds[name], values, places, len(kept))
+                       for name, values in columns.items()}  # fmt: skip
+        computed = [number for number in range(len(asked)) if number not in found.faults]
+        record = make_record(
+            digests=[asked[number].digest for number in computed],
+            tokens=[found.tokens[number] for number in computed],
+            truncated=[found.truncated[number] for number in computed],
+            places=places if len(places) < len(kept) else None,
+        )
+        record |= {
+            "rows": len(kept),
+            "columns": self.result_kinds,
+            "skipped": [skipped[place] for place in sorted(skipped)],
+        }
+        return self.row_columns(kept) | columns, record
+
+    def row_columns(self, used: list[UsedRow]) -> dict:
+        """The columns that say which row it is, and those that are kept of the input."""
+        job = self.job
+        if job.id_column:
+            columns = {"id": [in_kind(job.kinds[job.id_column], each.values["id"]) for each in used]}
+        else:
+            columns = {"file": [each.row.file for each in used], "row": [each.row.number for each in used]}
+        if job.label_column:
+            columns["reference"] = [each.values["reference"] for each in used]
+        for column, name in job.keep.items():
+            kind = job.kinds[column]
+            columns[name] = [in_kind(kind, each.row.content.get(column)) for each in used]
+        return columns
+
+
+class Worker(PartWriter):
+    """Computes parts with a model, which runs in a thread of its own.
 
     Raises:
         CommandError: the model cannot be used for the job.
     """
 
     def __init__(self, job: Job):
-        self.job, self.store = job, open_store(job.output)
-        self.text_column, self.pair_column = job.options["text_column"], job.options.get("text_pair_column")
         self.model_thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(job.threads,))
         with about(job.model):
             self.task = self.model_thread.submit(open_task, job).result()
-        self.kinds = row_kinds(job) | self.task.columns
+        super().__init__(job, self.task.columns)
 
-    def run(self, part: Part) -> Done:
-        """Computes a part and writes it. The part's file is the last to be written.
-
-        Raises:
-            CommandError: a row cannot be used, and `on_bad_row` is "stop".
-        """
-        columns, state = self.compute(part)
-        encoded = encode_part(self.job.format, self.kinds, columns)
-        name = self.job.part_name(part.number).rpartition(".")[0]
-        self.store.write(f"{STATE}/{part.number:06d}.json", json.dumps(state, ensure_ascii=False).encode())
-        for ending, content in encoded.items():
-            self.store.write(f"{name}.{ending}", content)
-        return Done(part.number, state["rows"], state["tokens"])
-
-    def compute(self, part: Part) -> tuple[dict, dict]:
-        """The columns of a part, and what else is known of it: numbers of rows, tokens and truncated texts, and the
-        rows that were skipped."""
-        used, skipped = self.check_rows(part.rows)
-        encoded = self.encode(used)
-        if encoded.faults:
-            skipped += [fault(used[index][0], reason) for index, reason in encoded.faults.items()]
-            used = [each for index, each in enumerate(used) if index not in encoded.faults]
-            encoded = self.encode(used)
-        skipped.sort(key=lambda each: (each["file"], each["row"]))
-        if skipped and self.job.on_bad_row == "stop":
-            raise CommandError(in_words(skipped[0]) + ". --on_bad_row skip leaves such rows out")
-        found = self.model_thread.submit(self.task.compute, encoded).result()
-        state = {"rows": len(used), "tokens": encoded.tokens, "truncated": encoded.truncated, "skipped": skipped}
-        return self.row_columns(used) | found, state
-
-    def encode(self, used: list[tuple[Row, dict]]):
-        """The sequences of the texts."""
-        texts = [values["text"] for _, values in used]
-        pairs = [values["text_pair"] for _, values in used] if self.pair_column else None
-        return self.task.encode(texts, pairs)
-
-    def check_rows(self, rows: list[Row]) -> tuple[list[tuple[Row, dict]], list[dict]]:
-        """The rows that can be used, each with what is needed of it; and the others, each with the reason."""
-        used, skipped = [], []
-        for row in rows:
-            try:
-                used.append((row, self.check(row)))
-            except ValueError as error:
-                skipped.append(fault(row, str(error)))
-        return used, skipped
-
-    def check(self, row: Row) -> dict:
-        """What is needed of a row. Raises ValueError if it cannot be used."""
-        job, content = self.job, row.content
-        if isinstance(content, str):
-            raise ValueError(content)
-        values = {"text": text_of(content, self.text_column)}
-        if self.pair_column:
-            values["text_pair"] = text_of(content, self.pair_column)
-        if job.id_column:
-            values["id"] = clean_id(content.get(job.id_column), job)
-        if job.label_column:
-            problem, labels = job.options["problem"], job.options["labels"]
-            found = read_labels(content.get(job.label_column), problem, labels, job.options["label_separator"])
-            values["reference"] = found[0] if problem == "single_label" else found
-        return values
-
-    def row_columns(self, used: list[tuple[Row, dict]]) -> dict:
-        """The columns that say which row it is."""
-        if self.job.id_column:
-            columns = {"id": [values["id"] for _, values in used]}
-        else:
-            columns = {"file": [row.file for row, _ in used], "row": [row.number for row, _ in used]}
-        if self.job.label_column:
-            columns["reference"] = [values["reference"] for _, values in used]
-        return columns
+    def results(self, texts):
+        found, pieces = Results({}), []
+        for start, end in slices([len(text) + len(pair or "") for text, pair in texts]):
+            ours = [text for text, _ in texts[start:end]]
+            pairs = [pair for _, pair in texts[start:end]] if self.job.options.get("text_pair_column") else None
+            sequences = self.task.encode(ours, pairs)
+            pieces.append(self.model_thread.submit(self.task.compute, sequences).result())
+            found.tokens += sequences.tokens
+            found.truncated += sequences.truncated
+            found.faults |= {start + index: reason for index, reason in sequences.faults.items()}
+        found.columns = {name: joined([piece[name] for piece in pieces]) for name in self.task.columns}
+        return found
 
 
-def row_kinds(job: Job) -> dict[str, str]:
-    """The kinds of the columns that say which row it is."""
-    if job.id_column:
-        kinds = {"id": "integer" if job.ids_are_integers else "text"}
-    else:
-        kinds = {"file": "text", "row": "integer"}
+def slices(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """The bounds of slices that are at most `CHARACTERS_AT_ONCE` in size, or one text; of no texts, one slice."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > CHARACTERS_AT_ONCE:
+            yield start, index
+            start, total = index, 0
+        total += size
+    yield start, len(sizes)
+
+
+def row_kinds(job: Job) -> dict[str, object]:
+    """The kinds of the columns that say which row it is, and of those that are kept of the input."""
+    kinds: dict[str, object] = {"id": job.kinds[job.id_column]} if job.id_column else {"file": "text", "row": "integer"}
     if job.label_column:
-        kinds["reference"] = {"single_label": "text", "multi_label": "texts", "regression": "numbers"}[
-            job.options["problem"]
-        ]
-    return kinds
+        problems = {"single_label": "text", "multi_label": "texts", "regression": "numbers"}
+        kinds["reference"] = problems[job.options["problem"]]
+    return kinds | {name: job.kinds[column] for column, name in job.keep.items()}
 
 
-def clean_id(value, job: Job) -> int | str:
-    """The id of a row, of the type of the first row's. Raises ValueError if it is missing or of another type."""
-    if job.ids_are_integers:
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
-            return value
-        raise ValueError(f"{job.id_column!r} is {value!r}; expected an integer, as in the first row")
-    if value is None or isinstance(value, (dict, list)):
-        raise ValueError(f"{job.id_column!r} is {value!r}; expected a text or a number")
-    return str(value)
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def record_name(number: int) -> str:
+    return f"{RECORDS}/{number:06d}.json"
+
+
+def make_record(digests: list[bytes], tokens: list[int], truncated: list[bool], places: list[int] | None) -> dict:
+    """What is known of the texts of a part, with their sums.
+
+    Args:
+        places: of the rows of the texts in the part; None: each row has a text.
+    """
+    return {
+        "tokens": sum(tokens),
+        "truncated": sum(truncated),
+        "places": places,
+        "digests": base64.b64encode(b"".join(digests)).decode(),
+        "tokens_of": base64.b64encode(np.array(tokens, "<u4").tobytes()).decode(),
+        "truncated_of": [number for number, is_truncated in enumerate(truncated) if is_truncated],
+    }
+
+
+def fingerprint(content: bytes) -> dict:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def fault(row: Row, reason: str) -> dict:
@@ -145,5 +251,5 @@ def fault(row: Row, reason: str) -> dict:
 
 def in_words(skipped: dict) -> str:
     """A row that cannot be used, in one line."""
-    file, row, line, reason = skipped.values()
-    return f"{Row(file, row, line, reason).place}: {reason}"
+    place = Row(skipped["file"], skipped["row"], skipped["line"], {}).place
+    return f"{place}: {skipped['reason']}"
