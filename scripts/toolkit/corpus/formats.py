@@ -3,7 +3,8 @@
 The kind of a column is an Arrow type, or one of "integer", "unsigned", "double", "boolean", "text", and "json" (any
 value, in Parquet and CSV as its JSON). Those of results are "number", "texts", "numbers", "lists of texts", "lists of
 numbers", "entities of tokens", "entities of words", "scores of LABELS" (a JSON list), and "vector of N DTYPE", whose
-values are an array `(rows, N)`, in which a row without a value is masked. Equal columns give equal bytes, whoever writes them.
+values are an array `(rows, N)`, in which a row without a value is masked. Equal columns give equal bytes, whoever
+writes them.
 """
 
 import base64

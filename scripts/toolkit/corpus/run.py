@@ -64,12 +64,14 @@ class Run:
     Attributes:
         is_interrupted: whether it is stopped, which the parts in work do not notice.
         started: when the first part was asked for.
+        expected: how many rows the parts in work have together; None: not known.
         before: the manifest in the output; None if there is none.
     """
 
     def __init__(self, args, report):
         self.args, self.report = args, report
         self.is_interrupted, self.started = False, time.perf_counter()
+        self.expected: int | None = None
         self.shard = shard_of(args.shard)
         if args.format == "parquet":
             require("pyarrow")
@@ -189,21 +191,21 @@ class Run:
         """The parts that are not there."""
         if self.job.format == "npy" and is_joined(self.store):
             return iter(())
-        complete = complete_parts(self.store)
-        return self.corpus.parts(
-            self.job.part_rows, lambda number: number not in complete and in_shard(self.shard, number)
-        )
+        complete, size = complete_parts(self.store), self.job.part_rows
+        numbers = range(len(part_files(self.manifest)))
+        missing = {number for number in numbers if number not in complete and in_shard(self.shard, number)}
+        self.expected = sum(min(size, self.rows - size * number) for number in missing)
+        return self.corpus.parts(size, lambda number: number in missing)
 
     def write_manifest(self) -> None:
         if self.before is None:
             self.store.write(MANIFEST, to_text(self.manifest))
 
-    def compute(self, job: Job, parts: Iterator[Part], begin: Callable[[], None], rows: int | None = None) -> Totals:
+    def compute(self, job: Job, parts: Iterator[Part], begin: Callable[[], None]) -> Totals:
         """Computes parts, until the run is stopped, and shows the progress. Returns what was computed.
 
         Args:
             begin: is called when all models are open. Without parts, none is.
-            rows: how many rows the parts have, if that is known.
         """
         computed = Totals()
         if (first := next(parts, None)) is None:
@@ -217,19 +219,20 @@ class Run:
                     return
                 yield part
 
-        self.follow(self.engine(job, asked()), self.task, computed, rows)
+        self.follow(self.engine(job, asked()), self.task, computed)
         return computed
 
-    def follow(self, finished: Iterator[Done], what: str, computed: Totals, rows: int | None = None) -> None:
+    def follow(self, finished: Iterator[Done], what: str, computed: Totals) -> None:
         """Shows the progress of parts, and adds them to what was computed."""
-        with interruptible(self), progress_bar(what, rows) as bar:
+        with interruptible(self), progress_bar(what, self.expected) as bar:
             for done in finished:
                 show(bar, done, computed)
 
     def assemble(self, assembler: Assembler, parts: Iterator[Part]) -> None:
         """Writes the parts of an update, until the run is stopped."""
+        self.expected = self.rows
         wanted = takewhile(lambda part: not self.is_interrupted, parts)
-        self.follow(map(assembler.run, wanted), "update", Totals(), self.rows)
+        self.follow(map(assembler.run, wanted), "update", Totals())
 
     def engine(self, job: Job, parts: Iterator[Part]) -> Iterator[Done]:
         """Computes the parts on the chosen engine."""
@@ -319,7 +322,7 @@ def show(bar: tqdm, done: Done, computed: Totals) -> None:
     computed.tokens += done.tokens
     seconds = max(time.time() - bar.start_t, 1e-9)
     bar.set_postfix_str(f"{computed.tokens / seconds:,.0f} tokens/s", refresh=False)
-    bar.update(done.rows)
+    bar.update(done.rows + done.skipped)
 
 
 def print_summary(output: str, corpus: Corpus, totals: Totals, computed: Totals, metrics: dict, seconds: float) -> None:

@@ -62,14 +62,14 @@ def check_contract(before: dict, now: dict, has_own_code: bool) -> None:
     ]
     if changed := changed + other_machine(before, now):
         raise ValueError(
-            f"--update: {changed[0]}; expected the same, because results would differ in the last digits. A run in a new "
-            "folder computes all rows"
+            f"--update: {changed[0]}; expected the same, because results would differ in the last digits. A run in a "
+            "new folder computes all rows"
         )
     if now["flags"]["device"] != "cpu" or has_own_code:
         what = "the model has its own code" if has_own_code else f"--device is {now['flags']['device']}"
         raise ValueError(
-            f"--update: {what}; expected a BERT or ScratchBert on a CPU, where a text has the same bits in any batch. A "
-            "run in a new folder computes all rows"
+            f"--update: {what}; expected a BERT or ScratchBert on a CPU, where a text has the same bits in any batch. "
+            "A run in a new folder computes all rows"
         )
 
 

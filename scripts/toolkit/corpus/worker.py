@@ -32,6 +32,7 @@ class Done:
 
     number: int
     rows: int
+    skipped: int
     tokens: int
 
 
@@ -115,7 +116,7 @@ class PartWriter(ABC):
         record["files"] = {f"{name}.{ending}": fingerprint(content) for ending, content in encoded.items()}
         self.write(record["files"], {f"{name}.{ending}": content for ending, content in encoded.items()})
         self.store.write(record_name(part.number), json.dumps(record, ensure_ascii=False).encode())
-        return Done(part.number, record["rows"], record["tokens"])
+        return Done(part.number, record["rows"], len(record["skipped"]), record["tokens"])
 
     def write(self, files: dict[str, dict], contents: dict[str, bytes]) -> None:
         """Writes the files of a part, of which `files` has the fingerprints."""
