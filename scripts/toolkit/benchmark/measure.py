@@ -13,7 +13,8 @@ from toolkit.benchmark.steps import decode, train
 from toolkit.benchmark.timing import describe, encoder_seconds, interleave, measure_again
 from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
-from toolkit.cli import described, table
+from toolkit.cli import about, described, table
+from toolkit.hub import check_source
 from toolkit.machine import lines
 from toolkit.parity import largest
 
@@ -197,12 +198,18 @@ def print_decoding(row: dict) -> None:
 
 
 def save_model(source: str | None, folder: Path, seed: int):
-    """Writes the weights that all variants open, as a BERT folder. Returns the model's configuration."""
+    """Writes the weights that all variants open, as a BERT folder. Returns the model's configuration.
+
+    Raises:
+        CommandError: the checkpoint cannot be opened, or has code that this package did not write.
+    """
     if source is None:
         torch.manual_seed(seed)
         BertModel(BertConfig()).save_pretrained(folder)
     else:
-        ScratchBertModel.from_pretrained(source, dtype=torch.float32).save_as_bert(folder)
+        with about(source):
+            check_source(source)
+            ScratchBertModel.from_pretrained(source, dtype=torch.float32).save_as_bert(folder)
     return BertConfig.from_pretrained(folder)
 
 
