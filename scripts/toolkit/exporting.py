@@ -315,7 +315,7 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
     require(*chosen.needs)
     check_target(Path(source).resolve(), target.resolve(), overwrite)
     checkpoint = read_checkpoint(source)
-    with atomic_folder(target.resolve()) as folder, torch.no_grad():
+    with atomic_folder(target) as folder, torch.no_grad():
         found = []
         for name, part in pieces_of(load_model(checkpoint)).items():
             path = folder / chosen.file.format(name)

@@ -3,14 +3,18 @@
 import argparse
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tty
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import check_determinism
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
@@ -247,6 +251,67 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     with files.atomic_folder(target) as folder:
         (folder / "new").touch()
     assert (os.listdir(target), os.listdir(tmp_path)) == (["new"], ["target"])
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_stays_and_its_target_is_replaced(tmp_path, is_dangling):
+    for name in ("links", "targets"):
+        (tmp_path / name).mkdir()
+    file, folder = tmp_path / "links" / "file.json", tmp_path / "links" / "folder"
+    file.symlink_to("../targets/file.txt")
+    folder.symlink_to("../targets/folder")
+    if not is_dangling:
+        (tmp_path / "targets" / "file.txt").write_text("old")
+        (tmp_path / "targets" / "folder").mkdir()
+    with files.atomic_file(file) as temporary:
+        assert temporary.suffix == ".json"  # the format of a picture depends on it
+        assert temporary.parent == tmp_path / "targets"  # the same disk
+        temporary.write_text("new")
+    with files.atomic_folder(folder) as new:
+        (new / "new").touch()
+    assert file.is_symlink()
+    assert folder.is_symlink()
+    assert (tmp_path / "targets" / "file.txt").read_text() == "new"
+    assert os.listdir(tmp_path / "targets" / "folder") == ["new"]
+    assert sorted(os.listdir(tmp_path / "targets")) == ["file.txt", "folder"]
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_pipe_and_a_device_receive_the_content(tmp_path, through_link):
+    pipe, path = tmp_path / "pipe", tmp_path / "report.json"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as reader:
+        read = reader.submit(pipe.read_text)
+        if through_link:
+            path.symlink_to(pipe)
+        files.write_text(path if through_link else pipe, "x" * 100_000)  # more than a pipe holds
+        assert read.result() == "x" * 100_000
+    assert pipe.is_fifo()
+    terminal, device = os.openpty()
+    tty.setraw(device)
+    files.write_text(Path(os.ttyname(device)), "text\n")
+    assert os.read(terminal, 100) == b"text\n"
+    assert Path(os.ttyname(device)).is_char_device()
+    for descriptor in (terminal, device):
+        os.close(descriptor)
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        files.write_text(path, "text")
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "report.json"]
+
+
+def test_a_folder_is_no_file_to_write(tmp_path, capsys):
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        files.write_text(tmp_path, "text")
+    (tmp_path / "link.json").symlink_to(tmp_path / "missing" / "report.json")
+    for name in ("", "link.json"):
+        with pytest.raises(SystemExit):
+            check_determinism.main(["model", "--json", str(tmp_path / name)])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--json" in line
+        assert str(tmp_path / name) in line
+    assert os.listdir(tmp_path) == ["link.json"]
 
 
 def test_shipped_files_are_found_unless_there_is_one_here(tmp_path, monkeypatch):
