@@ -12,10 +12,10 @@ from toolkit.benchmark.measure import print_lines, save_model
 from toolkit.benchmark.variants import Run, missing, open_variants
 from toolkit.benchmark.workloads import REVIEWS, Batch, pad
 from toolkit.cli import about, described
+from toolkit.comparison import largest
 from toolkit.hub import open_tokenizer
 from toolkit.inputs import Source, open_files
 from toolkit.machine import identity, lines
-from toolkit.parity import largest
 from toolkit.row_files import TEXTS, find_column, text_of
 
 OPTIMISED = ("ours-optimised", "ours-eager", "ours-bf16", "ours-int8")

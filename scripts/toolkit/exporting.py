@@ -21,9 +21,9 @@ from toolkit.checkpoint import (
     read_checkpoint,
 )
 from toolkit.cli import CommandError, described, require, table
+from toolkit.comparison import largest
 from toolkit.files import atomic_folder, check_target, write_json
 from toolkit.machine import version
-from toolkit.parity import largest
 from toolkit.remote_code import find
 
 TOLERANCE = 1e-4

@@ -18,21 +18,21 @@ import check_determinism
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
-from toolkit.training import settings as training_settings
+from toolkit.training import command_line, task_settings
 
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
 TRAINING = {
-    "finetune_classification": training_settings.ClassificationSettings,
-    "finetune_question_answering": training_settings.QuestionAnsweringSettings,
-    "finetune_seq2seq": training_settings.Seq2SeqSettings,
-    "finetune_token_classification": training_settings.TokenClassificationSettings,
-    "pretrain_mlm": training_settings.PretrainingSettings,
+    "finetune_classification": task_settings.ClassificationSettings,
+    "finetune_question_answering": task_settings.QuestionAnsweringSettings,
+    "finetune_seq2seq": task_settings.Seq2SeqSettings,
+    "finetune_token_classification": task_settings.TokenClassificationSettings,
+    "pretrain_mlm": task_settings.PretrainingSettings,
 }
 
 
 def parser_of(name: str) -> Parser:
     if name in TRAINING:
-        return training_settings.make_parser(f"{name}.py", "", TRAINING[name])
+        return command_line.make_parser(f"{name}.py", "", TRAINING[name])
     return importlib.import_module(name).make_parser()
 
 
@@ -142,12 +142,12 @@ def test_help_shows_defaults_that_say_something(parser):
 
 @pytest.mark.parametrize("settings", TRAINING.values())
 def test_settings_become_flags(settings):
-    parser = training_settings.make_parser("command.py", "", settings)
+    parser = command_line.make_parser("command.py", "", settings)
     args = parser.parse_args(["--resume", "--hub-private", "no", "--train_file", "a", "b", "--max-steps", "3"])
     assert (args.resume, args.hub_private, args.train_file, args.max_steps) == (True, False, ["a", "b"], 3)
     assert (args.learning_rate, args.mixed_precision, args.implementation) == (5e-5, None, "scratchbert")
     with pytest.raises(argparse.ArgumentTypeError, match="'maybe' is invalid; expected true or false"):
-        training_settings.boolean("maybe")
+        command_line.boolean("maybe")
 
 
 # ----------------------------------------------------------------------------------------------------------- exit codes

@@ -14,9 +14,9 @@ from toolkit.benchmark.timing import describe, encoder_seconds, interleave, meas
 from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
 from toolkit.cli import about, described, table
+from toolkit.comparison import largest
 from toolkit.hub import check_source
 from toolkit.machine import lines
-from toolkit.parity import largest
 
 LINEARITY_SIZES = [2**i for i in range(9)]
 LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
