@@ -25,9 +25,6 @@ GRADIENT_NAME = re.compile(
 )
 
 
-# --------------------------------------------------------------------------------------------------------- observations
-
-
 @dataclass
 class Observed:
     """One output of a model: the values at non-padding tokens, and the shape that it was returned in."""

@@ -36,9 +36,8 @@ def check_source(source: str, trust_remote_code: bool | None = None) -> None:
         trust_remote_code: the command's flag, with which code from elsewhere is accepted; None: it has no such flag.
 
     Raises:
-        OSError: it is neither a folder nor a hub id that the Hub or the cache has.
-        ValueError: it has code that this package did not write.
-        ImportError: the package is required and not installed.
+        OSError: as `check_reachable`.
+        ValueError, ImportError: as `check_code`.
     """
     check_reachable(source)
     if not trust_remote_code:

@@ -1,9 +1,4 @@
-"""Parity: whether two models of the same class and size, one of them usually a `Bert…`, compute the same.
-
-Both run in float32, without dropout, on the same batch, and only non-padding tokens are compared. A value may differ by
-1e-5, or by as much as the reference differs from a float64 copy of itself if that is more; a gradient by 1e-5 of its
-tensor's norm, with the same allowance.
-"""
+"""The work of check_parity.py: opens two models, one of them usually a `Bert…`, compares them, and reports."""
 
 import math
 import platform

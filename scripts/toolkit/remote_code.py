@@ -7,7 +7,6 @@ results than the folder's code, so the folder is refused.
 
 import hashlib
 import importlib
-from contextlib import suppress
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -34,23 +33,16 @@ def check_code(source: str, has_flag: bool) -> None:
     advice = f"If you trust it, {FLAG} runs it" if has_flag else "Remove it if the model computes the same without it"
     for name in ("tokenizer_config.json", "custom_generate/generate.py"):
         path = find(source, name)
-        if path is not None and (path.suffix == ".py" or fields_of(path).get("auto_map")):
+        if path is not None and (path.suffix == ".py" or read_json_object(path).get("auto_map")):
             raise ValueError(f"It has its own code in {name}; expected none. {advice}.")
     path = find(source, "config.json")
-    fields = fields_of(path) if path is not None else {}
+    fields = read_json_object(path) if path is not None else {}
     auto_map = fields.get("auto_map") or {}
     if fields.get("model_type") == "scratchbert" or auto_map:
         package = import_package()
         check_auto_map(auto_map, package.configuration_scratchbert.AUTO_MAP, advice)
     if auto_map:
         check_files(source, package, advice)
-
-
-def fields_of(path: Path) -> dict:
-    """The fields in a file of JSON; none if it is damaged, which the loader reports."""
-    with suppress(ValueError):
-        return read_json_object(path)
-    return {}
 
 
 def check_auto_map(auto_map: dict, expected: dict[str, str], advice: str) -> None:

@@ -198,11 +198,7 @@ def print_decoding(row: dict) -> None:
 
 
 def save_model(source: str | None, folder: Path, seed: int):
-    """Writes the weights that all variants open, as a BERT folder. Returns the model's configuration.
-
-    Raises:
-        CommandError: the checkpoint cannot be opened, or has code that this package did not write.
-    """
+    """Writes the weights that all variants open, as a BERT folder. Returns the model's configuration."""
     if source is None:
         torch.manual_seed(seed)
         BertModel(BertConfig()).save_pretrained(folder)

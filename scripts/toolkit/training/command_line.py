@@ -1,6 +1,6 @@
 """The command line of the training commands: the parser of their flags, and their `main`.
 
-Nothing here imports torch or transformers, so that `--help` answers at once.
+Nothing that is imported here imports torch or transformers, so that `--help` answers at once.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""The flags that all training commands have, and the rules that their values follow.
-
-Nothing here imports torch or transformers, so that `--help` answers at once.
-"""
+"""The flags that all training commands have, and the rules that their values follow."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""The flags of each training command.
-
-Nothing here imports torch or transformers, so that `--help` answers at once.
-"""
+"""The flags of each training command."""
 
 import math
 from dataclasses import dataclass
