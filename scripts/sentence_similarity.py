@@ -49,12 +49,9 @@ def open_checkpoint(source: str, without_package: bool, trust_remote_code: bool)
     import torch
     from transformers import AutoModel
 
-    from toolkit.hub import check_source, open_tokenizer, read_config
-    from toolkit.remote_code import check_code
+    from toolkit.hub import check_source, open_tokenizer
 
-    check_source(source)
-    if not trust_remote_code:
-        check_code(source, read_config(source))
+    check_source(source, trust_remote_code)
     model = AutoModel.from_pretrained(source, trust_remote_code=trust_remote_code, dtype=torch.float32).eval()
     name, module = type(model).__name__, type(model).__module__
     print(f"{source} opens as {name}, defined in {inspect.getfile(type(model))}")

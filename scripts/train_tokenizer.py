@@ -78,7 +78,7 @@ def train(parser: Parser, args) -> None:
     source = Source(open_files(args.train_file, delimiter=args.delimiter))
     corpus = Corpus(source, args.column, args.on_bad_row, args.held_out, parser.report)
     sizes = (args.vocab_size, args.min_frequency, args.limit_alphabet)
-    with atomic_folder(args.output.resolve()) as folder:  # raises before the training if it cannot be written
+    with atomic_folder(args.output) as folder:  # raises before the training if it cannot be written
         if args.pre_split == "bert":
             strip = {"keep": False, "strip": True}.get(args.accents)
             tokenizer = train_bert(corpus.texts, *sizes, args.cased, strip, args.model_max_length)

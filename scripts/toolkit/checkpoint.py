@@ -138,15 +138,16 @@ def read_checkpoint(source: str, files: str | None = None) -> Checkpoint:
     """Reads the configuration and the tensor names of `source`, or of its snapshot in the folder `files`.
 
     Raises:
-        ValueError: it is neither a BERT nor a ScratchBert.
+        ValueError: it is neither a BERT nor a ScratchBert, or has code that this package did not write.
         OSError: there is no such checkpoint, or it cannot be read.
     """
     files = files or source
     try:
         check_source(files)
         fields = config_fields(files)
-    except OSError as error:
-        raise OSError(f"{source} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{source} cannot be read: {error}") from error
     scratchbert_fields(fields, source)  # raises for other kinds
     config = ScratchBertConfig.from_pretrained(files)
     kind = kind_of(fields)

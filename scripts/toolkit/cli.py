@@ -185,10 +185,12 @@ def integer_from(minimum: int) -> Callable[[str], int]:
 
 
 def file_in_existing_folder(text: str) -> Path:
-    """An argument type: a file to write, in a folder that exists."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {path.parent}")
+    """An argument type: a file to write, in a folder that exists. It may be a link to one."""
+    path, folder = Path(text), Path(os.path.realpath(text)).parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {folder}")
     return path
 
 

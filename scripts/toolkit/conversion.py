@@ -132,7 +132,8 @@ def open_source(source: str, to: str, revision: str | None) -> Source:
     if on_hub:
         names = hub_names(source, revision)
         weights = weights_among(names, source)
-        left = [name for name in names if why_left(name, weights, to)]
+        # Our code is not copied, but must be what this package or a release of it wrote.
+        left = [name for name in names if name not in OUR_CODE and why_left(name, weights, to)]
         folder = Path(snapshot_download(source, revision=revision, ignore_patterns=left))
     else:
         if revision is not None:
@@ -165,11 +166,6 @@ def check_fields(checkpoint: Checkpoint, to: str) -> None:
     if is_own == (to == "scratchbert"):
         name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
         raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
-    if not is_own and checkpoint.fields.get("auto_map"):
-        raise ValueError(
-            f"{source} has its own code (auto_map in its config.json), so it may not compute what BERT does; expected "
-            "none. If the model is a BERT, remove auto_map and convert again."
-        )
     if checkpoint.fields.get("quantization_config"):
         raise ValueError(
             f"{source} is quantised; expected float weights. Convert the checkpoint that it was made from."

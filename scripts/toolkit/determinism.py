@@ -12,10 +12,10 @@ from toolkit.benchmark.measure import print_lines, save_model
 from toolkit.benchmark.variants import Run, missing, open_variants
 from toolkit.benchmark.workloads import REVIEWS, Batch, pad
 from toolkit.cli import about, described
-from toolkit.hub import check_source, open_tokenizer
+from toolkit.comparison import largest
+from toolkit.hub import open_tokenizer
 from toolkit.inputs import Source, open_files
 from toolkit.machine import identity, lines
-from toolkit.parity import largest
 from toolkit.row_files import TEXTS, find_column, text_of
 
 OPTIMISED = ("ours-optimised", "ours-eager", "ours-bf16", "ours-int8")
@@ -141,9 +141,8 @@ def check(args) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with about(args.model):
-            check_source(args.model)
-            tokenizer = open_tokenizer(args.model)
             config = save_model(args.model, folder, args.seed)
+            tokenizer = open_tokenizer(args.model)
             rows = token_sequences(texts, tokenizer, config, args.texts, generator)
         longest = config.max_position_embeddings
         alone = [([number], pad([row])) for number, row in enumerate(rows)]

@@ -21,9 +21,9 @@ from toolkit.checkpoint import (
     read_checkpoint,
 )
 from toolkit.cli import CommandError, described, require, table
+from toolkit.comparison import largest
 from toolkit.files import atomic_folder, check_target, write_json
 from toolkit.machine import version
-from toolkit.parity import largest
 from toolkit.remote_code import find
 
 TOLERANCE = 1e-4
@@ -315,7 +315,7 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
     require(*chosen.needs)
     check_target(Path(source).resolve(), target.resolve(), overwrite)
     checkpoint = read_checkpoint(source)
-    with atomic_folder(target.resolve()) as folder, torch.no_grad():
+    with atomic_folder(target) as folder, torch.no_grad():
         found = []
         for name, part in pieces_of(load_model(checkpoint)).items():
             path = folder / chosen.file.format(name)

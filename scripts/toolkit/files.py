@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,18 +30,35 @@ def find_shipped(path: str | Path) -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`. The file written there replaces `path` when the `with` block succeeds."""
-    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    """A temporary path. The file written there replaces `path` when the `with` block succeeds. Of a symbolic link, the
+    target is replaced; a device or a named pipe receives the content.
+
+    Raises:
+        IsADirectoryError: `path` is a folder.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected a file.")
+    if path.exists() and not path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder, path.name)
+            yield temporary
+            with open(temporary, "rb") as content, open(path, "wb") as receiver:
+                shutil.copyfileobj(content, receiver)
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
     try:
         yield temporary
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """An empty folder on the same disk. It replaces `target` when the `with` block succeeds."""
+    """An empty folder on the same disk. It replaces `target` when the `with` block succeeds; of a symbolic link, the
+    folder that it names."""
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         new, old = Path(temporary, "new"), Path(temporary, "old")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Generation
 from transformers.generation import BaseStreamer, GenerationMode
 
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config, to_device
-from toolkit.remote_code import check_code, import_package
+from toolkit.remote_code import import_package
 
 # The limit of new tokens if neither the options nor the model set one.
 DEFAULT_NEW_TOKENS = 128
@@ -250,11 +250,9 @@ def open_generator(source: str, dtype: str, device: str | None, trust_remote_cod
         ValueError: it is no generator, it lacks weights, it has code that is not trusted, or there is no such device.
         ImportError: the package is required and not installed.
     """
-    check_source(source)
+    check_source(source, trust_remote_code)
     fields = read_config(source)
     kind, is_remote = fields.get("model_type"), trust_remote_code and "auto_map" in fields
-    if not trust_remote_code:
-        check_code(source, fields)
     if not is_remote and kind not in ("scratchbert", "bert", "encoder-decoder"):
         raise ValueError(f"Its config.json is missing or has model_type {kind!r}; expected a ScratchBert or a BERT.")
     is_encoder_decoder = fields.get("is_encoder_decoder") or kind == "encoder-decoder"

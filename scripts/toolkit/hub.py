@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from toolkit.files import looks_like_a_path
+from toolkit.remote_code import check_code
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
 
@@ -27,7 +28,23 @@ def silence_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def check_source(source: str) -> None:
+def check_source(source: str, trust_remote_code: bool | None = None) -> None:
+    """Checks that `source` can be reached, and holds no code from elsewhere. Every command calls this before it opens
+    a checkpoint.
+
+    Args:
+        trust_remote_code: the command's flag, with which code from elsewhere is accepted; None: it has no such flag.
+
+    Raises:
+        OSError: as `check_reachable`.
+        ValueError, ImportError: as `check_code`.
+    """
+    check_reachable(source)
+    if not trust_remote_code:
+        check_code(source, has_flag=trust_remote_code is not None)
+
+
+def check_reachable(source: str) -> None:
     """Checks that `source` is a folder or a hub id that the Hub or the cache has. Fails at once, where a loader would
     retry for half a minute.
 

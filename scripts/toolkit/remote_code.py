@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
-from toolkit.files import read_json, write_json
+from toolkit.files import read_json, read_json_object, write_json
 
 PACKAGE = "modeling_scratchbert"
 FLAG = "--trust_remote_code"
@@ -20,45 +20,41 @@ FLAG = "--trust_remote_code"
 RELEASES = Path(__file__).with_name("released_code.json")
 
 
-def check_code(source: str, fields: dict) -> None:
+def check_code(source: str, has_flag: bool) -> None:
     """Checks that a checkpoint opens without code from its folder, and imports the package if that opens it.
 
     Args:
-        fields: of its config.json.
+        has_flag: whether the command can run such code, so that the error message may recommend it.
 
     Raises:
         ValueError: it has code that this package did not write.
         ImportError: the package is required and not installed.
     """
+    advice = f"If you trust it, {FLAG} runs it" if has_flag else "Remove it if the model computes the same without it"
     for name in ("tokenizer_config.json", "custom_generate/generate.py"):
         path = find(source, name)
-        if path is not None and (path.suffix == ".py" or names_code(path)):
-            raise ValueError(f"It has its own code in {name}; expected none. If you trust it, {FLAG} runs it.")
-    code = fields.get("auto_map") or {}
-    package = import_package() if fields.get("model_type") == "scratchbert" else None
-    check_auto_map(code, package.configuration_scratchbert.AUTO_MAP if package else {})
-    if package and code:
-        check_files(source, package)
+        if path is not None and (path.suffix == ".py" or read_json_object(path).get("auto_map")):
+            raise ValueError(f"It has its own code in {name}; expected none. {advice}.")
+    path = find(source, "config.json")
+    fields = read_json_object(path) if path is not None else {}
+    auto_map = fields.get("auto_map") or {}
+    if fields.get("model_type") == "scratchbert" or auto_map:
+        package = import_package()
+        check_auto_map(auto_map, package.configuration_scratchbert.AUTO_MAP, advice)
+    if auto_map:
+        check_files(source, package, advice)
 
 
-def names_code(tokenizer_config: Path) -> bool:
-    fields = read_json(tokenizer_config)
-    return isinstance(fields, dict) and bool(fields.get("auto_map"))
-
-
-def check_auto_map(auto_map: dict, expected: dict[str, str]) -> None:
+def check_auto_map(auto_map: dict, expected: dict[str, str], advice: str) -> None:
     """Raises ValueError if it has an entry that is not in `expected`."""
     entries = auto_map.items() if isinstance(auto_map, dict) else [("auto_map", auto_map)]
     for name, value in entries:
         if expected.get(name) != value:
-            entry = f"{expected[name]!r}" if name in expected else "no such entry"
-            raise ValueError(
-                f"Its auto_map names its own code, {value!r} for {name}; expected {entry}. If you trust the code, "
-                f"{FLAG} runs it."
-            )
+            entry = f"{expected[name]!r} or no such entry" if name in expected else "no such entry"
+            raise ValueError(f"Its auto_map names its own code, {value!r} for {name}; expected {entry}. {advice}.")
 
 
-def check_files(source: str, package) -> None:
+def check_files(source: str, package, advice: str) -> None:
     """Raises ValueError unless the folder's files of code, if it has any, are those of the package or of a release."""
     releases = [digests(Path(package.__file__).parent), *read_json(RELEASES).values()]
     names = sorted({name for release in releases for name in release})
@@ -69,7 +65,7 @@ def check_files(source: str, package) -> None:
     changed = sorted({name for name, _ in found.items() ^ closest.items()})
     raise ValueError(
         f"Its code differs from that of the installed {PACKAGE} and of its releases, in {', '.join(changed)}; expected "
-        f"the same code. If you trust it, {FLAG} runs it."
+        f"the same code. {advice}."
     )
 
 

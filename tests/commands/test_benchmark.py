@@ -630,7 +630,7 @@ def test_the_fastest_is_bold_and_the_reference_a_line():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--json", "missing/file.json"], "there is no folder missing"),
+        (["--json", "missing/file.json"], "'missing/file.json' cannot be written"),
         (["--model", "./missing"], "missing"),
         (["--workloads", "decoding", "--plot", "speed.png"], "--plot draws none of decoding"),
     ],

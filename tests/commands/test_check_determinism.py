@@ -210,7 +210,7 @@ def test_texts_of_a_file(tmp_path, folder, monkeypatch):
         (["--column", "text"], "--column is given without --data"),
         (["--variants", "tensorflow"], "--variants"),
         (["--threads", "0"], "expected an integer of at least 1"),
-        (["--json", "missing/file.json"], "there is no folder missing"),
+        (["--json", "missing/file.json"], "'missing/file.json' cannot be written"),
         (["--data", "missing.csv"], "missing.csv: there is no such file"),
         (["--data", "texts.csv"], "no column for the texts (--column)"),
         (["--data", "texts.csv", "--column", "text"], "no column 'text' for the texts (--column)"),

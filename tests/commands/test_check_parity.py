@@ -23,7 +23,7 @@ from modeling_scratchbert import (
 )
 from support.folders import SCRIPTS
 from support.models import NEEDS, REFERENCES, tiny_config
-from toolkit import parity
+from toolkit import comparison, parity
 from toolkit.checkpoint import classes_in, verification
 
 SCRIPT = SCRIPTS / "check_parity.py"
@@ -151,7 +151,7 @@ def test_rounding_is_no_difference(minilm):
     model, reference = parity.load_pair(checkpoint, None, "Model", True)
     model.set_attn_implementation("eager")
     rows, _ = parity.encode([checkpoint], 0)
-    rows = parity.compare(model, reference, parity.make_batch(rows[:3], checkpoint.config))
+    rows = comparison.compare(model, reference, parity.make_batch(rows[:3], checkpoint.config))
     assert all(row.equal for row in rows)
     assert any(0 < row.relative < 1e-5 for row in rows if row.kind == "gradient")
 
@@ -237,7 +237,7 @@ def test_gradients_of_half_a_shared_tensor_differ(tmp_path):
     positions = model.get_decoder().embeddings.position_embeddings
     positions.register_forward_hook(lambda module, args, output: output.detach())
     rows, _ = parity.encode([checkpoint], 0)
-    rows = parity.compare(model, reference, parity.make_batch(rows, checkpoint.config))
+    rows = comparison.compare(model, reference, parity.make_batch(rows, checkpoint.config))
     (different,) = [row for row in rows if not row.equal]
     assert different.worst == "model.encoder.embeddings.position_embeddings.weight"
 
@@ -392,7 +392,7 @@ def test_gradients_alone_may_differ(pretraining):
     model, reference, batch = pair_and_batch(pretraining)
     name = "model.encoder.blocks.1.feed_forward.output.weight"
     model.get_parameter(name).register_hook(lambda gradient: gradient * (1 + 1e-4))
-    rows = parity.compare(model, reference, batch)
+    rows = comparison.compare(model, reference, batch)
     (different,) = [row for row in rows if not row.equal]
     assert (different.what, different.worst) == ("gradient: layer 1", name)
     assert different.relative == pytest.approx(1e-4, rel=1e-2)
@@ -406,7 +406,7 @@ def test_a_mask_that_is_not_heeded_differs(pretraining):
         return args, {name: value for name, value in kwargs.items() if name != "attention_mask"}
 
     model.register_forward_pre_hook(drop_mask, with_kwargs=True)
-    different = [row.what for row in parity.compare(model, reference, batch) if not row.equal]
+    different = [row.what for row in comparison.compare(model, reference, batch) if not row.equal]
     assert different[0] == "layer 0: attention"
 
 
@@ -433,7 +433,7 @@ def test_a_decoders_mask_that_is_not_heeded_differs(folder, name, mask, first, t
         return args, {name: value for name, value in kwargs.items() if name != mask}
 
     pair[0].register_forward_pre_hook(drop_mask, with_kwargs=True)
-    rows = parity.compare(*pair, parity.make_batch(rows, checkpoint.config))
+    rows = comparison.compare(*pair, parity.make_batch(rows, checkpoint.config))
     assert next(row.what for row in rows if not row.equal) == first
 
 
@@ -444,7 +444,7 @@ def test_a_target_is_not_its_source():
     for name in ("input_ids", "attention_mask"):
         assert not torch.equal(batch[name], batch[f"decoder_{name}"])
         assert sorted(batch[name].tolist()) == sorted(batch[f"decoder_{name}"].tolist())
-    real = parity.non_padding_tokens(batch)
+    real = comparison.non_padding_tokens(batch)
     assert real["encoder"].sum() == 10
     assert real["decoder"].any(dim=1).tolist() == [False, True, False, False, True, False]
 
@@ -453,7 +453,7 @@ def test_what_one_side_does_not_return_is_no_match(pretraining):
     model, reference, batch = pair_and_batch(pretraining)
     model.base_model.pooler = None
     with pytest.raises(ValueError, match="Only one of the models returns pooler"):
-        parity.compare(model.base_model, reference.base_model, batch)
+        comparison.compare(model.base_model, reference.base_model, batch)
 
 
 def test_padding_is_not_compared(pretraining):
@@ -466,20 +466,20 @@ def test_padding_is_not_compared(pretraining):
     assert padding[:, 0].any(), "a first token that is padding"
     assert padding.all(dim=1).any(), "a row that is padding throughout"
     model.base_model.encoder.blocks[-1].register_forward_hook(scramble)
-    assert all(row.equal for row in parity.compare(model, reference, batch))
+    assert all(row.equal for row in comparison.compare(model, reference, batch))
 
 
 def test_the_reference_is_allowed_its_own_error():
     def observed(*values):
-        return parity.Observed("logits", None, [3], torch.tensor(values, dtype=torch.float64))
+        return comparison.Observed("logits", None, [3], torch.tensor(values, dtype=torch.float64))
 
     theirs, exact = observed(1000.0, 0.0, 1.0), observed(1000.0001, 0.0, 1.0)
-    near = parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, exact)
+    near = comparison.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, exact)
     assert near.equal
     assert near.limit == pytest.approx(1e-4)
     assert near.relative == pytest.approx(9e-8)
-    assert not parity.value_row("logits", observed(1000.00011, 0.0, 1.0), theirs, exact).equal
-    assert not parity.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, theirs).equal
+    assert not comparison.value_row("logits", observed(1000.00011, 0.0, 1.0), theirs, exact).equal
+    assert not comparison.value_row("logits", observed(1000.00009, 0.0, 1.0), theirs, theirs).equal
 
 
 # ------------------------------------------------------------------------------------------------------- what is chosen
@@ -588,7 +588,7 @@ def test_every_class_of_the_package_is_known():
 @pytest.mark.parametrize(("max_abs", "equal"), [(0.0, True), (1e-5, True), (2e-5, False), (math.inf, False)])
 def test_a_difference_of_nan_is_infinite(max_abs, equal):
     nan = torch.tensor([1.0, math.nan])
-    assert parity.largest(nan) == parity.norm(nan) == math.inf
+    assert comparison.largest(nan) == comparison.norm(nan) == math.inf
     for own_error in (0.0, math.inf):  # an infinite difference is one whatever the limit is
-        row = parity.Row("logits", "logits", None, [3], 1, max_abs, 0.0, own_error)
+        row = comparison.Row("logits", "logits", None, [3], 1, max_abs, 0.0, own_error)
         assert row.equal == (equal or (own_error == math.inf and math.isfinite(max_abs)))

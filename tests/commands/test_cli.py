@@ -3,32 +3,36 @@
 import argparse
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tty
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import check_determinism
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
-from toolkit.training import settings as training_settings
+from toolkit.training import command_line, task_settings
 
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
 TRAINING = {
-    "finetune_classification": training_settings.ClassificationSettings,
-    "finetune_question_answering": training_settings.QuestionAnsweringSettings,
-    "finetune_seq2seq": training_settings.Seq2SeqSettings,
-    "finetune_token_classification": training_settings.TokenClassificationSettings,
-    "pretrain_mlm": training_settings.PretrainingSettings,
+    "finetune_classification": task_settings.ClassificationSettings,
+    "finetune_question_answering": task_settings.QuestionAnsweringSettings,
+    "finetune_seq2seq": task_settings.Seq2SeqSettings,
+    "finetune_token_classification": task_settings.TokenClassificationSettings,
+    "pretrain_mlm": task_settings.PretrainingSettings,
 }
 
 
 def parser_of(name: str) -> Parser:
     if name in TRAINING:
-        return training_settings.make_parser(f"{name}.py", "", TRAINING[name])
+        return command_line.make_parser(f"{name}.py", "", TRAINING[name])
     return importlib.import_module(name).make_parser()
 
 
@@ -138,12 +142,12 @@ def test_help_shows_defaults_that_say_something(parser):
 
 @pytest.mark.parametrize("settings", TRAINING.values())
 def test_settings_become_flags(settings):
-    parser = training_settings.make_parser("command.py", "", settings)
+    parser = command_line.make_parser("command.py", "", settings)
     args = parser.parse_args(["--resume", "--hub-private", "no", "--train_file", "a", "b", "--max-steps", "3"])
     assert (args.resume, args.hub_private, args.train_file, args.max_steps) == (True, False, ["a", "b"], 3)
     assert (args.learning_rate, args.mixed_precision, args.implementation) == (5e-5, None, "scratchbert")
     with pytest.raises(argparse.ArgumentTypeError, match="'maybe' is invalid; expected true or false"):
-        training_settings.boolean("maybe")
+        command_line.boolean("maybe")
 
 
 # ----------------------------------------------------------------------------------------------------------- exit codes
@@ -247,6 +251,67 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     with files.atomic_folder(target) as folder:
         (folder / "new").touch()
     assert (os.listdir(target), os.listdir(tmp_path)) == (["new"], ["target"])
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_stays_and_its_target_is_replaced(tmp_path, is_dangling):
+    for name in ("links", "targets"):
+        (tmp_path / name).mkdir()
+    file, folder = tmp_path / "links" / "file.json", tmp_path / "links" / "folder"
+    file.symlink_to("../targets/file.txt")
+    folder.symlink_to("../targets/folder")
+    if not is_dangling:
+        (tmp_path / "targets" / "file.txt").write_text("old")
+        (tmp_path / "targets" / "folder").mkdir()
+    with files.atomic_file(file) as temporary:
+        assert temporary.suffix == ".json"  # the format of a picture depends on it
+        assert temporary.parent == tmp_path / "targets"  # the same disk
+        temporary.write_text("new")
+    with files.atomic_folder(folder) as new:
+        (new / "new").touch()
+    assert file.is_symlink()
+    assert folder.is_symlink()
+    assert (tmp_path / "targets" / "file.txt").read_text() == "new"
+    assert os.listdir(tmp_path / "targets" / "folder") == ["new"]
+    assert sorted(os.listdir(tmp_path / "targets")) == ["file.txt", "folder"]
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_pipe_and_a_device_receive_the_content(tmp_path, through_link):
+    pipe, path = tmp_path / "pipe", tmp_path / "report.json"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as reader:
+        read = reader.submit(pipe.read_text)
+        if through_link:
+            path.symlink_to(pipe)
+        files.write_text(path if through_link else pipe, "x" * 100_000)  # more than a pipe holds
+        assert read.result() == "x" * 100_000
+    assert pipe.is_fifo()
+    terminal, device = os.openpty()
+    tty.setraw(device)
+    files.write_text(Path(os.ttyname(device)), "text\n")
+    assert os.read(terminal, 100) == b"text\n"
+    assert Path(os.ttyname(device)).is_char_device()
+    for descriptor in (terminal, device):
+        os.close(descriptor)
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        files.write_text(path, "text")
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "report.json"]
+
+
+def test_a_folder_is_no_file_to_write(tmp_path, capsys):
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        files.write_text(tmp_path, "text")
+    (tmp_path / "link.json").symlink_to(tmp_path / "missing" / "report.json")
+    for name in ("", "link.json"):
+        with pytest.raises(SystemExit):
+            check_determinism.main(["model", "--json", str(tmp_path / name)])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--json" in line
+        assert str(tmp_path / name) in line
+    assert os.listdir(tmp_path) == ["link.json"]
 
 
 def test_shipped_files_are_found_unless_there_is_one_here(tmp_path, monkeypatch):

@@ -522,7 +522,7 @@ def test_nothing_is_filled_in_at_random(name, fields, edit, says, bert, tmp_path
             {"architectures": ["EncoderDecoderModel"]},
             "is of the class EncoderDecoderModel; expected one of BertForPreTraining",
         ),
-        ({"auto_map": {"AutoModel": "modeling_x.BertModel"}}, "has its own code"),
+        ({"auto_map": {"AutoModel": "modeling_x.BertModel"}}, "names its own code"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised"),
         ({"model_type": "scratchbert"}, "is a ScratchBert checkpoint already; --to bert"),
         ({"hidden_size": 33}, "hidden_size is 33"),

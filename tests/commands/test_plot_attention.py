@@ -380,7 +380,7 @@ def test_the_largest_picture_has_the_heads_of_bert_base_and_the_most_tokens(made
         ),
         ("bert", ["--max-tokens", "1"], "'1' is invalid; expected an integer of at least 2"),
         ("bert", ["--output", "a.jpg"], "'a.jpg' is invalid; expected a name that ends in .png or .svg"),
-        ("bert", ["--output", "nowhere/a.png"], "'nowhere/a.png' cannot be written: there is no folder nowhere"),
+        ("bert", ["--output", "nowhere/a.png"], "'nowhere/a.png' cannot be written: there is no folder"),
     ],
 )
 def test_what_it_refuses(folders, tmp_path, capsys, monkeypatch, name, arguments, message):

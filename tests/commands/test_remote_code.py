@@ -1,25 +1,28 @@
 """Code in a model's folder: it runs only with --trust_remote_code, and what this package wrote opens without it."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertModel
 
+import convert_checkpoint
 import generate
+import pretrain_mlm
 import sentence_similarity
 from modeling_scratchbert import ScratchBertModel
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from support.folders import ROOT, SCRIPTS
 from support.models import tiny_config
 from toolkit import remote_code
 from toolkit.files import read_json
-from toolkit.hub import read_config
-from toolkit.remote_code import check_code, digests
+from toolkit.hub import check_source
+from toolkit.remote_code import digests
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -71,6 +74,72 @@ def test_the_package_opens_what_it_wrote(folder):
     assert not (folder.parent / "modules").exists()
 
 
+# What each command that opens a checkpoint is called with.
+TRAINING = ["--model", "MODEL", "--output", "NEW", "--train_file", "ROWS"]
+OPENING = {
+    "benchmark": ["--model", "MODEL"],
+    "check_determinism": ["MODEL"],
+    "check_parity": ["MODEL"],
+    "convert_checkpoint": ["MODEL", "NEW"],
+    "export": ["MODEL", "NEW", "--format", "torch"],
+    "finetune_classification": TRAINING,
+    "finetune_question_answering": TRAINING,
+    "finetune_seq2seq": TRAINING,
+    "finetune_token_classification": TRAINING,
+    "generate": ["MODEL", "Dogs bark."],
+    "plot_attention": ["MODEL", "Dogs bark.", "--output", "NEW.png"],
+    "predict": ["MODEL", "ROWS", "--output", "NEW"],
+    "pretrain_mlm": TRAINING,
+    "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
+    "sentence_similarity": ["MODEL"],
+}
+WITHOUT_CHECKPOINT = {"cmudict_pairs", "push_to_hub", "train_tokenizer"}
+
+
+def test_every_command_is_known():
+    commands = {path.stem for path in SCRIPTS.glob("*.py")} - {"__main__"}
+    assert commands == OPENING.keys() | WITHOUT_CHECKPOINT
+
+
+@pytest.mark.parametrize("kind", ["bert", "scratchbert"])
+@pytest.mark.parametrize("command", OPENING)
+def test_every_command_refuses_other_code(folder, tmp_path, command, kind, capsys):
+    """Only a command that can run the code recommends it."""
+    if kind == "scratchbert":
+        change_code(folder)
+    else:
+        BertModel(BertConfig(**tiny_config().to_dict())).save_pretrained(folder)
+        set_field(folder / "config.json", "auto_map", {"AutoModel": "own.AlibiBert"})
+    (tmp_path / "rows.csv").write_text("text,label\nDogs bark.,1\n")
+    places = {"MODEL": str(folder), "ROWS": str(tmp_path / "rows.csv")}
+    argv = [places.get(word, word.replace("NEW", str(tmp_path / "new"))) for word in OPENING[command]]
+    before = set(tmp_path.iterdir())
+    assert importlib.import_module(command).main(argv) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert {"bert": "own.AlibiBert", "scratchbert": "in modeling_scratchbert.py"}[kind] in line
+    assert str(folder) in line
+    assert ("--trust_remote_code" in line) == (command in ("generate", "predict", "sentence_similarity"))
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_tokenizer_with_code_is_refused(folder, minilm, tmp_path, capsys):
+    """A training command opens it from another folder than the model."""
+    set_field(folder / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["own.Tokenizer", None]})
+    (folder / "config.json").unlink()
+    argv = ["--model", minilm, "--tokenizer", str(folder), "--output", str(tmp_path / "new"), "--train_file", "x.txt"]
+    assert pretrain_mlm.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--tokenizer {folder}: It has its own code in tokenizer_config.json" in line
+
+
+@pytest.mark.parametrize("auto_map", [{}, AUTO_MAP, {"AutoModel": AUTO_MAP["AutoModel"]}])
+def test_a_bert_that_names_our_code_opens(folder, tmp_path, auto_map):
+    BertModel(BertConfig(**tiny_config().to_dict())).save_pretrained(folder)
+    set_field(folder / "config.json", "auto_map", auto_map)
+    assert convert_checkpoint.main([str(folder), str(tmp_path / "new")]) == 0
+
+
 @pytest.mark.parametrize("script", [generate, sentence_similarity])
 @pytest.mark.parametrize("change", ["code", "missing file", "auto_map", "other repository", "tokenizer", "generate"])
 def test_other_code_is_refused(folder, script, change, capsys):
@@ -94,23 +163,15 @@ def test_other_code_is_refused(folder, script, change, capsys):
     assert "--trust_remote_code runs it" in line
 
 
-def test_a_bert_with_code_is_refused(minilm, tmp_path, capsys):
-    """The code may compute something else than BERT."""
-    (tmp_path / "config.json").write_text(Path(minilm, "config.json").read_text())
-    set_field(tmp_path / "config.json", "auto_map", {"AutoModel": "own.AlibiBert"})
-    assert sentence_similarity.main([str(tmp_path), *SENTENCES]) == 2
-    assert "Its auto_map names its own code, 'own.AlibiBert' for AutoModel; expected no such" in capsys.readouterr().err
-
-
 def test_code_of_a_release_is_accepted(folder, tmp_path, monkeypatch):
     with (folder / "attention.py").open("a") as file:
         file.write("# as in the release\n")
     (folder / "unpadding.py").write_bytes((folder / "unpadding.py").read_bytes().replace(b"\n", b"\r\n"))
     with pytest.raises(ValueError, match=r"in attention\.py; expected the same"):
-        check_code(str(folder), read_config(str(folder)))
+        check_source(str(folder))
     monkeypatch.setattr(remote_code, "RELEASES", tmp_path / "released_code.json")
     remote_code.RELEASES.write_text(json.dumps({"0.0.1": digests(folder)}))
-    check_code(str(folder), read_config(str(folder)))
+    check_source(str(folder))
     remote_code.record_release("0.0.2")
     assert list(read_json(remote_code.RELEASES)) == ["0.0.1", "0.0.2"]
 

@@ -25,7 +25,7 @@ import sentence_similarity
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
 from support.hub_server import serving, use
 from support.models import random_scratchbert
-from toolkit.hub import check_source, has_tokenizer
+from toolkit.hub import check_reachable, has_tokenizer
 
 # The scripts quieten their whole process.
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -111,10 +111,10 @@ def test_what_the_hub_answers_is_left_to_the_loader(tmp_path, monkeypatch):
 
     with serving() as hub:
         use(hub, monkeypatch, tmp_path / "cache")
-        check_source("ada/not-there")
-        check_source("no..name")
+        check_reachable("ada/not-there")
+        check_reachable("no..name")
         monkeypatch.setattr(HfApi, "repo_info", busy)
-        check_source("ada/not-there")
+        check_reachable("ada/not-there")
 
 
 def test_convert_and_push(unreachable, tmp_path, monkeypatch, capsys):
@@ -226,7 +226,7 @@ def test_a_proxy_that_refuses(monkeypatch):
 
     monkeypatch.setattr(HfApi, "resolve_revision", refuse)
     with pytest.raises(OSError, match=r"cannot be reached \(403 Forbidden\)"):
-        check_source("ada/never-seen")
+        check_reachable("ada/never-seen")
     monkeypatch.setattr(pretrained, "cached_file", refuse)
     with pytest.raises(OSError, match="nor completely in the cache"):
         ScratchBertModel.from_pretrained("ada/never-seen")
@@ -236,4 +236,4 @@ def test_a_file_is_no_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.json").write_text("{}")
     with pytest.raises(OSError, match=r"^There is no such folder\.$"):
-        check_source("tiny.json")
+        check_reachable("tiny.json")

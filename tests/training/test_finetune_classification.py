@@ -16,7 +16,7 @@ from support.finetuning import assert_one_line, assert_resumes, make_task, save_
 from support.folders import ROOT
 from toolkit.labels import label_name
 from toolkit.training.classification import Classification
-from toolkit.training.settings import ClassificationSettings
+from toolkit.training.task_settings import ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -16,7 +16,7 @@ from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, asse
 from toolkit.metrics import compute
 from toolkit.spans import Answer, answer
 from toolkit.training.question_answering import QuestionAnswering, answers_of, best_threshold, ids_of
-from toolkit.training.settings import QuestionAnsweringSettings
+from toolkit.training.task_settings import QuestionAnsweringSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

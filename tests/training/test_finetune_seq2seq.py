@@ -27,7 +27,7 @@ from support.generation import answers, generate_text
 from support.models import tiny_config
 from toolkit.training import optimizer
 from toolkit.training.seq2seq import Seq2Seq, items
-from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings
+from toolkit.training.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -16,7 +16,7 @@ from finetune_token_classification import main
 from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
 from toolkit.labels import class_weights
 from toolkit.training.batches import unpadded
-from toolkit.training.settings import TokenClassificationSettings
+from toolkit.training.task_settings import TokenClassificationSettings
 from toolkit.training.token_classification import (
     TokenClassification,
     check_iob2,

@@ -24,7 +24,7 @@ from toolkit.paths import FILES, FOLDERS_OR_HUB_IDS, public_path
 from toolkit.training import card as training_card
 from toolkit.training.card import public_settings, write_card
 from toolkit.training.checkpoints import Progress
-from toolkit.training.settings import (
+from toolkit.training.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     QuestionAnsweringSettings,

@@ -43,18 +43,11 @@ from toolkit.training.checkpoints import Checkpoints, checksums
 from toolkit.training.classification import CLASSES, Classification
 from toolkit.training.optimizer import make_schedule, parameter_groups
 from toolkit.training.output import OutputFolder
+from toolkit.training.recipes import changed_flags, recipe_arguments, recipe_of
 from toolkit.training.run import check_services, check_sources, launched_process, make_accelerator
-from toolkit.training.settings import (
-    SCHEDULES,
-    ClassificationSettings,
-    PretrainingSettings,
-    Seq2SeqSettings,
-    changed_flags,
-    recipe_arguments,
-    recipe_of,
-    training_flag,
-)
+from toolkit.training.settings import SCHEDULES, training_flag
 from toolkit.training.task import Evaluation
+from toolkit.training.task_settings import ClassificationSettings, PretrainingSettings, Seq2SeqSettings
 
 REVIEWS = DATA / "movie_reviews.csv"
 

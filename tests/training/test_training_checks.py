@@ -29,13 +29,12 @@ from toolkit.training.fingerprint import fingerprint
 from toolkit.training.loop import Training
 from toolkit.training.masked_lm import Pretraining
 from toolkit.training.output import LOCK
-from toolkit.training.settings import (
+from toolkit.training.recipes import changed_flags, recipe_of
+from toolkit.training.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     Seq2SeqSettings,
     TokenClassificationSettings,
-    changed_flags,
-    recipe_of,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "new_accelerator")

@@ -29,16 +29,15 @@ from toolkit import row_files
 from toolkit.inputs import HubDataset, Source, open_files
 from toolkit.row_files import find_column, text_of
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
+from toolkit.training.recipes import changed_flags, recipe_of
 from toolkit.training.rows import load_rows, stream_rows
 from toolkit.training.run import shared_data
-from toolkit.training.settings import (
+from toolkit.training.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     QuestionAnsweringSettings,
     Seq2SeqSettings,
     TokenClassificationSettings,
-    changed_flags,
-    recipe_of,
 )
 
 # Any text but what counts as bad.

@@ -18,7 +18,7 @@ from toolkit.training.report import (
     headline,
     plot_curves,
 )
-from toolkit.training.settings import SEQ2SEQ_METRICS, ClassificationSettings
+from toolkit.training.task_settings import SEQ2SEQ_METRICS, ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

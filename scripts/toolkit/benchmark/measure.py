@@ -13,9 +13,10 @@ from toolkit.benchmark.steps import decode, train
 from toolkit.benchmark.timing import describe, encoder_seconds, interleave, measure_again
 from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
-from toolkit.cli import described, table
+from toolkit.cli import about, described, table
+from toolkit.comparison import largest
+from toolkit.hub import check_source
 from toolkit.machine import lines
-from toolkit.parity import largest
 
 LINEARITY_SIZES = [2**i for i in range(9)]
 LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
@@ -202,7 +203,9 @@ def save_model(source: str | None, folder: Path, seed: int):
         torch.manual_seed(seed)
         BertModel(BertConfig()).save_pretrained(folder)
     else:
-        ScratchBertModel.from_pretrained(source, dtype=torch.float32).save_as_bert(folder)
+        with about(source):
+            check_source(source)
+            ScratchBertModel.from_pretrained(source, dtype=torch.float32).save_as_bert(folder)
     return BertConfig.from_pretrained(folder)
 
 

@@ -13,7 +13,7 @@ from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBer
 from toolkit.benchmark.timing import decoding_step_bytes, decoding_step_seconds, interleave
 from toolkit.benchmark.variants import VARIANTS, missing
 from toolkit.benchmark.workloads import Batch, pad, random_rows
-from toolkit.parity import gradient_rows, gradients
+from toolkit.comparison import gradient_rows, gradients
 
 BEAMS = {"greedy": 1, "beam 4": 4}
 # Our variants that are timed decoding, and the argument of optimize_for_inference().

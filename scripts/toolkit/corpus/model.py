@@ -6,7 +6,7 @@ import transformers
 from modeling_scratchbert.cpu.matrices import multiplies_int8
 from toolkit.corpus.sentence_folder import is_sentence_folder
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config
-from toolkit.remote_code import check_code, find, import_package
+from toolkit.remote_code import find, import_package
 
 # For each task, the class of the model, without "ScratchBert", and its Auto class.
 CLASSES = {
@@ -34,10 +34,8 @@ def read_model(source: str, trust_remote_code: bool) -> dict:
         OSError: there is no such checkpoint, or it has no tokenizer.
         ValueError: it is no BERT encoder, or has code that is not trusted.
     """
-    check_source(source)
+    check_source(source, trust_remote_code)
     fields = read_config(source)
-    if not trust_remote_code:
-        check_code(source, fields)
     if fields.get("model_type") not in ("bert", "scratchbert"):
         raise ValueError(f"Its model_type is {fields.get('model_type')!r}; expected 'bert' or 'scratchbert'.")
     if fields.get("is_decoder") or fields.get("is_encoder_decoder"):

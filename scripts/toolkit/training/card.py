@@ -15,8 +15,9 @@ from toolkit.model_card import Metrics, is_own, language_codes, listed, read_if_
 from toolkit.paths import is_hub_id, public_path, with_paths
 from toolkit.publish import SECRET_TEXT
 from toolkit.training.checkpoints import Progress
+from toolkit.training.recipes import FREE_TO_CHANGE
 from toolkit.training.report import checkpoint_in_words
-from toolkit.training.settings import FREE_TO_CHANGE, Settings, defaults_of
+from toolkit.training.settings import Settings, defaults_of
 from toolkit.training.task import Task
 
 # A setting is private if its name has one of these words.

@@ -22,9 +22,10 @@ from toolkit.labels import (
 from toolkit.metrics import classification_metrics, mean_loss
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
 from toolkit.training.batches import PadOrFlatten
+from toolkit.training.checks import check_room, tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.settings import ClassificationSettings
-from toolkit.training.task import Evaluation, FineTuning, check_room, tokenizer_of
+from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task_settings import ClassificationSettings
 
 LABELS = ("label", "labels", "score")
 CLASSES = {"scratchbert": ScratchBertForSequenceClassification, "bert": BertForSequenceClassification}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from toolkit.files import write_json
 from toolkit.training.output import OutputFolder, moved_when_complete
+from toolkit.training.recipes import RECIPE
 from toolkit.training.report import in_words
-from toolkit.training.settings import RECIPE
 from toolkit.training.task import METRICS, Task
 
 

@@ -15,18 +15,11 @@ from toolkit.inputs import Source, content_hash
 from toolkit.metrics import perplexity
 from toolkit.row_files import find_column, text_of
 from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.checks import check_lengths, check_vocabulary, config_file_fields, tokenizer_of
 from toolkit.training.fingerprint import fingerprint, tokenizer_fingerprint
 from toolkit.training.rows import load_rows, map_rows, stream_rows
-from toolkit.training.settings import PretrainingSettings
-from toolkit.training.task import (
-    Evaluation,
-    FineTuning,
-    check_lengths,
-    check_vocabulary,
-    config_file_fields,
-    sources,
-    tokenizer_of,
-)
+from toolkit.training.task import Evaluation, FineTuning, sources
+from toolkit.training.task_settings import PretrainingSettings
 
 TEXTS = ("text", "sentence", "content", "document")
 CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}

@@ -11,7 +11,8 @@ from filelock import FileLock, Timeout
 
 from toolkit.files import write_text
 from toolkit.training.checkpoints import writing
-from toolkit.training.settings import EXTENDING, RECIPE, Settings, changed_flags, recipe_of
+from toolkit.training.recipes import EXTENDING, RECIPE, changed_flags, recipe_of
+from toolkit.training.settings import Settings
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
 

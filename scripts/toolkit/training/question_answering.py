@@ -28,9 +28,10 @@ from toolkit.spans import (
     with_no_answer,
 )
 from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.checks import tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.settings import QuestionAnsweringSettings
-from toolkit.training.task import Evaluation, FineTuning, tokenizer_of
+from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task_settings import QuestionAnsweringSettings
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
 COLUMNS = ("question", "context", "answers")

@@ -11,8 +11,9 @@ from huggingface_hub import ModelCard
 from toolkit.files import read_json_object, write_json, write_text
 from toolkit.model_card import table
 from toolkit.training.output import LOCK, moved_when_complete, not_empty
+from toolkit.training.recipes import RECIPE, changed_flags, recipe_of
 from toolkit.training.report import headline, rank
-from toolkit.training.settings import RECIPE, Settings, changed_flags, recipe_of
+from toolkit.training.settings import Settings
 from toolkit.training.task import METRICS
 
 

@@ -10,19 +10,12 @@ from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
 from toolkit.metrics import compute, load, mean_loss, perplexity
 from toolkit.row_files import find_column, text_of
+from toolkit.training.checks import check_lengths, check_room, check_vocabulary, config_file_fields, tokenizer_of
 from toolkit.training.output import has_checkpoint
 from toolkit.training.rows import map_rows
-from toolkit.training.settings import SEQ2SEQ_METRICS, Seq2SeqSettings, named_values
-from toolkit.training.task import (
-    Evaluation,
-    FineTuning,
-    check_lengths,
-    check_room,
-    check_vocabulary,
-    config_file_fields,
-    sources,
-    tokenizer_of,
-)
+from toolkit.training.settings import named_values
+from toolkit.training.task import Evaluation, FineTuning, sources
+from toolkit.training.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")

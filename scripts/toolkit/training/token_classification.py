@@ -22,9 +22,10 @@ from toolkit.labels import (
 from toolkit.metrics import compute, label_metrics, load, mean_loss
 from toolkit.row_files import find_column, read_conll
 from toolkit.training.batches import PadOrFlatten, unpadded
+from toolkit.training.checks import tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.settings import TokenClassificationSettings, is_iob_tag
-from toolkit.training.task import Evaluation, FineTuning, tokenizer_of
+from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task_settings import TokenClassificationSettings, is_iob_tag
 from toolkit.windows import split_into_windows
 
 WORDS = ("tokens", "words")
