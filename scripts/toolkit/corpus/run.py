@@ -1,7 +1,6 @@
 """A run over a corpus: checks everything, computes the parts that are missing, and joins what belongs together."""
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -15,8 +14,9 @@ from tqdm import tqdm
 
 from toolkit.checkpoint import verification
 from toolkit.cli import about, require
+from toolkit.corpus.devices import devices_and_threads
 from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
-from toolkit.corpus.local import run_in_processes, run_parts
+from toolkit.corpus.local import run_locally
 from toolkit.corpus.manifest import MANIFEST, check_same, make_manifest, read_manifest
 from toolkit.corpus.model import number_of_labels, read_model, task_of
 from toolkit.corpus.sources import STANDARD_INPUT, Corpus, Part, open_inputs
@@ -65,7 +65,8 @@ class Run:
         first = self.corpus.first_rows()
         self.store = open_store(args.output)
         self.before = read_manifest(self.store) if args.resume else None
-        self.devices = devices_of(args)
+        resumed = None if self.before is None else self.before["threads_per_process"]
+        self.devices, self.threads = devices_and_threads(args, resumed)
         self.job = self.make_job(first)
 
     def make_job(self, first: list[Row]) -> Job:
@@ -86,7 +87,7 @@ class Run:
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
             model=args.model, task=task, output=args.output, format=args.format, device=self.devices[0],
-            threads=self.threads(), dtype=args.dtype, max_length=args.max_length,
+            threads=self.threads, dtype=args.dtype, max_length=args.max_length,
             tokens_per_batch=args.tokens_per_batch or tokens, part_rows=args.part_rows, id_column=args.id_column,
             ids_are_integers=bool(ids) and isinstance(ids[0], int), label_column=args.label_column,
             on_bad_row=args.on_bad_row, trust_remote_code=args.trust_remote_code, verify=args.verify,
@@ -99,14 +100,6 @@ class Run:
         labels = saved_labels(self.args.model) or [f"LABEL_{i}" for i in range(number_of_labels(self.fields))]
         problem = "regression" if self.task == "rerank" else problem.removesuffix("_classification")
         return {"problem": problem, "labels": labels, "label_separator": self.args.label_separator}
-
-    def threads(self) -> int:
-        """Threads of each process: as given, or as in the run that is resumed, or a share of the processors."""
-        if self.args.threads_per_process is not None:
-            return self.args.threads_per_process
-        if self.before is not None:
-            return self.before["threads_per_process"]
-        return 1 if self.args.engine == "ray" else max(1, processors() // len(self.devices))
 
     # -- the output
 
@@ -185,10 +178,8 @@ class Run:
         if self.args.engine == "ray":
             from toolkit.corpus.ray_engine import run_on_ray
 
-            return run_on_ray(self.job, parts, self.args.processes, self.args.ray_address)
-        if len(self.devices) == 1:
-            return run_parts([Worker(self.job).run], parts)
-        return run_in_processes(self.job, parts, self.devices)
+            return run_on_ray(self.job, parts, self.args.processes, self.args.ray_address, self.report)
+        return run_locally(self.job, parts, self.devices)
 
     def progress_bar(self) -> tqdm:
         is_terminal = sys.stderr.isatty()
@@ -259,8 +250,8 @@ def check_flags(args, task: str) -> None:
         raise ValueError("--format npy is for --task embed with a local folder; expected another format")
     if args.resume and STANDARD_INPUT in args.inputs:
         raise ValueError("--resume reads the input again, which standard input does not allow; expected files")
-    if args.engine == "ray" and args.device not in (None, "cpu"):
-        raise ValueError(f"--device is {args.device}; expected cpu with --engine ray")
+    if args.engine == "ray" and args.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device is {args.device}; expected cpu or cuda with --engine ray")
     if args.ray_address is not None and args.engine != "ray":
         raise ValueError("--ray_address is given without --engine ray; expected both")
 
@@ -276,36 +267,6 @@ def find_text_columns(args, task: str, columns: list[str]) -> dict:
     elif task == "classify" and args.text_column is None:
         pair = next((name for name in SECOND_TEXTS if name in columns), None)
     return {"text_column": text, "text_pair_column": pair}
-
-
-def processors() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def devices_of(args) -> list[str]:
-    """The device of each process. On CPUs, by default a process for each processor, or for each `threads_per_process`
-    of them; on accelerators, one for each.
-
-    Raises:
-        ValueError: there are more processes than accelerators.
-    """
-    import torch
-
-    device = args.device
-    if device is None:
-        has_accelerator = args.engine == "local" and torch.accelerator.is_available()
-        device = torch.accelerator.current_accelerator().type if has_accelerator else "cpu"
-    if device == "cpu":
-        count = args.processes or max(1, processors() // (args.threads_per_process or 1))
-        return ["cpu"] * count
-    if ":" in device:
-        return [device]
-    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    count = args.processes or max(1, available)
-    if count > available:
-        raise ValueError(f"--device {device}: {count} processes for {available} such devices; expected one for each")
-    return [f"{device}:{number}" for number in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------------- while it runs
