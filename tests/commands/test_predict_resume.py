@@ -16,13 +16,10 @@ from datasets import Dataset
 from transformers import BertConfig, BertForQuestionAnswering
 
 import predict
-from modeling_scratchbert.cpu.matrices import multiplies_int8
-from support.corpora import WORDS, save_model, texts, write_rows
+from support.corpora import WORDS, content, one_line, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from support.models import tiny_config
-from toolkit.corpus import local, store
-from toolkit.corpus.job import Job
-from toolkit.corpus.sources import Corpus, open_inputs
+from toolkit.corpus import store
 from toolkit.corpus.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -40,12 +37,6 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture
 def data(tmp_path) -> str:
     return write_rows(tmp_path / "rows.jsonl", ROWS)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output, but what names the machine's state."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: bytes_ for name, bytes_ in files.items() if name != "manifest.json"}
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +57,6 @@ def undisturbed(model, tmp_path_factory) -> dict[str, dict[str, bytes]]:
 def here(tmp_path, monkeypatch, data) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def one_line(argv: list[str], capsys, *words: str, code: int = 2) -> None:
-    """Runs the command, which ends with one line on standard error."""
-    capsys.readouterr()
-    try:
-        found = predict.main(argv)
-    except SystemExit as stopped:
-        found = stopped.code
-    assert found == code
-    lines = [line for line in capsys.readouterr().err.splitlines() if line and "rows/s" not in line]
-    assert len(lines) == 1, lines
-    assert all(word in lines[0] for word in words), lines[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming
@@ -210,63 +188,6 @@ def test_a_folder_that_another_run_has(model, here, capsys):
 
     with FileLock(here / "out" / ".lock"):
         one_line([model, "rows.jsonl", "--output", "out", *FLAGS], capsys, "in use")
-
-
-# ------------------------------------------------------------------------------------------------------------ processes
-
-
-def test_two_processes_write_the_same_files(model, undisturbed, here):
-    assert predict.main([model, "rows.jsonl", "--output", "out", *FLAGS, "--processes", "2"]) == 0
-    assert content(here / "out") == undisturbed["parquet"]
-
-
-TASKS = [("embed", "float32"), ("embed", "bfloat16"), ("embed", "int8"), ("classify", "float32"), ("tag", "float32"),
-         ("rerank", "float32"), ("fill-mask", "float32")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("task", "dtype"), TASKS)
-def test_processes_batches_and_threads_change_no_byte(task, dtype, tmp_path, monkeypatch):
-    if dtype == "int8" and not multiplies_int8():
-        pytest.skip("the processor has no VNNI instructions")
-    monkeypatch.chdir(tmp_path)
-    sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 1100}
-    folder, found = save_model(tmp_path / "model", task, **sizes), {}
-    pairs = [f"{text} [MASK]" if task == "fill-mask" else text for text in texts(50)]
-    rows = [{"text": text, "text_pair": text[::2]} if task == "rerank" else {"text": text} for text in pairs]
-    data = Path(write_rows(tmp_path / "rows.jsonl", rows)).name
-    for processes, threads, tokens in (("1", "1", "4096"), ("1", "3", "7"), ("2", "2", "60")):
-        flags = ["--processes", processes, "--threads_per_process", threads, "--tokens_per_batch", tokens]
-        argv = [folder, data, "--output", tokens, "--task", task, "--dtype", dtype, "--part_rows", "20", *flags]
-        assert predict.main(argv) == 0
-        found[tokens] = {name: held for name, held in content(tmp_path / tokens).items() if name.startswith("part-")}
-    assert len(found["7"]) == 3
-    assert found["7"] == found["60"] == found["4096"]
-
-
-def test_a_process_that_dies_ends_the_run(model, undisturbed, here, monkeypatch, capsys):
-    argv = [model, "rows.jsonl", "--output", "out", *FLAGS, "--processes", "2"]
-    killed, run = [], local.WorkerProcess.run
-
-    def kill(self, part):
-        if not killed:
-            killed.append(self._process.pid)
-            os.kill(self._process.pid, signal.SIGKILL)
-        return run(self, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(local.WorkerProcess, "run", kill)
-        one_line(argv, capsys, "--resume")
-    assert not list((here / "out").glob(".part-*"))
-    assert predict.main([*argv, "--resume"]) == 0
-    assert content(here / "out") == undisturbed["parquet"]
-
-
-def test_results_do_not_depend_on_what_a_process_computed_before(model, here):
-    job = Job(model, "embed", "out", options={"text_column": "text"}, on_bad_row="skip")
-    parts = list(Corpus(open_inputs(["rows.jsonl"])).parts(3, lambda number: True))
-    forward, backward = Worker(job), Worker(job)
-    first = {part.number: forward.compute(part)[0]["embedding"].tobytes() for part in parts}
-    assert first == {part.number: backward.compute(part)[0]["embedding"].tobytes() for part in parts[::-1]}
 
 
 # ------------------------------------------------------------------------------------------------------------- bad rows

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import BertTokenizer
 
+import predict
 from support.models import NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "with", "ada", "and", "bo", "in"]
@@ -52,3 +53,22 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     """Writes JSON lines. Returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of an output, but what names the machine's state."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: bytes_ for name, bytes_ in files.items() if name != "manifest.json"}
+
+
+def one_line(argv: list[str], capsys, *words: str, code: int = 2) -> None:
+    """Runs the command, which ends with one line on standard error."""
+    capsys.readouterr()
+    try:
+        found = predict.main(argv)
+    except SystemExit as stopped:
+        found = stopped.code
+    assert found == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "rows/s" not in line]
+    assert len(lines) == 1, lines
+    assert all(word in lines[0] for word in words), lines[0]

@@ -1,35 +1,61 @@
-"""Parts on this machine: in this process, or in several of the standard library's."""
+"""Parts on this machine: in this process, or in several."""
 
 import multiprocessing
-import multiprocessing.util
 import os
+import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.managers import BaseManager
 
-from toolkit.cli import CommandError, is_expected, missing_library, one_line
+from toolkit.cli import CommandError, described, is_expected, missing_library, one_line
+from toolkit.corpus.devices import thread_variables
 from toolkit.corpus.job import Job
 from toolkit.corpus.sources import Part
 
 # Parts that a worker has at once: while one is computed, the next is tokenised, or the one before it is written.
 PARTS_AT_ONCE = 2
 
+# How often the dead processes of a run are replaced. On Ray: how often each actor is, and each part is computed again.
+RETRIES = 5
 
-def run_parts(workers: Sequence[Callable], parts: Iterator[Part]) -> Iterator:
-    """Computes the parts with several workers, and yields what is done. After an error, of the input too, the parts in
-    work are finished.
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def run_locally(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator:
+    """Computes the parts in this process or, with several devices, in a process for each. Yields what is done.
+
+    Raises:
+        CommandError: the model cannot be used, a part cannot be computed, or processes have died too often.
+    """
+    if len(devices) == 1:
+        from toolkit.corpus.worker import Worker
+
+        yield from run_parts(deque([Worker(job).run] * PARTS_AT_ONCE), parts)
+        return
+    workers, deaths = [], []
+    try:
+        for device in devices:
+            workers.append(LocalWorker(replace(job, device=device), deaths))
+        for worker in workers:
+            worker.run(None)  # all models are open before the first part
+        yield from run_parts(deque([worker.run for worker in workers] * PARTS_AT_ONCE), parts)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def run_parts(idle: deque[Callable], parts: Iterator[Part]) -> Iterator:
+    """Computes the parts, and yields what is done. After an error, of the input too, the parts in work are finished.
 
     Args:
-        workers: the method `run` of each.
+        idle: the functions that compute a part, one for each part that can be in work. Others may join at any time.
     """
-    idle = deque([*workers] * PARTS_AT_ONCE)
     in_work: dict[Future, Callable] = {}
-    pool = ThreadPoolExecutor(len(idle))
+    pool = ThreadPoolExecutor(10_000)  # a thread starts when no other is idle
     try:
         for part in parts:
             run = idle.popleft()
@@ -38,8 +64,10 @@ def run_parts(workers: Sequence[Callable], parts: Iterator[Part]) -> Iterator:
                 yield from finished(in_work, idle)
         while in_work:
             yield from finished(in_work, idle)
-    except Exception:
+    except Exception as error:
         wait(in_work)
+        if isinstance(error, BrokenPipeError):  # the command would take it for that of its standard output
+            raise CommandError(one_line(error)) from error
         raise
     finally:
         pool.shutdown(wait=False)  # the second Ctrl-C does not wait for the parts in work
@@ -57,18 +85,18 @@ def finished(in_work: dict[Future, Callable], idle: deque[Callable]) -> Iterator
 
 
 class RemoteWorker:
-    """A `Worker` for another process. Only errors of its methods reach this one, so `check` raises those of opening the
-    model."""
+    """A `Worker` for another process, which its errors can reach. Those of opening the model are raised by each
+    method."""
 
     def __init__(self, job: Job):
-        from toolkit.hub import silence_libraries
-
-        silence_libraries()
-        from toolkit.corpus.worker import Worker
-
         self.error: Exception | None = None
         try:
             with portable_errors():
+                from toolkit.hub import silence_libraries
+
+                silence_libraries()
+                from toolkit.corpus.worker import Worker
+
                 self.worker = Worker(job)
         except Exception as error:
             self.error = error
@@ -80,6 +108,7 @@ class RemoteWorker:
 
     def run(self, part: Part):
         """What is done. Raises CommandError or RuntimeError."""
+        self.check()
         with portable_errors():
             return self.worker.run(part)
 
@@ -89,62 +118,117 @@ def portable_errors() -> Iterator[None]:
     """Turns errors into those that another process can read: expected ones in one line, others with their traceback."""
     try:
         yield
-    except CommandError:
-        raise
+    except CommandError as error:
+        raise CommandError(str(error), error.exit_code) from None  # a subclass need not be rebuilt from its arguments
+    except MemoryError as error:
+        raise CommandError(f"{described(error)}; expected more memory, or fewer --processes") from None
     except Exception as error:
         if is_expected(error, (RuntimeError,)):
             raise CommandError(missing_library(error) or one_line(error)) from None
         raise RuntimeError("".join(traceback.format_exception(error))) from None
 
 
-class WorkerProcess(BaseManager):
-    """A process with a `RemoteWorker`, whose methods run in a thread for each call."""
+class WorkerProcess:
+    """A process with a `RemoteWorker`, and a connection to it for each part that it has at once."""
 
-    def open(self, job: Job) -> None:
-        self.worker = self.call(self.RemoteWorker, job)
-        self.call(self.worker.check)
+    def __init__(self, job: Job):
+        ends = [SPAWN.Pipe() for _ in range(PARTS_AT_ONCE)]
+        self.idle = [ours for ours, _ in ends]
+        self.process = SPAWN.Process(target=serve, args=(job, [theirs for _, theirs in ends]), daemon=True)
+        self.process.start()
+        for _, theirs in ends:
+            theirs.close()  # the process alone has them now: its death closes the connections
 
-    def run(self, part: Part):
-        return self.call(self.worker.run, part)
+    def run(self, part: Part | None):
+        """What is done. Without a part, waits until the model is open.
 
-    def call(self, method: Callable, *args):
-        """What a method of the process returns. Raises CommandError if the process has ended."""
-        try:
-            return method(*args)
-        except (EOFError, ConnectionError):
-            raise CommandError(
-                "a process has ended, perhaps for lack of memory; --resume computes the other parts"
-            ) from None
+        Raises:
+            CommandError, RuntimeError: those of `RemoteWorker`.
+            EOFError, OSError: the process is dead.
+        """
+        connection = self.idle.pop()
+        connection.send(part)
+        answer = connection.recv()
+        self.idle.append(connection)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def cause_of_death(self) -> str:
+        """The signal or the exit code of a dead process."""
+        self.process.join()
+        code = self.process.exitcode
+        return f"signal {-code} ({signal.strsignal(-code)})" if (code or 0) < 0 else f"exit code {code}"
 
 
-WorkerProcess.register("RemoteWorker", RemoteWorker)
+class LocalWorker:
+    """Computes parts in a process, and in another one if that dies.
 
-
-def run_in_processes(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator:
-    """Computes the parts in a process for each device, and yields what is done.
-
-    Raises:
-        CommandError: a process reports an error, or has ended.
+    Args:
+        deaths: of what processes have died; all workers of a run share the list.
     """
-    multiprocessing.util.get_temp_dir()  # of the sockets: this process removes it, because the others are killed
-    context = multiprocessing.get_context("spawn")
-    # At the end nothing is in work: by default, a second is spent on waiting for each process.
-    processes = [WorkerProcess(ctx=context, shutdown_timeout=0) for _ in devices]
-    jobs = [replace(job, device=device) for device in devices]
-    with ThreadPoolExecutor(len(devices)) as pool:
-        list(pool.map(lambda process: process.start(prepare, (job.threads,)), processes))
-        try:
-            list(pool.map(WorkerProcess.open, processes, jobs))  # all models are open before the first part
-            yield from run_parts([process.run for process in processes], parts)
-        finally:
-            list(pool.map(lambda process: process.shutdown(), processes))
+
+    def __init__(self, job: Job, deaths: list[str]):
+        self.job, self.deaths, self.lock = job, deaths, threading.Lock()
+        self.process: WorkerProcess | None = WorkerProcess(job)
+
+    def run(self, part: Part | None):
+        """What is done, or None if the worker is closed. Without a part, waits until the model is open.
+
+        Raises:
+            CommandError: processes of the run have died too often, or as of `WorkerProcess.run`.
+        """
+        while (process := self.process) is not None:
+            try:
+                return process.run(part)
+            except (EOFError, OSError):
+                self.replace(process)
+        return None
+
+    def replace(self, dead: WorkerProcess) -> None:
+        """Starts another process, unless it was done for another part."""
+        with self.lock:
+            if self.process is not dead:
+                return
+            self.deaths.append(dead.cause_of_death())
+            if len(self.deaths) > RETRIES:
+                raise CommandError(
+                    f"processes have died {len(self.deaths)} times, the last of {self.deaths[-1]}; expected at most "
+                    f"{RETRIES}. If memory is short, give fewer --processes; for files, --resume computes the rest"
+                )
+            self.process = WorkerProcess(self.job)
+
+    def close(self) -> None:
+        """Kills the process, with whatever is in work."""
+        with self.lock:
+            process, self.process = self.process, None
+            process.process.kill()
 
 
-def prepare(threads: int) -> None:
-    """Sets the threads of the libraries in this process, before they are imported, and lets it end with the main one,
-    however that ends."""
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+def serve(job: Job, connections: list) -> None:
+    """Runs a process of a `LocalWorker`: answers each part with what is done, or with an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal or a scheduler sends them to all; the main process decides
+    os.environ |= thread_variables(job.threads)  # before the libraries are imported
     threading.Thread(target=end_with_parent, daemon=True).start()
+    worker = RemoteWorker(job)
+    for connection in connections[1:]:
+        threading.Thread(target=answer, args=(connection, worker)).start()
+    answer(connections[0], worker)
+
+
+def answer(connection, worker: RemoteWorker) -> None:
+    """Answers what comes on one connection, for ever."""
+    try:
+        while True:
+            part = connection.recv()
+            try:
+                done = worker.check() if part is None else worker.run(part)
+            except Exception as error:
+                done = error
+            connection.send(done)
+    finally:
+        os._exit(1)  # the main process waits for an answer, or for the end
 
 
 def end_with_parent() -> None:
