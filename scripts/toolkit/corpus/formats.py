@@ -1,8 +1,8 @@
 """The files of parts: columns of values as Parquet, JSON lines, CSV or `.npy`.
 
 The kind of a column is one of "integer", "number", "text", "texts", "numbers", "lists of texts", "lists of numbers",
-"entities of tokens", "entities of words", and "vector of N DTYPE", whose values are an array `(rows, N)`. Equal columns
-give equal bytes, whoever writes them.
+"entities of tokens", "entities of words", "scores of NAMES", a JSON list of names, whose values are dictionaries, and
+"vector of N DTYPE", whose values are an array `(rows, N)`. Equal columns give equal bytes, whoever writes them.
 """
 
 import csv
@@ -41,6 +41,8 @@ def arrow_type(kind: str):
     """The type of a column."""
     import pyarrow as pa
 
+    if kind.startswith("scores of"):
+        return pa.struct({name: pa.float32() for name in json.loads(kind.removeprefix("scores of"))})
     entity = {"score": pa.float32(), "word": pa.string(), "start": pa.int32(), "end": pa.int32()}
     return {
         "integer": pa.int64,
@@ -93,13 +95,13 @@ def to_json_lines(kinds: Kinds, columns: Columns) -> bytes:
 
 
 def to_csv(kinds: Kinds, columns: Columns) -> bytes:
-    """A file with a header. Lists are written as JSON."""
+    """A file with a header. Lists and dictionaries are written as JSON."""
     target = io.StringIO(newline="")
     writer = csv.writer(target, lineterminator="\n")
     writer.writerow(kinds)
     values = [plain(kind, columns[name]) for name, kind in kinds.items()]
     for row in zip(*values, strict=True):
-        cells = (json.dumps(each, ensure_ascii=False) if isinstance(each, list) else each for each in row)
+        cells = (json.dumps(each, ensure_ascii=False) if isinstance(each, (list, dict)) else each for each in row)
         writer.writerow(cells)
     return target.getvalue().encode()
 

@@ -237,10 +237,10 @@ def shown(values):
 
 # The flags of each task, which are options of its job.
 TASK_FLAGS = {
-    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "embedding_dtype"),
-    "classify": ("all_scores", "threshold"),
+    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
+    "classify": ("all_scores", "threshold", "top_k"),
     "tag": ("aggregation",),
-    "rerank": (),
+    "rerank": ("prompt", "prompt_name"),
     "fill-mask": ("top_k",),
 }
 PAIR_TASKS = ("classify", "rerank")
@@ -248,10 +248,10 @@ PAIR_TASKS = ("classify", "rerank")
 
 def check_flags(args, task: str) -> None:
     """Raises ValueError if flags do not go together, or not with the task."""
-    for other, names in TASK_FLAGS.items():
-        for name in names:
-            if other != task and getattr(args, name) not in (None, False):
-                raise ValueError(f"--{name} is given for the task {task}; expected it with --task {other} only")
+    for name in {name for names in TASK_FLAGS.values() for name in names} - set(TASK_FLAGS[task]):
+        if getattr(args, name) not in (None, False):
+            tasks = " or ".join(other for other, names in TASK_FLAGS.items() if name in names)
+            raise ValueError(f"--{name} is given for the task {task}; expected it with --task {tasks} only")
     for name in ("text_pair_column", "label_column"):
         if getattr(args, name) is not None and task not in PAIR_TASKS:
             raise ValueError(f"--{name} is given for the task {task}; expected --task {' or '.join(PAIR_TASKS)}")

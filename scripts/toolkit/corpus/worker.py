@@ -60,15 +60,15 @@ class Worker:
         rows that were skipped."""
         used, skipped = self.check_rows(part.rows)
         encoded = self.encode(used)
-        if encoded.faults:
-            skipped += [fault(used[index][0], reason) for index, reason in encoded.faults.items()]
-            used = [each for index, each in enumerate(used) if index not in encoded.faults]
-            encoded = self.encode(used)
+        found = self.model_thread.submit(self.task.compute, encoded).result()
+        skipped += [fault(used[index][0], reason) for index, reason in encoded.faults.items()]
+        kept = [index for index in range(len(used)) if index not in encoded.faults]
+        used = [used[index] for index in kept]
+        tokens, truncated = (sum(each[index] for index in kept) for each in (encoded.tokens, encoded.truncated))
         skipped.sort(key=lambda each: (each["file"], each["row"]))
         if skipped and self.job.on_bad_row == "stop":
             raise CommandError(in_words(skipped[0]) + ". --on_bad_row skip leaves such rows out")
-        found = self.model_thread.submit(self.task.compute, encoded).result()
-        state = {"rows": len(used), "tokens": encoded.tokens, "truncated": encoded.truncated, "skipped": skipped}
+        state = {"rows": len(used), "tokens": tokens, "truncated": truncated, "skipped": skipped}
         return self.row_columns(used) | found, state
 
     def encode(self, used: list[tuple[Row, dict]]):
