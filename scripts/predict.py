@@ -58,6 +58,29 @@ def processes(text: str) -> int | None:
     return None if text == "auto" else integer_from(1)(text)
 
 
+def poolings(text: str) -> list[str]:
+    """An argument type: names of poolings, separated by commas."""
+    names = text.split(",")
+    if not set(names) <= set(POOLINGS):
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected some of {', '.join(POOLINGS)}")
+    return names
+
+
+def ranges(path: str) -> list[list[float]]:
+    """An argument type: the numbers of a .npy file with a lowest and a highest value for each number of a vector."""
+    import numpy as np
+
+    try:
+        found = np.lib.format.open_memmap(path, "r")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({error}); expected a .npy file") from error
+    if found.ndim != 2 or len(found) != 2 or found.dtype.kind not in "fiu":
+        raise argparse.ArgumentTypeError(f"{path!r} has shape {found.shape} of {found.dtype}; expected (2, N) numbers")
+    if not np.isfinite(found).all() or (found[0] > found[1]).any():
+        raise argparse.ArgumentTypeError(f"{path!r} is invalid; expected finite numbers, the lowest values first")
+    return found.astype(np.float32).tolist()
+
+
 def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL INPUT [INPUT …] --output FOLDER [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint with a tokenizer: a folder or a hub id")
@@ -103,19 +126,22 @@ def add_data_flags(data) -> None:
 
 
 def add_model_flags(model) -> None:
-    model.add_argument("--pooling", choices=POOLINGS, help="embed: of the tokens' vectors; default: that of a "
-                       "sentence-transformers folder, or mean")  # fmt: skip
+    model.add_argument("--pooling", type=poolings, metavar="NAMES", help=f"embed: of the tokens' vectors, some of "
+                       f"{', '.join(POOLINGS)}, joined by commas; default: that of a sentence-transformers folder, or "
+                       "mean")  # fmt: skip
     model.add_argument("--normalize", action="store_true", help="embed: scale each vector to length 1, as many "
                        "sentence-transformers folders do")  # fmt: skip
-    model.add_argument("--prompt", metavar="TEXT", help="embed: put before each text; default: that of a "
-                       "sentence-transformers folder")  # fmt: skip
-    model.add_argument("--all_scores", action="store_true", help="classify: the scores of all labels, in the model's "
-                       "order")  # fmt: skip
+    prompt = model.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="embed, rerank: put before each (first) text; default: that "
+                        "of a sentence-transformers folder")  # fmt: skip
+    prompt.add_argument("--prompt_name", metavar="NAME", help="embed, rerank: a prompt of the folder, such as query")
+    model.add_argument("--all_scores", action="store_true", help="classify: the scores of all labels, by name")
     model.add_argument("--threshold", type=share, metavar="X", help="classify, several labels: the score above which a "
                        "label is given; default: 0.5")  # fmt: skip
     model.add_argument("--aggregation", choices=AGGREGATIONS, help="tag: as aggregation_strategy of transformers' "
                        "pipeline; default: simple")  # fmt: skip
-    model.add_argument("--top_k", **COUNT, help="fill-mask: words for each mask; default: 5")
+    model.add_argument("--top_k", **COUNT, help="fill-mask: words for each mask, default: 5; classify: the N "
+                       "likeliest labels instead of one")  # fmt: skip
     model.add_argument("--max_length", **COUNT, help="tokens to which a text is cut (tag: of a window); default: the "
                        "model's")  # fmt: skip
     model.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of the computation; default: that of "
@@ -139,7 +165,10 @@ def add_model_flags(model) -> None:
 def add_output_flags(output) -> None:
     output.add_argument("--truncate_dim", **COUNT, help="embed: only the first N numbers of each vector")
     output.add_argument("--embedding_dtype", choices=EMBEDDING_DTYPES, help="embed: of the numbers; int8 vectors have "
-                        "a scale; default: float32")  # fmt: skip
+                        "a scale, unless --ranges is given; binary ones a bit for each number; default: "
+                        "float32")  # fmt: skip
+    output.add_argument("--ranges", type=ranges, metavar="FILE.npy", help="embed, for uint8 and int8: the lowest and "
+                        "the highest value of each number, shape (2, N)")  # fmt: skip
 
     output.add_argument("--shard", metavar="K/N", help="compute one share of the parts, such as 3/16, so that several "
                         "machines fill one folder; the same again continues it")  # fmt: skip

@@ -10,10 +10,10 @@ QUERIES, DOCUMENTS = ("query", *TEXTS), ("text_pair", "document", "passage", "an
 
 # The flags of each task, which are options of its job.
 TASK_FLAGS = {
-    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "embedding_dtype"),
-    "classify": ("all_scores", "threshold"),
+    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
+    "classify": ("all_scores", "threshold", "top_k"),
     "tag": ("aggregation",),
-    "rerank": (),
+    "rerank": ("prompt", "prompt_name"),
     "fill-mask": ("top_k",),
 }
 PAIR_TASKS = ("classify", "rerank")
@@ -27,9 +27,9 @@ RESERVED = {
 
 def check_flags(args, task: str) -> None:
     """Raises ValueError if flags do not go together, or not with the task."""
-    for name in {name for names in TASK_FLAGS.values() for name in names}:
-        tasks = [other for other, names in TASK_FLAGS.items() if name in names]
-        if task not in tasks and getattr(args, name) not in (None, False):
+    for name in {name for names in TASK_FLAGS.values() for name in names} - set(TASK_FLAGS[task]):
+        if getattr(args, name) not in (None, False):
+            tasks = [other for other, names in TASK_FLAGS.items() if name in names]
             raise ValueError(
                 f"--{name} is given for the task {task}; expected it with --task {' or '.join(tasks)} only"
             )

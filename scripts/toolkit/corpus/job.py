@@ -11,8 +11,8 @@ TASKS = {
     "fill-mask": "the likeliest words for each [MASK]",
 }
 FORMATS = ("parquet", "jsonl", "csv", "npy")
-EMBEDDING_DTYPES = ("float32", "float16", "int8")
-POOLINGS = ("mean", "cls", "max", "pooler")
+EMBEDDING_DTYPES = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens", "pooler")
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
 # Larger batches are slower on a CPU: the C library returns blocks of more than 32 MiB to the system after each use.

@@ -1,10 +1,15 @@
 """Opening the tokenizer and the model of a run."""
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from modeling_scratchbert.cpu.matrices import multiplies_int8
-from toolkit.corpus.sentence_folder import is_sentence_folder
+from toolkit.corpus.sentence_folder import model_type_of
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config
 from toolkit.remote_code import find, import_package
 
@@ -50,13 +55,16 @@ def task_of(source: str, fields: dict) -> str:
     Raises:
         ValueError: it names no class, or one of another task.
     """
-    if is_sentence_folder(source):
+    model_type = model_type_of(source)
+    if model_type == "SentenceTransformer":
         return "embed"
+    if model_type not in (None, "CrossEncoder"):
+        raise ValueError(f"It is a {model_type}; expected a SentenceTransformer or a CrossEncoder.")
     [name] = (fields.get("architectures") or [None])[:1]
     short = str(name).removeprefix("Scratch").removeprefix("Bert")
     if short == "ForSequenceClassification":
-        is_number = number_of_labels(fields) == 1 and fields.get("problem_type") != "regression"
-        return "rerank" if is_number else "classify"
+        is_regression = model_type is None and fields.get("problem_type") == "regression"
+        return "rerank" if number_of_labels(fields) == 1 and not is_regression else "classify"
     if short not in TASK_OF_CLASS:
         raise ValueError(f"Its class is {name}; expected one with a task. --task names the task.")
     return TASK_OF_CLASS[short]
@@ -81,9 +89,10 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     if trust_remote_code and read_config(source).get("auto_map"):
         model_class, options = getattr(transformers, auto), options | {"trust_remote_code": True}
     stored = "auto" if dtype in (None, "int8") else getattr(torch, dtype)
-    model = open_model(
-        model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
-    )
+    with reading_weights():
+        model = open_model(
+            model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
+        )
     if device != "cpu":
         return model.to(device)
     if dtype == "int8":
@@ -91,8 +100,21 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     return model.optimize_for_inference()
 
 
+@contextmanager
+def reading_weights() -> Iterator[None]:
+    """Turns what a file of weights that is damaged, or may run code, raises into a ValueError."""
+    try:
+        yield
+    except (pickle.UnpicklingError, EOFError, SafetensorError) as error:
+        raise ValueError(
+            f"Its weights cannot be read ({type(error).__name__}): the file is damaged, or a pickle that holds more "
+            "than tensors; expected model.safetensors."
+        ) from error
+
+
 def longest(tokenizer, model, given: int | None, of_folder: int | None = None) -> int:
-    """The number of tokens to which a text is cut: `given`, or the folder's or the tokenizer's, or else the model's.
+    """The number of tokens to which a text is cut: `given`, or the folder's, or the tokenizer's, but not more than the
+    model has positions for.
 
     Raises:
         ValueError: `given` is more than the model has positions for.
@@ -100,4 +122,4 @@ def longest(tokenizer, model, given: int | None, of_folder: int | None = None) -
     positions = model.config.max_position_embeddings
     if given is not None and given > positions:
         raise ValueError(f"--max_length is {given}; the model has {positions} positions.")
-    return given or min(of_folder or positions, tokenizer.model_max_length, positions)
+    return min(given or of_folder or tokenizer.model_max_length, positions)

@@ -1,69 +1,155 @@
-"""What a sentence-transformers folder says about its embeddings: pooling, normalisation, lengths and prompts."""
+"""What a folder of sentence-transformers says: its modules, poolings, lengths, prompts and activation function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toolkit.files import read_json, read_json_object
 from toolkit.remote_code import find
 
-# In 1_Pooling/config.json before sentence-transformers 5.
-OLD_POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"}
-MODULES = ("Transformer", "Pooling", "Normalize")
+# The modules that are supported, and their files in sentence-transformers since version 5.4.
+MODULES = {
+    "Transformer": "transformer",
+    "Pooling": "pooling",
+    "Dense": "dense",
+    "LayerNorm": "layer_norm",
+    "Dropout": "dropout",
+    "Normalize": "normalize",
+}
+PACKAGES = ("models", "sentence_transformer.modules", "base.modules")
+KIND_OF_TYPE = {
+    f"sentence_transformers.{package}{file}.{kind}": kind
+    for kind, name in MODULES.items()
+    for package in PACKAGES
+    for file in ("", f".{kind}", f".{name}")
+}
+# In 1_Pooling/config.json before version 5.4, in the order in which sentence-transformers concatenates them.
+OLD_POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# For each class of sentence-transformers, the task of its Transformer.
+TRANSFORMER_TASKS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
 
 
 @dataclass
-class Embedding:
-    """How a model's embeddings are made. The defaults are those of a folder without modules.json."""
+class Module:
+    """A module after the pooling: its class, its folder, and its config.json."""
 
-    pooling: str = "mean"
-    normalize: bool = False
+    kind: str
+    folder: str
+    fields: dict
+
+
+@dataclass
+class SentenceFolder:
+    """How sentence-transformers uses a checkpoint. The defaults are those of one without modules.json.
+
+    Args:
+        poolings: the poolings whose results are concatenated.
+        include_prompt: whether the pooling is over the tokens of the prompt, too.
+        modules: those after the pooling.
+        max_length: in tokens, which replaces the tokenizer's.
+        default_prompt: the name of the prompt that is used if none is named.
+        activation: the path of the class that is applied to logits.
+    """
+
+    poolings: list[str] = field(default_factory=lambda: ["mean"])
+    include_prompt: bool = True
+    modules: list[Module] = field(default_factory=list)
     max_length: int | None = None
-    prompt: str = ""
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    activation: str | None = None
+
+    def choose_prompt(self, options: dict) -> str:
+        """The text of the option `prompt`, or of the name `prompt_name`, or the default.
+
+        Raises:
+            ValueError: the folder has no prompt of this name.
+        """
+        if options.get("prompt") is not None:
+            return options["prompt"]
+        name = options.get("prompt_name")
+        if name is not None and name not in self.prompts:
+            raise ValueError(f"--prompt_name is {name!r}; expected a prompt of the model: "
+                             f"{', '.join(map(repr, self.prompts)) or 'it has none'}.")  # fmt: skip
+        return self.prompts.get(name or self.default_prompt) or ""
 
 
-def is_sentence_folder(source: str) -> bool:
-    """Whether a checkpoint was saved by sentence-transformers."""
-    return find(source, "modules.json") is not None
+def model_type_of(source: str) -> str | None:
+    """The class of sentence-transformers that saved a checkpoint; None if none did."""
+    if find(source, "modules.json") is None:
+        return None
+    return fields_of(source, "config_sentence_transformers.json").get("model_type", "SentenceTransformer")
 
 
-def read_embedding(source: str) -> Embedding:
-    """How the embeddings of a checkpoint are made.
+def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
+    """How sentence-transformers uses a checkpoint.
+
+    Args:
+        expected: SentenceTransformer or CrossEncoder.
 
     Raises:
-        ValueError: the folder has a module, or a setting of one, that is not supported.
+        ValueError: the folder is of another class, or has a module, or a setting of one, that is not supported.
         OSError: a file cannot be read.
     """
-    if not is_sentence_folder(source):
-        return Embedding()
-    modules = read_json(find(source, "modules.json"))
-    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
-    if unknown := [kind for kind in kinds if kind not in MODULES]:
-        raise ValueError(f"Its modules.json has the module {unknown[0]}; expected only {', '.join(MODULES)}.")
-    if kinds not in (["Transformer", "Pooling"], list(MODULES)):
-        raise ValueError(f"Its modules.json has the modules {', '.join(kinds)}; expected {', '.join(MODULES)}.")
-    if folder := modules[0].get("path"):
+    model_type = model_type_of(source)
+    if model_type is None:
+        return SentenceFolder()
+    if model_type != expected:
+        raise ValueError(f"It is a {model_type} of sentence-transformers; expected a {expected}, or another --task.")
+    entries = read_json(find(source, "modules.json"))
+    unknown = [entry.get("type") for entry in entries if entry.get("type") not in KIND_OF_TYPE]
+    if unknown:
+        raise ValueError(f"Its modules.json has the module {unknown[0]}; expected sentence-transformers' own "
+                         f"{', '.join(MODULES)}.")  # fmt: skip
+    kinds = [KIND_OF_TYPE[entry["type"]] for entry in entries]
+    first = ["Transformer", "Pooling"] if expected == "SentenceTransformer" else ["Transformer"]
+    later = kinds[len(first) :]
+    if kinds[: len(first)] != first or set(later) & set(first) or (later and len(first) == 1):
+        raise ValueError(f"Its modules.json has the modules {', '.join(kinds)}; a {expected} is expected to begin with "
+                         f"{', '.join(first)}, once each" + (" and alone." if len(first) == 1 else "."))  # fmt: skip
+    if folder := entries[0].get("path"):
         raise ValueError(f"Its Transformer is in the folder {folder}; expected it beside modules.json.")
-    settings = fields_of(source, "sentence_bert_config.json")
+    found = SentenceFolder()
+    read_settings(found, fields_of(source, "sentence_bert_config.json"), TRANSFORMER_TASKS[expected])
+    config = fields_of(source, "config_sentence_transformers.json")
+    found.prompts, found.default_prompt = config.get("prompts") or {}, config.get("default_prompt_name")
+    found.activation = config.get("activation_fn")
+    modules = [
+        Module(kind, entry.get("path"), fields_of(source, f"{entry.get('path')}/config.json"))
+        for kind, entry in zip(kinds[1:], entries[1:], strict=True)
+    ]
+    if modules:
+        found.poolings = poolings_of(modules[0].fields)
+        found.include_prompt = modules[0].fields.get("include_prompt", True)
+        found.modules = modules[1:]
+    return found
+
+
+def read_settings(found: SentenceFolder, settings: dict, task: str) -> None:
+    """Reads the settings of the Transformer. Raises ValueError for those that are not supported."""
     if settings.get("do_lower_case"):
         raise ValueError("Its sentence_bert_config.json has do_lower_case; expected a tokenizer that does this.")
-    if settings.get("transformer_task", "feature-extraction") != "feature-extraction":
-        raise ValueError(f"Its transformer_task is {settings['transformer_task']!r}; expected 'feature-extraction'.")
-    prompts = fields_of(source, "config_sentence_transformers.json")
-    pooling = fields_of(source, f"{modules[1].get('path')}/config.json")
-    prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")) or ""
-    if pooling.get("include_prompt") is False:
-        raise ValueError("Its Pooling has include_prompt false; expected a pooling over all tokens.")
-    return Embedding(pooling_of(pooling), "Normalize" in kinds, settings.get("max_seq_length"), prompt)
+    if settings.get("transformer_task", task) != task:
+        raise ValueError(f"Its transformer_task is {settings['transformer_task']!r}; expected {task!r}.")
+    tokenizer = settings.get("tokenizer_args") or settings.get("processor_kwargs") or {}
+    found.max_length = tokenizer.get("model_max_length", settings.get("max_seq_length"))
 
 
-def pooling_of(fields: dict) -> str:
-    """The pooling that the config.json of a Pooling module names. Raises ValueError for one that is not supported."""
+def poolings_of(fields: dict) -> list[str]:
+    """The poolings that the config.json of a Pooling names. Raises ValueError for one that is not supported."""
     modes = fields.get("pooling_mode")
     if modes is None:
-        modes = [OLD_POOLINGS.get(name, name) for name, on in fields.items() if name.startswith("pooling_mode_") and on]
+        modes = [mode for name, mode in OLD_POOLINGS.items() if fields.get(name)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else list(modes)
-    if len(modes) != 1 or modes[0] not in OLD_POOLINGS.values():
-        raise ValueError(f"Its Pooling is {', '.join(modes) or 'none'}; expected one of mean, cls, max.")
-    return modes[0]
+    if not modes or not set(modes) <= set(OLD_POOLINGS.values()):
+        raise ValueError(f"Its Pooling is {', '.join(map(str, modes)) or 'none'}; expected some of "
+                         f"{', '.join(OLD_POOLINGS.values())}.")  # fmt: skip
+    return modes
 
 
 def fields_of(source: str, name: str) -> dict:

@@ -1,5 +1,8 @@
 """The likeliest words for masked ones."""
 
+import numpy as np
+import torch
+
 from toolkit.corpus.job import Job
 from toolkit.corpus.tasks.base import Encoded, Task
 
@@ -22,20 +25,17 @@ class FillMask(Task):
             for number, ids in enumerate(encoded.ids)
             if self.tokenizer.mask_token_id not in ids
         }
-        return encoded
+        return encoded.without_faults()
 
-    def read(self, inputs: dict, lengths: list[int]) -> list:
-        """For each sequence, the ids and the scores of the words for each of its masks."""
+    def read(self, inputs: dict, lengths: list[int]) -> list[np.ndarray]:
+        """For each sequence, the ids and the scores of the words for each of its masks, `(2, M, K)`."""
         is_mask = inputs["input_ids"][0] == self.tokenizer.mask_token_id
         counts = [int(part.sum()) for part in is_mask.cpu().split(lengths)]
         states = self.model.base_model(**inputs).last_hidden_state[0, is_mask]
         best = self.model.lm_head(states).float().softmax(-1).topk(self.top_k)
-        ids, scores = best.indices.cpu().split(counts), best.values.cpu().split(counts)
-        return [(one.tolist(), other.tolist()) for one, other in zip(ids, scores, strict=True)]
+        found = torch.stack([best.indices.double(), best.values.double()]).cpu()  # in which both are exact
+        return [part.numpy() for part in found.split(counts, dim=1)]
 
-    def compute(self, encoded: Encoded) -> dict:
-        found = self.values(encoded)
-        return {
-            "words": [[[self.tokenizer.decode([each]) for each in mask] for mask in ids] for ids, _ in found],
-            "scores": [scores for _, scores in found],
-        }
+    def result(self, values: list[np.ndarray], details: list) -> dict:
+        words = [[[self.tokenizer.decode([each]) for each in mask] for mask in ids.astype(int)] for ids, _ in values]
+        return {"words": words, "scores": [scores.tolist() for _, scores in values]}

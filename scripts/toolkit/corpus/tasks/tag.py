@@ -42,19 +42,20 @@ class Tag(Task):
             self.pipeline = TokenClassificationPipeline(model=self.model, tokenizer=self.tokenizer, device=self.device)
 
     def encode(self, texts: list[str], pairs: list[str] | None) -> Encoded:
-        encodings = self.tokenizer(texts, verbose=False).encodings
-        found = Encoded([], details=[])
-        for text, encoding in zip(texts, encodings, strict=True):
+        encodings = self.tokenizer(texts, verbose=False).encodings if texts else []
+        found = Encoded(details=[], truncated=[len(each.ids) > self.max_length for each in encodings])
+        for text, encoding, is_long in zip(texts, encodings, found.truncated, strict=True):
             pieces = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
             inner = range(pieces[0], pieces[-1] + 1) if pieces else range(0)
-            if len(encoding.ids) <= self.max_length:
+            if not is_long:
                 found.ids.append(encoding.ids)
+                found.tokens.append(len(encoding.ids))
                 found.details.append(Tokens(text, encoding, [(inner, inner)]))
                 continue
-            found.truncated += 1
             stride = (self.max_length - len(encoding.ids) + len(inner)) // STRIDE_SHARE
             windows = split_into_windows(encoding, inner, self.max_length, stride)
             found.ids += [window.input_ids for window in windows]
+            found.tokens.append(sum(len(window.input_ids) for window in windows))
             bounds = [0, *(window.tokens.start + stride // 2 for window in windows[1:]), len(inner)]
             places = [
                 (range(window.first + low - window.tokens.start, window.first + high - window.tokens.start),
@@ -68,19 +69,24 @@ class Tag(Task):
         logits = self.model(**inputs).logits[0].float().cpu()
         return [part.numpy() for part in logits.split(lengths)]
 
-    def compute(self, encoded: Encoded) -> dict:
-        logits = iter(self.values(encoded))
-        return {"entities": [self.entities(tokens, logits) for tokens in encoded.details]}
+    def values(self, encoded: Encoded) -> list[np.ndarray]:
+        """The logits of each text, `(T, L)`, of which each token has those of one window."""
+        of_windows, found = iter(super().values(encoded)), []
+        for tokens in encoded.details:
+            whole = np.zeros((len(tokens.encoding.ids), self.model.config.num_labels), np.float32)
+            for in_window, in_text in tokens.windows:
+                whole[in_text.start : in_text.stop] = next(of_windows)[in_window.start : in_window.stop]
+            found.append(whole)
+        return found
 
-    def entities(self, tokens: Tokens, logits) -> list[dict]:
-        """The entities of a text. Takes the logits of its windows, `(T, L)`, from the iterator `logits`."""
+    def result(self, values: list[np.ndarray], details: list[Tokens]) -> dict:
+        return {"entities": [self.entities(*each) for each in zip(values, details, strict=True)]}
+
+    def entities(self, logits: np.ndarray, tokens: Tokens) -> list[dict]:
+        """The entities of a text with these logits, `(T, L)`."""
         encoding = tokens.encoding
-        whole = torch.zeros(len(encoding.ids), self.model.config.num_labels)
-        for in_window, in_text in tokens.windows:
-            window = torch.from_numpy(next(logits))
-            whole[in_text.start : in_text.stop] = window[in_window.start : in_window.stop]
         outputs = {
-            "logits": whole[None], "sentence": tokens.text, "input_ids": [encoding.ids],
+            "logits": torch.from_numpy(logits)[None], "sentence": tokens.text, "input_ids": [encoding.ids],
             "offset_mapping": [encoding.offsets], "special_tokens_mask": torch.tensor([encoding.special_tokens_mask]),
         }  # fmt: skip
         found = self.pipeline.postprocess([outputs], aggregation_strategy=self.strategy)
