@@ -59,9 +59,7 @@ def computed(monkeypatch) -> list[tuple[str, str | None]]:
     """The texts, and the second texts of pairs, that a model computes."""
     found: list[tuple[str, str | None]] = []
     results = Worker.results
-    monkeypatch.setattr(
-        Worker, "results", lambda self, given: found.extend(given) or results(self, given)
-    )
+    monkeypatch.setattr(Worker, "results", lambda self, given: found.extend(given) or results(self, given))
     return found
 
 

@@ -97,6 +97,8 @@ def scan_rows(job: Job, rows: Iterator[tuple[Row, Input]]) -> Scan:
                 kind.look_at(values, declared.get(column), source.is_table)
             found.rows += len(batch)
     found.kinds = {column: kind.kind or "text" for column, kind in columns.items()}
+    if found.kinds.get(job.id_column) in ("double", "boolean", "json"):
+        found.kinds[job.id_column] = "text"
     return found
 
 
