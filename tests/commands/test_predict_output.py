@@ -18,7 +18,7 @@ import predict
 from support.corpora import save_model, texts, write_rows
 from toolkit.corpus import worker
 from toolkit.corpus.formats import decode_part, encode_part
-from toolkit.corpus.worker import Worker, slices
+from toolkit.corpus.worker import slices
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -107,7 +107,7 @@ def test_columns_in_text_formats(model):
     first = json.loads(Path("jsonl/part-000000.jsonl").read_text().splitlines()[0])
     assert first["large"] == 2**64 - 1
     assert (first["day"], first["price"], first["flag"], first["tags"]) == ("2026-01-01", "1.10", True, ["a", "b"])
-    [row, *_] = csv.DictReader(Path("csv/part-000000.csv").open())
+    row = read(Path("csv/part-000000.csv"))[0]
     assert (row["large"], row["price"], row["meta"]) == (str(2**64 - 1), "1.10", '{"a": 1, "b": "x"}')
 
 
@@ -248,7 +248,9 @@ def test_empty_texts_have_rows_without_results(task, format, here):
 
 
 def read(path: Path) -> list[dict]:
-    return parquet.read_table(path).to_pylist() if path.suffix == ".parquet" else list(csv.DictReader(path.open()))
+    if path.suffix == ".parquet":
+        return parquet.read_table(path).to_pylist()
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 @pytest.mark.parametrize("task", ["embed", "classify", "tag", "rerank", "fill-mask"])
@@ -497,7 +499,8 @@ def test_results_are_read_as_they_were_written(format, dtype):
         "label": ["a", 'b"', "c\nd", "é,", " ", "0"], "labels": [["a"], [], ["b", "c"], [], [], ["\r\n"]],
         "scores": [[float(each)] * n for n, each in enumerate(floats)], "words": [[["a", "b"]], [], [["c"]]] * 2,
         "found": [[[float(each), 0.5]] for each in floats],
-        "entities": [[{"entity_group": "P", "score": float(each), "word": "x", "start": 0, "end": 1}] for each in floats],
+        "entities": [[{"entity_group": "P", "score": float(each), "word": "x", "start": 0, "end": 1}]
+                     for each in floats],
         "all": [{"a": float(each), "b": 1.0} for each in floats],
     }  # fmt: skip
     [(_, written)] = encode_part(format, kinds, columns).items()

@@ -195,7 +195,7 @@ def test_flags_that_do_not_go_with_it(flags, model, here, capsys):
     assert not (here / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------ interrupted
+# ---------------------------------------------------------------------------------------------------------- interrupted
 
 
 def test_an_error_at_any_write(model, here, monkeypatch):
@@ -279,7 +279,7 @@ def test_ctrl_c(model, here, monkeypatch, capsys):
     assert content(here / "out") == content(here / "full")
 
 
-# ---------------------------------------------------------------------------------------------------------------- digests
+# -------------------------------------------------------------------------------------------------------------- digests
 
 
 def test_digests_are_found_among_many():
