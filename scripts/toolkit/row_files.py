@@ -1,22 +1,25 @@
 """Rows of files: CSV, TSV, JSON lines, JSON arrays, text, CoNLL and Parquet, each also compressed.
 
 A reader, one of `READERS`, takes an `InputFile` and yields for each row where it starts, and its columns or, as a
-string, what is wrong with it. Where it starts is the number of a line, other words, or None. Nothing here imports
-datasets or pyarrow before a Parquet file is read.
+string, what is wrong with it, or None if the row counts and has no content. Where it starts is the number of a line,
+other words, or None. Nothing here imports datasets or pyarrow before a Parquet or .zst file is read.
 """
 
 import csv
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import BinaryIO, TextIO
+
+from toolkit.cli import require
 
 # The longest field of a CSV file, in characters. Python's default, 131,072, is less than a long article; without a
 # limit, an unclosed quotation mark would read the rest of the file into memory.
@@ -38,7 +41,10 @@ QUOTED_FIELD = re.compile(r'"((?:[^"]|"")*)"')
 # The rows of a Parquet file that are in memory at once.
 PARQUET_ROWS = 64
 
-Rows = Iterator[tuple[int | str | None, dict | str]]
+# Endings of compressed files.
+COMPRESSIONS = (".gz", ".zst")
+
+Rows = Iterator[tuple[int | str | None, dict | str | None]]
 
 
 # ----------------------------------------------------------------------------------------------- columns and their text
@@ -95,18 +101,45 @@ def find_fault(row: dict) -> str | None:
 # -------------------------------------------------------------------------------------------------------------- opening
 
 
-@contextmanager
-def open_binary(file) -> Iterator[BinaryIO]:
-    """Opens a file, which may be compressed.
+def endings_of(path: str) -> tuple[str, str]:
+    """The ending of a file without compression and the ending of its compression, in lower case; "" for none."""
+    stem, ending = os.path.splitext(path.lower())
+    return (os.path.splitext(stem)[1], ending) if ending in COMPRESSIONS else (ending, "")
+
+
+class Decompressed(io.RawIOBase):
+    """The decompressed bytes of a file.
 
     Raises:
-        OSError: a compressed file is damaged or incomplete; also while it is read.
+        OSError: while it is read: the file is damaged or incomplete.
     """
-    with file.open() as binary:
+
+    def __init__(self, file, binary: BinaryIO):
+        self.file = file
+        if file.compression == ".gz":
+            self.stream = gzip.GzipFile(fileobj=binary)
+        else:
+            require("pyarrow")
+            from pyarrow import CompressedInputStream
+
+            self.stream = CompressedInputStream(binary, "zstd")
+
+    def readable(self):
+        return True
+
+    def readinto(self, target):
         try:
-            yield gzip.GzipFile(fileobj=binary) if file.is_compressed else binary
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise OSError(f"{file} cannot be read: {error}; expected a complete gzip file") from error
+            return self.stream.readinto(target)
+        except (EOFError, OSError, zlib.error) as error:
+            kind = self.file.compression
+            raise OSError(f"{self.file} cannot be read: {error}; expected a complete {kind} file") from error
+
+
+@contextmanager
+def open_binary(file) -> Iterator[BinaryIO]:
+    """Opens a file, which may be compressed."""
+    with file.open() as binary:
+        yield io.BufferedReader(Decompressed(file, binary), 2**16) if file.compression else binary
 
 
 @contextmanager
@@ -185,11 +218,10 @@ def read_records(reader) -> Iterator[tuple[int, list[str] | str]]:
 
 
 def read_text(file) -> Rows:
-    """The lines of a text file that are not blank."""
+    """The lines of a text file. A blank line counts, so that the number of a row is that of its line."""
     with open_text(file) as text:
         for number, line in enumerate(text, 1):
-            if not line.isspace():
-                yield number, {"text": line.removesuffix("\n")}
+            yield number, None if line.isspace() else {"text": line.removesuffix("\n")}
 
 
 def read_conll(file) -> Rows:
@@ -221,6 +253,8 @@ def read_json_lines(file) -> Rows:
     """Rows of JSON lines."""
     expected = "expected an object on each line"
     for line, row in read_text(file):
+        if row is None:
+            continue
         try:
             value = json.loads(row["text"])
         except (ValueError, RecursionError) as error:
@@ -261,8 +295,9 @@ def read_json(file) -> Rows:
 # -------------------------------------------------------------------------------------------------------------- Parquet
 
 
-def read_parquet(file) -> Rows:
-    """Rows of a Parquet file, a few in memory at a time. Sets the `features` of the file, if `datasets` stored them.
+@contextmanager
+def open_parquet(file):
+    """Opens a `ParquetFile`. Sets the `features` of the file, if `datasets` stored them.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -270,19 +305,44 @@ def read_parquet(file) -> Rows:
     from pyarrow import parquet
 
     with open_binary(file) as binary, errors_about(file):
-        source = io.BytesIO(binary.read()) if file.is_compressed else binary  # the last bytes are read first
+        source = io.BytesIO(binary.read()) if file.compression else binary  # the last bytes are read first
         with parquet.ParquetFile(source, pre_buffer=False, buffer_size=2**20) as table:
-            schema = table.schema_arrow
-            if b"huggingface" in (schema.metadata or {}):
+            if b"huggingface" in (table.schema_arrow.metadata or {}):
                 from datasets import Features
 
-                file.features = Features.from_arrow_schema(schema)
-            chosen = [name for name in schema.names if file.columns is None or name in file.columns]
-            for batch in table.iter_batches(PARQUET_ROWS, columns=chosen):
-                yield from ((None, row) for row in batch.to_pylist())
+                file.features = Features.from_arrow_schema(table.schema_arrow)
+            yield table
 
 
-def name_labels(row: dict, features: dict) -> dict:
+def read_parquet(file) -> Rows:
+    """Rows of a Parquet file, a few in memory at a time.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    with open_parquet(file) as table:
+        names = table.schema_arrow.names
+        chosen = [name for name in names if file.columns is None or name in file.columns]
+        for batch in table.iter_batches(PARQUET_ROWS, columns=chosen):
+            yield from ((None, row) for row in batch.to_pylist())
+
+
+def types_of(schema, features: Mapping) -> dict:
+    """The Arrow type of each column of a schema, as `name_labels` returns it: labels are texts."""
+    return {
+        field.name: field.type if label_names(features.get(field.name)) is None else as_text(field.type)
+        for field in schema
+    }
+
+
+def as_text(kind):
+    """The type of texts, in as many lists as a type has."""
+    import pyarrow
+
+    return pyarrow.list_(as_text(kind.value_type)) if hasattr(kind, "value_type") else pyarrow.string()
+
+
+def name_labels(row: dict, features: Mapping) -> dict:
     """The row with the names of its labels instead of their numbers; None for -1, no label."""
     return {column: name_label(label_names(features.get(column)), value) for column, value in row.items()}
 
@@ -307,6 +367,7 @@ READERS = {
     ".csv": partial(read_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
     ".tsv": partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
     ".json": read_json,
     ".parquet": read_parquet,
     ".txt": read_text,
