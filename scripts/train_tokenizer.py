@@ -35,7 +35,7 @@ def make_parser() -> Parser:
                     usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
-                      ".csv, .tsv, .json, .jsonl or .parquet, each also as .gz; or patterns")  # fmt: skip
+                      ".csv, .tsv, .json, .jsonl or .parquet, each also as .gz or .zst; folders; or patterns")  # fmt: skip
     data.add_argument(
         "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
     )

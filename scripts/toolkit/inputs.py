@@ -2,7 +2,6 @@
 the beginning to the end, and each row has a place, by which errors name it."""
 
 import hashlib
-import io
 import os
 import re
 import shutil
@@ -17,20 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-from toolkit.input_paths import expand, filesystem_of, short_names
+from toolkit.input_paths import COMPRESSIONS, endings_of, expand, filesystem_of, name_files
 from toolkit.row_files import (
-    COMPRESSIONS,
-    DELIMITERS,
     READERS,
-    TEXTS,
     Rows,
-    endings_of,
     errors_about,
     find_fault,
+    guess_format,
     label_names,
     name_labels,
-    open_parquet,
-    open_text,
+    parquet_types,
     types_of,
 )
 
@@ -54,7 +49,7 @@ class Row:
 
     Attributes:
         file: the name of the input.
-        number: from 1, in its input, without the header and empty lines; in a .txt file, the number of its line.
+        number: from 1, in its input, without the header and empty lines; of plain text, the number of the line.
         line: the line in which it starts, or other words for where it starts; None: it has none.
         content: its columns; or, as a string, what is wrong with it.
     """
@@ -143,8 +138,7 @@ class InputFile(Input):
         if ending not in READERS:
             expected = f"{', '.join(READERS)}, or with {' or '.join(COMPRESSIONS)}"
             raise ValueError(f"{url} has the unknown ending {ending!r}; expected {expected}")
-        self.delimiter = character_of(delimiter)
-        self.reader = choose_reader(ending, self.delimiter, readers)
+        self.choose_reader(ending, delimiter, readers)
         self.system, self.path = filesystem_of(url)
         if not (self.system or os.path).isfile(self.path):
             raise FileNotFoundError(f"{url}: there is no such file")
@@ -153,6 +147,14 @@ class InputFile(Input):
     def __str__(self):
         return self.url
 
+    def choose_reader(self, ending: str, delimiter: str | None, readers: Readers | None = None) -> None:
+        """Sets the delimiter and the reader, or raises ValueError if the delimiter is invalid."""
+        self.delimiter = delimiter and delimiter.replace("\\t", "\t")
+        if delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise ValueError(f"--delimiter is {delimiter!r}; expected one character, or \\t for a tab")
+        is_table = ending == ".txt" and delimiter is not None
+        self.reader = READERS[".tsv"] if is_table else {**READERS, **(readers or {})}[ending]
+
     def open(self) -> BinaryIO:
         return self.system.open(self.path, "rb") if self.system else open(self.path, "rb")
 
@@ -160,115 +162,53 @@ class InputFile(Input):
         return self.reader(self)
 
     def types(self):
-        if endings_of(self.url)[0] != ".parquet":
-            return None
-        with open_parquet(self) as table:
-            return types_of(table.schema_arrow, self.features)
+        return parquet_types(self) if endings_of(self.url)[0] == ".parquet" else None
 
     def fingerprint(self):
+        found = {"file": self.name, **({"delimiter": self.delimiter} if self.delimiter else {})}
         if self.system is None:
-            return fingerprint_of(self)
+            with self.open() as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                return {**found, "size": file.tell(), "sha256": digest}
         self.system.invalidate_cache()
         info = self.system.info(self.path)
         ends = self.system.head(self.path, FINGERPRINT_BYTES) + self.system.tail(self.path, FINGERPRINT_BYTES)
         names = ("mtime", "LastModified", "last_modified", "ETag", "etag")
-        return {
-            "file": self.name,
-            "size": info.get("size") or 0,
-            "modified": str(next(filter(None, map(info.get, names)), None)),
-            "sha256_of_ends": hashlib.sha256(ends).hexdigest(),
-            **({"delimiter": self.delimiter} if self.delimiter else {}),
-        }
+        modified = str(next(filter(None, map(info.get, names)), None))
+        digest = hashlib.sha256(ends).hexdigest()
+        return {**found, "size": info.get("size") or 0, "modified": modified, "sha256_of_ends": digest}
 
 
-class StandardInput(Input):
-    """A copy of standard input, in a temporary file that no other process can open and that ends with this one.
+class StandardInput(InputFile):
+    """Standard input, copied into a temporary file, so that it can be read again.
 
     Args:
-        format: txt, csv, tsv or jsonl; None: JSON lines if it begins with a brace, else a text on each line.
+        format: txt, csv, tsv or jsonl; None: see `guess_format`.
         delimiter: see `InputFile`.
 
     Raises:
         OSError: there is no standard input, or it cannot be copied.
-        ValueError: it has no format and begins like a table, or the delimiter is invalid.
+        ValueError: its format is not known, or the delimiter is invalid.
     """
 
-    name = identity = "-"
+    url = name = identity = "-"
+    system = None
 
     def __init__(self, format: str | None = None, delimiter: str | None = None):
-        self.delimiter = character_of(delimiter)
         if sys.stdin is None or sys.stdin.closed:
-            raise OSError("there is no standard input; expected texts or rows, from a pipe or a file")
-        self.copy = tempfile.TemporaryFile()  # noqa: SIM115
+            raise OSError("there is no standard input; expected texts or rows from a pipe or a file")
+        self.copy = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it is removed with this object
         shutil.copyfileobj(sys.stdin.buffer, self.copy)
-        self.format = format or self.find_format()
-        self.reader = choose_reader(f".{self.format}", self.delimiter)
+        self.copy.flush()
+        self.path = self.copy.name
+        self.format = format or guess_format(self, is_table=delimiter is not None)
+        self.choose_reader(f".{self.format}", delimiter)
 
     def __str__(self):
         return "standard input"
 
-    def find_format(self) -> str:
-        """The format, by its beginning. Raises ValueError if that looks like the header of a table."""
-        with open_text(self) as text:
-            first = next((line for line in text if not line.isspace()), "")
-        if first.lstrip().startswith("{"):
-            return "jsonl"
-        names = [name for name in re.split(f"[{DELIMITERS}]", first) if name.strip(' "\n').lower() in TEXTS]
-        if names and self.delimiter is None:
-            raise ValueError(
-                f"standard input begins with {names[0].strip()!r}, which may be a column of a table; expected "
-                "--stdin_format csv or tsv, or txt for a text on each line"
-            )
-        return "txt"
-
-    def open(self) -> BinaryIO:
-        return io.BufferedReader(Reader(self.copy))
-
-    def contents(self):
-        return self.reader(self)
-
     def fingerprint(self):
-        return {**fingerprint_of(self), "format": self.format}
-
-
-class Reader(io.RawIOBase):
-    """Reads an open file from its beginning, whatever else reads it."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.position = file, 0
-
-    def readable(self):
-        return True
-
-    def readinto(self, target):
-        self.file.seek(self.position)
-        count = self.file.readinto(target)
-        self.position += count
-        return count
-
-
-def character_of(delimiter: str | None) -> str | None:
-    """The character that --delimiter names. Raises ValueError if it is not one."""
-    character = delimiter and delimiter.replace("\\t", "\t")
-    if character is not None and (len(character) != 1 or character in '"\r\n'):
-        raise ValueError(f"--delimiter is {delimiter!r}; expected one character, or \\t for a tab")
-    return character
-
-
-def choose_reader(ending: str, delimiter: str | None, readers: Readers | None = None) -> Callable[..., Rows]:
-    """The reader of an ending. A .txt with a delimiter is a table."""
-    return READERS[".tsv"] if ending == ".txt" and delimiter else {**READERS, **(readers or {})}[ending]
-
-
-def fingerprint_of(file: InputFile | StandardInput) -> dict:
-    """The name of a file and its whole content: the same for a file that was copied or touched."""
-    digest, size = hashlib.sha256(), 0
-    with file.open() as binary:
-        while block := binary.read(2**20):
-            digest.update(block)
-            size += len(block)
-    delimiter = {"delimiter": file.delimiter} if file.delimiter else {}
-    return {"file": file.name, "size": size, "sha256": digest.hexdigest(), **delimiter}
+        return {**super().fingerprint(), "format": self.format}
 
 
 class HubDataset(Input):
@@ -439,9 +379,3 @@ def open_files(given: Iterable[str | Path], **options) -> list[InputFile]:
     files = [InputFile(url, **options) for each in given for url in expand(str(each))]
     name_files(files)
     return files
-
-
-def name_files(files: Sequence[InputFile]) -> None:
-    """Gives files short names; see `short_names`."""
-    for each, name in zip(files, short_names([each.url for each in files]), strict=True):
-        each.name = name

@@ -9,7 +9,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import re
 import zlib
 from collections import Counter
@@ -40,9 +39,6 @@ QUOTED_FIELD = re.compile(r'"((?:[^"]|"")*)"')
 
 # The rows of a Parquet file that are in memory at once.
 PARQUET_ROWS = 64
-
-# Endings of compressed files.
-COMPRESSIONS = (".gz", ".zst")
 
 Rows = Iterator[tuple[int | str | None, dict | str | None]]
 
@@ -101,18 +97,8 @@ def find_fault(row: dict) -> str | None:
 # -------------------------------------------------------------------------------------------------------------- opening
 
 
-def endings_of(path: str) -> tuple[str, str]:
-    """The ending of a file without compression and the ending of its compression, in lower case; "" for none."""
-    stem, ending = os.path.splitext(path.lower())
-    return (os.path.splitext(stem)[1], ending) if ending in COMPRESSIONS else (ending, "")
-
-
 class Decompressed(io.RawIOBase):
-    """The decompressed bytes of a file.
-
-    Raises:
-        OSError: while it is read: the file is damaged or incomplete.
-    """
+    """The decompressed bytes of a file. Reading them raises an OSError if it is damaged or incomplete."""
 
     def __init__(self, file, binary: BinaryIO):
         self.file = file
@@ -131,8 +117,8 @@ class Decompressed(io.RawIOBase):
         try:
             return self.stream.readinto(target)
         except (EOFError, OSError, zlib.error) as error:
-            kind = self.file.compression
-            raise OSError(f"{self.file} cannot be read: {error}; expected a complete {kind} file") from error
+            expected = f"expected a complete {self.file.compression} file"
+            raise OSError(f"{self.file} cannot be read: {error}; {expected}") from error
 
 
 @contextmanager
@@ -222,6 +208,28 @@ def read_text(file) -> Rows:
     with open_text(file) as text:
         for number, line in enumerate(text, 1):
             yield number, None if line.isspace() else {"text": line.removesuffix("\n")}
+
+
+def guess_format(file, is_table: bool) -> str:
+    """The format of standard input: jsonl if it begins with a brace; else txt.
+
+    Args:
+        is_table: whether a delimiter is given, so that txt is a table.
+
+    Raises:
+        ValueError: it begins as a table does, with the usual name of a column.
+    """
+    with open_text(file) as text:
+        first = next((line.strip() for line in text if not line.isspace()), "")
+    if first.startswith("{"):
+        return "jsonl"
+    names = [name for name in re.split(f"[{DELIMITERS}]", first) if name.strip(' "').lower() in TEXTS]
+    if names and not is_table:
+        raise ValueError(
+            f"{file} begins as a table with the column {names[0]!r}; expected --stdin_format csv or tsv, or txt if it "
+            "has a text on each line"
+        )
+    return "txt"
 
 
 def read_conll(file) -> Rows:
@@ -327,19 +335,20 @@ def read_parquet(file) -> Rows:
             yield from ((None, row) for row in batch.to_pylist())
 
 
+def parquet_types(file) -> dict:
+    """The types of the columns of a Parquet file; see `types_of`."""
+    with open_parquet(file) as table:
+        return types_of(table.schema_arrow, file.features)
+
+
 def types_of(schema, features: Mapping) -> dict:
-    """The Arrow type of each column of a schema, as `name_labels` returns it: labels are texts."""
-    return {
-        field.name: field.type if label_names(features.get(field.name)) is None else as_text(field.type)
-        for field in schema
-    }
+    """The Arrow types of the columns of a schema, those of texts for labels, which `name_labels` names."""
+    from pyarrow import list_, string
 
+    def as_text(kind):
+        return list_(as_text(kind.value_type)) if hasattr(kind, "value_type") else string()
 
-def as_text(kind):
-    """The type of texts, in as many lists as a type has."""
-    import pyarrow
-
-    return pyarrow.list_(as_text(kind.value_type)) if hasattr(kind, "value_type") else pyarrow.string()
+    return {each.name: as_text(each.type) if label_names(features.get(each.name)) else each.type for each in schema}
 
 
 def name_labels(row: dict, features: Mapping) -> dict:

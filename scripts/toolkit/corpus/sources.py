@@ -5,17 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from toolkit.input_paths import expand
-from toolkit.inputs import (
-    ROWS_WITH_ALL_COLUMNS,
-    HubDataset,
-    Input,
-    InputFile,
-    Row,
-    Source,
-    StandardInput,
-    name_files,
-)
+from toolkit.input_paths import expand, name_files
+from toolkit.inputs import ROWS_WITH_ALL_COLUMNS, HubDataset, Input, InputFile, Row, Source, StandardInput
 
 STANDARD_INPUT = StandardInput.name
 HUB = "hub:"
@@ -48,7 +39,7 @@ def open_inputs(given: Sequence[str], delimiter: str | None = None, stdin_format
             found.append(HubDataset(first or last, last if first else "train", streaming=True, name=name))
         else:
             found += [InputFile(each, delimiter) for each in expand(name)]
-    name_files([each for each in found if isinstance(each, InputFile)])
+    name_files([each for each in found if type(each) is InputFile])
     counts = Counter(each.identity for each in found)
     if twice := [str(each) for each in found if counts[each.identity] > 1]:
         raise ValueError(f"{twice[-1]} is given twice; expected each input once")
