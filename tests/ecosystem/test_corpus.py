@@ -192,7 +192,8 @@ def ray_cluster(**resources):
 def start_recorded(address: str, seconds: int, *argv) -> subprocess.Popen:
     """Starts the command on a cluster. It waits so many seconds for the first actor."""
     command = [sys.executable, "-c", RECORDED, str(seconds), *argv, *FLAGS, "--engine", "ray", "--ray_address", address]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": ""}  # Ray has added what the cluster's clients need
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_busy_cluster(tmp_path):
