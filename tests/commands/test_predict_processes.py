@@ -141,7 +141,7 @@ def test_a_process_that_dies_at_work_is_replaced(model, undisturbed, here, monke
 
     def kill(self, part):
         if part is not None and part.number == 3 and not killed:
-            killed.append(self.process.process.pid)
+            killed.append(self.process.pid)
             os.kill(killed[0], signal.SIGKILL)
         return run(self, part)
 

@@ -153,6 +153,95 @@ def test_ray_reports_an_error_in_one_line(tmp_path):
     assert (tmp_path / "ray" / "part-000001.parquet").exists()
 
 
+# Its actors leave a file each, compute slowly, and use the CPU: the GPUs below are pretended.
+RECORDED = f"""
+import os, sys, time
+sys.path[:0] = {[str(SCRIPTS), str(ROOT)]}
+import predict
+from dataclasses import replace
+from pathlib import Path
+from toolkit.corpus import ray_engine
+
+class Recorded(ray_engine.RemoteWorker):
+    def __init__(self, job):
+        super().__init__(replace(job, device="cpu"))
+        file = Path(job.output).with_suffix(".actors") / str(os.getpid())
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{{job.device}}:{{os.environ.get('CUDA_VISIBLE_DEVICES')}}")
+
+    def run(self, part):
+        time.sleep(0.2)
+        return super().run(part)
+
+ray_engine.RemoteWorker, ray_engine.SECONDS_FOR_THE_FIRST = Recorded, int(sys.argv.pop(1))
+sys.exit(predict.main(sys.argv[1:]))
+"""
+
+
+@contextlib.contextmanager
+def ray_cluster(**resources):
+    """A cluster of this process. Yields its address."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", **resources)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+def start_recorded(address: str, seconds: int, *argv) -> subprocess.Popen:
+    """Starts the command on a cluster. It waits so many seconds for the first actor."""
+    command = [sys.executable, "-c", RECORDED, str(seconds), *argv, *FLAGS, "--engine", "ray", "--ray_address", address]
+    environment = {**os.environ, "PYTHONPATH": ""}  # Ray has added what the cluster's clients need
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_busy_cluster(tmp_path):
+    """No actor starts while others have all CPUs; with one CPU one starts, and a second when there is room for it."""
+    folder = save_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS * 30)
+    assert predict.main([folder, rows, "--output", str(tmp_path / "local"), "--processes", "1", *FLAGS]) == 0
+    with ray_cluster(num_cpus=2) as address:
+        import ray
+
+        @ray.remote(num_cpus=1)
+        class Other:
+            def start(self):
+                return True
+
+        others = [Other.remote() for _ in range(2)]
+        ray.get([other.start.remote() for other in others])
+        process = start_recorded(address, 3, folder, rows, "--output", tmp_path / "never")
+        error = process.communicate(timeout=300)[1].splitlines()[-1]
+        assert process.returncode == 2
+        assert all(word in error for word in ("3 s", "1 CPU"))
+        assert not (tmp_path / "never.actors").exists()
+        ray.kill(others.pop())
+        process = start_recorded(address, 300, folder, rows, "--output", tmp_path / "ray", "--processes", "2")
+        while process.poll() is None and not list((tmp_path / "ray").glob("part-*")):
+            time.sleep(0.05)
+        assert len(list((tmp_path / "ray.actors").iterdir())) == 1
+        ray.kill(others.pop())
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert "1 of 2 actors" in err
+    assert len(list((tmp_path / "ray.actors").iterdir())) == 2
+    assert content(tmp_path / "ray") == content(tmp_path / "local")
+
+
+def test_an_actor_for_each_gpu(tmp_path):
+    """On a cluster with two pretended GPUs, which proves the scheduling only: each actor is given one of its own."""
+    folder = save_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    assert predict.main([folder, rows, "--output", str(tmp_path / "local"), "--processes", "1", *FLAGS]) == 0
+    with ray_cluster(num_cpus=4, num_gpus=2) as address:
+        process = start_recorded(address, 300, folder, rows, "--output", tmp_path / "ray", "--device", "cuda")
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert sorted(path.read_text() for path in (tmp_path / "ray.actors").iterdir()) == ["cuda:0", "cuda:1"]
+    assert content(tmp_path / "ray") == content(tmp_path / "local")
+
+
 # ----------------------------------------------------------------------------------------------------- docs/corpus.md
 
 

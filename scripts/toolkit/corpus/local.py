@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 
-from toolkit.cli import CommandError, described, is_expected, missing_library, one_line
+from toolkit.cli import CommandError, is_expected, missing_library, one_line
 from toolkit.corpus.devices import thread_variables
 from toolkit.corpus.job import Job
 from toolkit.corpus.sources import Part
@@ -120,89 +120,72 @@ def portable_errors() -> Iterator[None]:
         yield
     except CommandError as error:
         raise CommandError(str(error), error.exit_code) from None  # a subclass need not be rebuilt from its arguments
-    except MemoryError as error:
-        raise CommandError(f"{described(error)}; expected more memory, or fewer --processes") from None
     except Exception as error:
-        if is_expected(error, (RuntimeError,)):
-            raise CommandError(missing_library(error) or one_line(error)) from None
+        if is_expected(error, (RuntimeError, MemoryError)):
+            raise CommandError(missing_library(error) or one_line(error) or type(error).__name__) from None
         raise RuntimeError("".join(traceback.format_exception(error))) from None
 
 
-class WorkerProcess:
-    """A process with a `RemoteWorker`, and a connection to it for each part that it has at once."""
+class LocalWorker:
+    """Computes parts in a process with a `RemoteWorker`, and in another one if that dies.
 
-    def __init__(self, job: Job):
+    Args:
+        deaths: how processes have died; all workers of a run share the list.
+    """
+
+    def __init__(self, job: Job, deaths: list[str]):
+        self.job, self.deaths, self.lock = job, deaths, threading.Lock()
+        self.start()
+
+    def start(self) -> None:
+        """Starts a process, with a connection for each part that it has at once."""
         ends = [SPAWN.Pipe() for _ in range(PARTS_AT_ONCE)]
-        self.idle = [ours for ours, _ in ends]
-        self.process = SPAWN.Process(target=serve, args=(job, [theirs for _, theirs in ends]), daemon=True)
+        self.process = SPAWN.Process(target=serve, args=(self.job, [theirs for _, theirs in ends]), daemon=True)
         self.process.start()
         for _, theirs in ends:
             theirs.close()  # the process alone has them now: its death closes the connections
+        self.idle: list | None = [ours for ours, _ in ends]
 
     def run(self, part: Part | None):
         """What is done. Without a part, waits until the model is open.
 
         Raises:
-            CommandError, RuntimeError: those of `RemoteWorker`.
-            EOFError, OSError: the process is dead.
+            CommandError, RuntimeError: those of `RemoteWorker`, or the processes of the run have died too often.
         """
-        connection = self.idle.pop()
-        connection.send(part)
-        answer = connection.recv()
-        self.idle.append(connection)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def cause_of_death(self) -> str:
-        """The signal or the exit code of a dead process."""
-        self.process.join()
-        code = self.process.exitcode
-        return f"signal {-code} ({signal.strsignal(-code)})" if (code or 0) < 0 else f"exit code {code}"
-
-
-class LocalWorker:
-    """Computes parts in a process, and in another one if that dies.
-
-    Args:
-        deaths: of what processes have died; all workers of a run share the list.
-    """
-
-    def __init__(self, job: Job, deaths: list[str]):
-        self.job, self.deaths, self.lock = job, deaths, threading.Lock()
-        self.process: WorkerProcess | None = WorkerProcess(job)
-
-    def run(self, part: Part | None):
-        """What is done, or None if the worker is closed. Without a part, waits until the model is open.
-
-        Raises:
-            CommandError: processes of the run have died too often, or as of `WorkerProcess.run`.
-        """
-        while (process := self.process) is not None:
+        while (idle := self.idle) is not None:
             try:
-                return process.run(part)
+                connection = idle.pop()
+                connection.send(part)
+                answer = connection.recv()
             except (EOFError, OSError):
-                self.replace(process)
-        return None
+                self.replace(idle)
+                continue
+            idle.append(connection)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return None  # the worker is closed
 
-    def replace(self, dead: WorkerProcess) -> None:
-        """Starts another process, unless it was done for another part."""
+    def replace(self, idle: list) -> None:
+        """Starts another process, unless that of these connections is replaced already, or closed."""
         with self.lock:
-            if self.process is not dead:
+            if self.idle is not idle:
                 return
-            self.deaths.append(dead.cause_of_death())
+            self.process.join()
+            code = self.process.exitcode or 0
+            self.deaths.append(f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}")
             if len(self.deaths) > RETRIES:
                 raise CommandError(
                     f"processes have died {len(self.deaths)} times, the last of {self.deaths[-1]}; expected at most "
                     f"{RETRIES}. If memory is short, give fewer --processes; for files, --resume computes the rest"
                 )
-            self.process = WorkerProcess(self.job)
+            self.start()
 
     def close(self) -> None:
         """Kills the process, with whatever is in work."""
         with self.lock:
-            process, self.process = self.process, None
-            process.process.kill()
+            self.idle = None
+            self.process.kill()
 
 
 def serve(job: Job, connections: list) -> None:

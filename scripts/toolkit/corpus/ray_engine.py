@@ -18,9 +18,7 @@ from toolkit.remote_code import import_package
 SECONDS_FOR_THE_FIRST, SECONDS_FOR_OTHERS = 300, 30
 
 
-def run_on_ray(
-    job: Job, parts: Iterator[Part], count: int | None, address: str | None, report: Callable[[str], None]
-) -> Iterator:
+def run_on_ray(job: Job, parts: Iterator[Part], count: int | None, address: str | None, report: Callable) -> Iterator:
     """Computes the parts in actors, and yields what is done.
 
     Args:
@@ -79,19 +77,14 @@ class Actors:
             num_cpus=job.threads, num_gpus=self.needs.get("GPU", 0), max_restarts=RETRIES, max_task_retries=RETRIES,
             max_concurrency=PARTS_AT_ONCE,
         )(RemoteWorker)  # fmt: skip
-        actors = [actor_class.remote(job) for _ in range(self.count)]
-        self.starting = {actor.check.remote(): actor for actor in actors}
+        self.starting = {actor.check.remote(): actor for actor in [actor_class.remote(job) for _ in range(self.count)]}
 
     def room_in(self, resources: dict) -> int:
         """The number of actors for which these resources suffice."""
         return int(min(resources.get(name, 0) // amount for name, amount in self.needs.items()))
 
-    def wait(self, report: Callable[[str], None]) -> None:
-        """Waits until the models of the actors are open for which there is room.
-
-        Raises:
-            CommandError: there is none, or a model cannot be opened.
-        """
+    def wait(self, report: Callable) -> None:
+        """Waits for the actors that there is room for. Raises CommandError if there is none in time."""
         needs = " and ".join(f"{amount} {name}" for name, amount in self.needs.items())
         if not self.room:
             report(
@@ -101,32 +94,31 @@ class Actors:
         if not self.idle:
             raise CommandError(f"no actor has started in {SECONDS_FOR_THE_FIRST} s; each needs {needs}. End other work "
                                "on the cluster, or give fewer --threads_per_process")  # fmt: skip
-        self.admit(max(0, min(self.room, self.count) - 1), SECONDS_FOR_OTHERS)
+        self.admit(min(self.room, self.count) - 1, SECONDS_FOR_OTHERS)
         if self.starting:
             started = self.count - len(self.starting)
             report(f"{started} of {self.count} actors have started; the others join when the cluster has room for them")
 
     def admit(self, count: int, seconds: float) -> None:
-        """Waits for so many actors, and lets those that have opened the model compute."""
-        if not count:
-            return
-        ready, _ = self.ray.wait(list(self.starting), num_returns=count, timeout=seconds)
-        for check in ready:
-            self.get(check)
-        self.idle.extend([partial(self.run, self.starting.pop(check)) for check in ready] * PARTS_AT_ONCE)
+        """Waits for so many actors to open the model, and makes them idle. Raises their errors."""
+        if count > 0:
+            ready, _ = self.ray.wait(list(self.starting), num_returns=count, timeout=seconds)
+            for check in ready:
+                self.result(check)
+            self.idle.extend([partial(self.run, self.starting.pop(check)) for check in ready] * PARTS_AT_ONCE)
 
     def joining(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """The parts. Before each, the actors join that have started."""
+        """The parts. Before each, actors that have started since become idle."""
         for part in parts:
             self.admit(len(self.starting), 0)
             yield part
 
     def run(self, actor, part: Part):
-        """What an actor has done."""
-        return self.get(actor.run.remote(part))
+        """What is done, by an actor."""
+        return self.result(actor.run.remote(part))
 
-    def get(self, reference):
-        """The result of an actor's method. Raises the actor's error."""
+    def result(self, reference):
+        """What a method of an actor returns or raises."""
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
