@@ -9,6 +9,7 @@ from toolkit.checkpoint import weight_files
 from toolkit.corpus.formats import ROWS_IN_GROUP
 from toolkit.corpus.job import Job
 from toolkit.corpus.model import CALIBRATION
+from toolkit.corpus.sentence_folder import module_files
 from toolkit.corpus.sources import Input
 from toolkit.corpus.store import Store
 from toolkit.machine import processor, version
@@ -20,7 +21,7 @@ LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pya
 # Files of a model that decide its results, besides the weights.
 MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json", "modules.json",
-    "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json", CALIBRATION,
+    "sentence_bert_config.json", "config_sentence_transformers.json", CALIBRATION,
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def model_fingerprint(job: Job) -> str:
     """A hash of the weights of a checkpoint and of its files that decide results; with code of its own, also of it."""
     digest = hashlib.sha256()
     paths = [Path(path) for path in weight_files(job.model)]
-    paths += [path for name in MODEL_FILES if (path := find(job.model, name)) is not None]
+    paths += [path for name in MODEL_FILES if (path := find(job.model, name)) is not None] + module_files(job.model)
     if job.trust_remote_code:
         paths += sorted(paths[0].parent.glob("*.py"))
     for path in paths:

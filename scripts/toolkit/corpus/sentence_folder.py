@@ -1,6 +1,7 @@
 """What a folder of sentence-transformers says: its modules, poolings, lengths, prompts and activation function."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from toolkit.files import read_json, read_json_object
 from toolkit.remote_code import find
@@ -30,6 +31,7 @@ OLD_POOLINGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 # For each class of sentence-transformers, the task of its Transformer.
 TRANSFORMER_TASKS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
 
@@ -84,6 +86,14 @@ def model_type_of(source: str) -> str | None:
     if find(source, "modules.json") is None:
         return None
     return fields_of(source, "config_sentence_transformers.json").get("model_type", "SentenceTransformer")
+
+
+def module_files(source: str) -> list[Path]:
+    """The files of a checkpoint that decide what its modules compute, besides those of its Transformer."""
+    path = find(source, "modules.json")
+    folders = [entry.get("path") for entry in read_json(path)] if path is not None else []
+    files = [find(source, f"{folder}/{name}") for folder in folders if folder for name in MODULE_FILES]
+    return [file for file in files if file is not None]
 
 
 def read_sentence_folder(source: str, expected: str) -> SentenceFolder:

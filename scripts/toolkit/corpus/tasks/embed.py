@@ -41,7 +41,9 @@ class Embed(Task):
 
     def read_ranges(self, ranges: list[list[float]] | None) -> np.ndarray | None:
         """The ranges, `(2, C)`. Raises ValueError if they do not go together with the embeddings."""
-        if (ranges is None) == (self.dtype == "uint8") or (ranges is not None and self.dtype not in ("int8", "uint8")):
+        if self.dtype not in (
+            ("float32", "float16", "int8", "binary", "ubinary") if ranges is None else ("int8", "uint8")
+        ):
             given = "not given" if ranges is None else "given"
             raise ValueError(f"--ranges is {given} with --embedding_dtype {self.dtype}; uint8 requires it, int8 allows "
                              "it.")  # fmt: skip
