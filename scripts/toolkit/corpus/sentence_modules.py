@@ -10,13 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import normalize
 
+from modeling_scratchbert.bert.files import read_tensors
 from modeling_scratchbert.cpu.layers import PrepackedLinear
 from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack
-from toolkit.corpus.model import reading_weights
 from toolkit.corpus.sentence_folder import Module
 from toolkit.remote_code import find
 
@@ -99,10 +98,8 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
 
 
 def read_weights(source: str, folder: str) -> dict[str, torch.Tensor]:
-    """The weights of a module. Raises ValueError if there are none, or they cannot be read."""
-    with reading_weights():
-        if (path := find(source, f"{folder}/model.safetensors")) is not None:
-            return load_file(path)
-        if (path := find(source, f"{folder}/pytorch_model.bin")) is not None:
-            return torch.load(path, map_location="cpu", weights_only=True)
-    raise ValueError(f"Its {folder} has no weights; expected model.safetensors there.")
+    """The weights of a module. Raises OSError if there are none, or they cannot be read."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path := find(source, f"{folder}/{name}")) is not None:
+            return read_tensors(path)
+    raise OSError(f"Its {folder} has no weights; expected model.safetensors there.")
