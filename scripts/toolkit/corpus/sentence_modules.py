@@ -83,15 +83,14 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
             if expected != width:
                 raise ValueError(f"Its {module.folder} is for vectors of {expected} numbers; the one before it gives "
                                  f"{width}.")  # fmt: skip
-            layer = Dense(module.fields) if module.kind == "Dense" else nn.Sequential(
-                OrderedDict(norm=nn.LayerNorm(width)))  # fmt: skip
+            norm = OrderedDict(norm=nn.LayerNorm(width))  # the name of the stored weights
+            layer = Dense(module.fields) if module.kind == "Dense" else nn.Sequential(norm)
             layer.load_state_dict(read_weights(source, module.folder))
             layer.requires_grad_(False).eval().to(device)
             for name, child in layer.named_children():
                 if type(child) is nn.Linear and can_prepack(child.weight):
-                    setattr(
-                        layer, name, PrepackedLinear(child, FloatMatrix([child.weight], [child.bias]), 0, "float32")
-                    )
+                    matrix = FloatMatrix([child.weight], [child.bias])
+                    setattr(layer, name, PrepackedLinear(child, matrix, 0, "float32"))
             found.append(layer)
             width = module.fields.get("out_features", width)
     return found, width
