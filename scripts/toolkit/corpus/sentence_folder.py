@@ -114,11 +114,8 @@ def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
     ]
     kinds = [module.kind for module in modules]
     is_encoder = expected == "CrossEncoder"
-    if (
-        kinds != ["Transformer"]
-        if is_encoder
-        else kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) & {*kinds[:2]}
-    ):
+    first = ["Transformer"] if is_encoder else ["Transformer", "Pooling"]
+    if kinds[: len(first)] != first or {*first} & {*kinds[len(first) :]} or (is_encoder and kinds != first):
         raise ValueError(f"Its modules.json has the modules {', '.join(kinds)}; expected a Transformer" +
                          (" alone." if is_encoder else ", a Pooling, and then others."))  # fmt: skip
     if modules[0].folder:
