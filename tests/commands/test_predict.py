@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoTokenizer
 
 import predict
-from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu.matrices import multiplies_int8
 from support.corpora import reference_of, save_model, texts, write_rows
+from support.tasks import compute
 from toolkit.corpus.batching import batches_by_length, packed
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -80,39 +79,21 @@ def rows_of(values: list[str], **more) -> list[dict]:
 
 
 @torch.no_grad()
-def embeddings(folder: str, values: list[str], pooling: str) -> torch.Tensor:
-    """By BertModel, one text at a time."""
+def embeddings(folder: str, values: list[str]) -> torch.Tensor:
+    """The means over the tokens, by BertModel, one text at a time."""
     bert, tokenizer = reference_of(folder, "embed"), AutoTokenizer.from_pretrained(folder)
-    found = []
-    for text in values:
-        outputs = bert(**tokenizer(text, truncation=True, max_length=40, return_tensors="pt"))
-        states = outputs.last_hidden_state[0]
-        pooled = {"mean": states.mean(0), "cls": states[0], "max": states.max(0).values}
-        found.append(outputs.pooler_output[0] if pooling == "pooler" else pooled[pooling])
-    return torch.stack(found)
+    encoded = [tokenizer(text, truncation=True, max_length=40, return_tensors="pt") for text in values]
+    return torch.stack([bert(**each).last_hidden_state[0].mean(0) for each in encoded])
 
 
 def assert_close(found, expected, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(torch.tensor(np.array(found), dtype=torch.float32), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "pooler"])
-def test_embeddings_are_those_of_bert(pooling, model, run):
-    found = run(model(), rows_of(TEXTS), "--pooling", pooling)
-    assert [row["row"] for row in found] == list(range(1, 41))
-    assert_close([row["embedding"] for row in found], embeddings(model(), TEXTS, pooling))
-
-
-def test_embeddings_are_cut_and_scaled(model, run):
-    found = run(model(), rows_of(TEXTS), "--truncate_dim", "5", "--normalize", "--prompt", "good film ")
-    expected = embeddings(model(), ["good film " + text for text in TEXTS], "mean")[:, :5]
-    assert_close([row["embedding"] for row in found], torch.nn.functional.normalize(expected))
-
-
 @pytest.mark.parametrize("batch", ["1", "50", "16384"])
 def test_batches_change_nothing_but_rounding(batch, model, run):
     found = run(model(), rows_of(TEXTS), "--tokens_per_batch", batch)
-    assert_close([row["embedding"] for row in found], embeddings(model(), TEXTS, "mean"))
+    assert_close([row["embedding"] for row in found], embeddings(model(), TEXTS))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("int8", 2e-2)])
@@ -135,189 +116,20 @@ def test_types_of_embeddings(dtype, tolerance, format, model, run, tmp_path):
             assert str(schema.field("embedding").type.value_type) == types["parquet"][dtype]
             assert schema.field("embedding").type.list_size == 32
     scales = np.array([float(row["scale"]) for row in found])[:, None] if dtype == "int8" else 1
-    assert_close(vectors.astype(np.float32) * scales, embeddings(model(), TEXTS, "mean"), tolerance)
+    assert_close(vectors.astype(np.float32) * scales, embeddings(model(), TEXTS), tolerance)
     assert [int(row["row"]) for row in found] == list(range(1, 41))
 
 
-@pytest.mark.skipif(not multiplies_int8(), reason="the processor has no VNNI instructions")
-@pytest.mark.parametrize("is_calibrated", [False, True])
-def test_int8_is_that_of_the_model(is_calibrated, run, tmp_path):
-    folder = save_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
-    model, exact = (ScratchBertModel.from_pretrained(folder) for _ in range(2))
-    model.optimize_for_inference("int8", calibration=inputs[:5] if is_calibrated else None)
-    if is_calibrated:
-        model.save_calibration(tmp_path / "model" / "calibration.safetensors")
-    with torch.no_grad():
-        expected, unrounded = (
-            torch.stack([each(**one).last_hidden_state[0].mean(0) for one in inputs]) for each in (model, exact)
-        )
-    found = run(folder, rows_of(TEXTS), "--dtype", "int8")
-    assert_close([row["embedding"] for row in found], expected)
-    assert (expected - unrounded).abs().max() > 1e-3
+# --------------------------------------------------------------------------------------------------------- other tasks
 
 
-def write_sentence_folder(folder, modules: list[str], pooling: dict, settings: dict, prompts: dict) -> str:
-    """Makes a folder of sentence-transformers of one with a model."""
-    kinds = [{"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"a.b.{kind}"} for i, kind in enumerate(modules)]
-    for name, content in (
-        ("modules.json", kinds), ("sentence_bert_config.json", settings),
-        ("config_sentence_transformers.json", prompts), ("1_Pooling/config.json", pooling),
-    ):  # fmt: skip
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content))
-    return str(folder)
-
-
-NORMALISED = ["Transformer", "Pooling", "Normalize"]
-
-
-@pytest.mark.parametrize("pooling", [{"pooling_mode": "cls"}, {"pooling_mode_cls_token": True}])
-@pytest.mark.parametrize("modules", [NORMALISED, NORMALISED[:2]])
-def test_a_sentence_transformers_folder_is_followed(pooling, modules, run, tmp_path):
-    folder = save_model(tmp_path / "model", "embed", "bert")
-    prompts = {"prompts": {"q": "good film "}, "default_prompt_name": "q"}
-    write_sentence_folder(tmp_path / "model", modules, pooling, {"max_seq_length": 9}, prompts)
-    tokenizer, bert = AutoTokenizer.from_pretrained(folder), reference_of(folder, "embed")
-    with torch.no_grad():
-        ids = [tokenizer("good film " + text, truncation=True, max_length=9, return_tensors="pt") for text in TEXTS]
-        expected = torch.cat([bert(**each).last_hidden_state[:, 0] for each in ids])
-    normalised = torch.nn.functional.normalize(expected) if len(modules) == 3 else expected
-    assert_close([row["embedding"] for row in run(folder, rows_of(TEXTS))], normalised)
-    # Flags are stronger.
-    found = run(folder, rows_of(TEXTS), "--pooling", "mean", "--prompt", "", "--max_length", "40", "--normalize")
-    expected = torch.nn.functional.normalize(embeddings(folder, TEXTS, "mean"))
-    assert_close([row["embedding"] for row in found], expected)
-
-
-@pytest.mark.parametrize(
-    ("modules", "pooling", "settings", "word"),
-    [
-        ([*NORMALISED[:2], "Dense"], {"pooling_mode": "cls"}, {}, "Dense"),
-        (NORMALISED, {"pooling_mode": "lasttoken"}, {}, "lasttoken"),
-        (NORMALISED, {"pooling_mode": ["cls", "mean"]}, {}, "cls, mean"),
-        (NORMALISED, {"pooling_mode": "cls", "include_prompt": False}, {}, "include_prompt"),
-        (NORMALISED, {"pooling_mode": "cls"}, {"do_lower_case": True}, "do_lower_case"),
-        (NORMALISED[::2], {"pooling_mode": "cls"}, {}, "Transformer, Normalize"),
-    ],
-)
-def test_what_is_not_supported_of_sentence_transformers_is_named(
-    modules, pooling, settings, word, run, tmp_path, capsys
-):
-    folder = save_model(tmp_path / "model", "embed", "bert")
-    write_sentence_folder(tmp_path / "model", modules, pooling, settings, {})
-    run(folder, rows_of(TEXTS), code=2)
-    err = capsys.readouterr().err.splitlines()
-    assert word in err[-1]
-
-
-# ----------------------------------------------------------------------------------------- classify, rerank, tag, masks
-
-
-@pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification", "regression"])
-def test_labels_and_scores_are_those_of_the_pipeline(problem, model, run):
-    folder = model("classify", problem_type=problem)
-    reference = pipeline("text-classification", model=folder, device="cpu")
-    expected = [{each["label"]: each["score"] for each in one} for one in reference(MANY_TEXTS, top_k=None)]
-    flags = [] if problem == "regression" else ["--all_scores"]
-    found = run(folder, rows_of(MANY_TEXTS), "--task", "classify", *flags)
-    for row, scores in zip(found, expected, strict=True):
-        in_order = [scores[label] for label in ("bad", "fair", "good")]
-        if problem == "regression":
-            assert row["prediction"] == pytest.approx(in_order, abs=1e-5)
-            continue
-        assert row["all_scores"] == pytest.approx(in_order, abs=1e-5)
-        if problem == "multi_label_classification":
-            assert dict(zip(row["labels"], row["scores"], strict=True)) == pytest.approx(
-                {label: score for label, score in scores.items() if score > 0.5}, abs=1e-5
-            )
-        else:
-            assert row["label"] == max(scores, key=scores.get)
-            assert row["score"] == pytest.approx(max(scores.values()), abs=1e-5)
-
-
-def test_pairs_are_those_of_the_pipeline(model, run):
-    pairs = rows_of(TEXTS, second=TEXTS[::-1])
-    reference = pipeline("text-classification", model=model("classify"), device="cpu")
-    inputs = [{"text": row["text"], "text_pair": row["second"]} for row in pairs]
-    expected = [reference(each, truncation=True, max_length=40) for each in inputs]
-    found = run(model("classify"), pairs, "--text_pair_column", "second")
-    assert [row["label"] for row in found] == [row["label"] for row in expected]
-    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
-
-
-def test_a_threshold(model, run):
-    folder = model("classify", problem_type="multi_label_classification")
-    every = run(folder, rows_of(TEXTS), "--all_scores", "--threshold", "0.9")
-    for row in every:
-        assert len(row["labels"]) == sum(score > 0.9 for score in row["all_scores"])
-    assert 0 < sum(len(row["labels"]) for row in every) < 120
-
-
-@pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
-def test_scores_of_pairs(activation, run, tmp_path):
-    folder = save_model(tmp_path / "model", "rerank", "bert")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    if activation:
-        config["sentence_transformers"] = {"activation_fn": activation}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    tokenizer, bert = AutoTokenizer.from_pretrained(folder), reference_of(folder, "rerank")
-    with torch.no_grad():
-        expected = [
-            bert(**tokenizer(one, other, truncation=True, max_length=40, return_tensors="pt")).logits[0, 0]
-            for one, other in zip(TEXTS, TEXTS[::-1], strict=True)
-        ]
-    expected = torch.stack(expected) if activation else torch.stack(expected).sigmoid()
-    found = run(folder, [{"query": row["text"], "document": row["b"]} for row in rows_of(TEXTS, b=TEXTS[::-1])])
-    assert_close([row["score"] for row in found], expected)
-
-
-@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_entities_are_those_of_the_pipeline(aggregation, format, model, run):
-    reference = pipeline("token-classification", model=model("tag"), aggregation_strategy=aggregation, device="cpu")
-    found = run(model("tag"), rows_of(MANY_TEXTS), "--aggregation", aggregation, format=format)
-    for text, row in zip(MANY_TEXTS, found, strict=True):
-        expected = [{**each, "score": pytest.approx(float(each["score"]), abs=1e-5)} for each in reference(text)]
-        assert row["entities"] == expected
-
-
-def test_entities_of_a_text_longer_than_the_model(model, run):
-    """Every window is computed as it is by itself, and each token is taken from one window."""
-    long = " ".join(f"word{number % 40}" for number in range(100))
-    [row] = run(model("tag"), rows_of([long]), "--aggregation", "none")
-    starts = [entity["start"] for entity in row["entities"]]
-    assert starts == sorted(set(starts))
-    assert starts[-1] > len(long) - 100
-    assert all(long[entity["start"] : entity["end"]] == entity["word"] for entity in row["entities"])
-    reference = pipeline("token-classification", model=model("tag"), device="cpu")
-    first = reference(" ".join(long.split(" ")[:38]))  # 38 words fill the first window
-    kept = [entity for entity in first if entity["index"] <= 38 - 5]
-    found = [entity for entity in row["entities"] if entity["index"] <= 38 - 5]
-    assert [entity["word"] for entity in found] == [entity["word"] for entity in kept]
-    assert [entity["score"] for entity in found] == pytest.approx([float(each["score"]) for each in kept], abs=1e-5)
-
-
-def test_masked_words_are_those_of_the_pipeline(model, run):
-    masked = [f"{text} [MASK] {other}" for text, other in zip(TEXTS[:8], texts(8, 1, 3), strict=True)]
-    masked.append("a [MASK] film with [MASK]")
-    reference = pipeline("fill-mask", model=model("fill-mask"), top_k=3, device="cpu")
-    expected = [each if isinstance(each[0], list) else [each] for each in map(reference, masked)]
-    found = run(model("fill-mask"), rows_of(masked), "--top_k", "3")
-    for row, guesses in zip(found, expected, strict=True):
-        assert row["words"] == [[guess["token_str"] for guess in mask] for mask in guesses]
-        for scores, mask in zip(row["scores"], guesses, strict=True):
-            assert scores == pytest.approx([guess["score"] for guess in mask], abs=1e-5)
-
-
-def test_a_text_without_a_mask_cannot_be_used(model, run, tmp_path, capsys):
-    rows = rows_of(["a [MASK]", "a film", "word1 " * 60 + "[MASK]"])
-    assert len(run(model("fill-mask"), rows, "--on_bad_row", "skip")) == 1
-    errors = [json.loads(line) for line in (tmp_path / "out-0" / "errors.jsonl").read_text().splitlines()]
-    assert [error["row"] for error in errors] == [2, 3]
-    run(model("fill-mask"), rows, code=2)
-    assert "row 2" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
+def test_entities_and_scores_in_every_format(format, model, run):
+    for task, name in (("tag", "entities"), ("classify", "all_scores")):
+        flags = ["--all_scores"] if task == "classify" else []
+        expected = compute(model(task), task, TEXTS, all_scores=True)[name]
+        found = [row[name] for row in run(model(task), rows_of(TEXTS), *flags, format=format)]
+        assert [json.loads(value) if format == "csv" else value for value in found] == expected
 
 
 @pytest.mark.parametrize("task", ["embed", "classify", "tag", "rerank", "fill-mask"])

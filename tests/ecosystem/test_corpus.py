@@ -4,6 +4,8 @@ import contextlib
 import csv
 import functools
 import http.server
+import inspect
+import json
 import os
 import re
 import signal
@@ -21,11 +23,24 @@ from transformers import AutoTokenizer
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer, sentence_transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    Dropout,
+    LayerNorm,
+    Normalize,
+    Pooling,
+    Transformer,
+)
+from sentence_transformers.util import import_from_string
+from sentence_transformers.util.quantization import quantize_embeddings
 
 import predict
 from support.corpora import reference_of, save_model, texts, write_rows
 from support.folders import ROOT, SCRIPTS
+from support.tasks import compute, open_tiny, write_sentence_folder
+from toolkit.corpus.model import read_model, task_of
+from toolkit.corpus.sentence_folder import KIND_OF_TYPE
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -62,6 +77,89 @@ def test_embeddings_are_those_of_sentence_transformers(prompts, minilm, reviews,
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+MODULES = {
+    "dense": (lambda: [Dense(64, 16, activation_function=torch.nn.GELU()), Dropout(0.1), Normalize()], ("mean", "cls")),
+    "residual": (lambda: [Normalize(), Dense(32, 17, bias=False, use_residual=True)], "weightedmean"),
+    "all": (
+        lambda: [Dense(192, 192, use_residual=True), Normalize(), LayerNorm(192)],
+        ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_modules_and_poolings_are_those_of_sentence_transformers(name, include_prompt, tmp_path):
+    """With and without a prompt, cut and scaled."""
+    bert = save_model(tmp_path / "model", "embed", "bert")
+    modules, poolings = MODULES[name]
+    parts = [Transformer(bert), Pooling(32, poolings, include_prompt=include_prompt), *modules()]
+    SentenceTransformer(modules=parts, prompts={"q": "good film : "}).save(str(tmp_path / "saved"))
+    theirs, sentences = SentenceTransformer(str(tmp_path / "saved"), device="cpu"), texts(40)
+    for options in ({}, {"prompt_name": "q"}, {"prompt": "bad "}, {"prompt_name": "q", "truncate_dim": 7}):
+        expected = theirs.encode(sentences, **options)
+        found = compute(tmp_path / "saved", "embed", sentences, **options)["embedding"]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+        scaled = theirs.encode(sentences, normalize_embeddings=True, **options)
+        found = compute(tmp_path / "saved", "embed", sentences, normalize=True, **options)["embedding"]
+        np.testing.assert_allclose(found, scaled, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize"])
+def test_modules_are_known_by_the_names_that_sentence_transformers_maps(kind):
+    known = {name for name, value in KIND_OF_TYPE.items() if value == kind}
+    classes = {name: find_class(name) for name in known}
+    expected = getattr(sentence_transformer.modules, kind)
+    assert {inspect.getsource(found) for found in classes.values() if found} == {inspect.getsource(expected)}
+    assert f"{expected.__module__}.{kind}" in known
+    assert f"sentence_transformers.models.{kind}" in known
+
+
+def find_class(name: str):
+    """What sentence-transformers imports by this name; None if it has no such class."""
+    with contextlib.suppress(ImportError, AttributeError):
+        found = import_from_string(name)
+        return found if isinstance(found, type) else None
+    return None
+
+
+@pytest.mark.parametrize("of_folder", [None, 8, 16, 256])
+@pytest.mark.parametrize("of_tokenizer", [None, 8, 16, 256])
+@pytest.mark.parametrize("positions", [12, 40])
+def test_texts_are_cut_as_by_sentence_transformers(of_folder, of_tokenizer, positions, tmp_path):
+    """Except that it fails on a text with more tokens than the model has positions."""
+    folder = save_model(tmp_path / "model", "embed", "bert", max_position_embeddings=positions)
+    path = tmp_path / "model" / "tokenizer_config.json"
+    fields = json.loads(path.read_text()) | {"model_max_length": of_tokenizer}
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    settings = {} if of_folder is None else {"max_seq_length": of_folder}
+    write_sentence_folder(tmp_path / "model", ["Transformer", "Pooling"], settings=settings,
+                          Pooling={"embedding_dimension": 32, "pooling_mode": "mean"})  # fmt: skip
+    task, long = open_tiny(folder, "embed"), "a good film " * 300
+    theirs = SentenceTransformer(folder, device="cpu")
+    expected = theirs.preprocess([long])["input_ids"][0].tolist()
+    [found] = task.encode([long], None).ids
+    assert len(found) == min(len(expected), positions)
+    assert found[:-1] == expected[: len(found) - 1]
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
+@pytest.mark.parametrize("dimensions", [5, 32])
+def test_stored_embeddings_are_those_of_quantize_embeddings(precision, dimensions, tmp_path):
+    folder, sentences = save_model(tmp_path / "model", "embed", "bert"), texts(60)
+    exact = compute(folder, "embed", sentences, truncate_dim=dimensions)["embedding"]
+    ranges = np.stack([exact[:20].min(0), exact[:20].max(0)]) if "int8" in precision else None
+    if ranges is not None:
+        ranges[:, 3] = ranges[0, 3]  # a number that does not vary
+        np.save(tmp_path / "ranges.npy", ranges)
+        ranges = predict.ranges(str(tmp_path / "ranges.npy"))
+    found = compute(folder, "embed", sentences, truncate_dim=dimensions, embedding_dtype=precision, ranges=ranges)
+    expected = quantize_embeddings(exact, precision, ranges and np.array(ranges, np.float32))
+    assert list(found) == ["embedding"]
+    assert found["embedding"].dtype == expected.dtype
+    np.testing.assert_array_equal(found["embedding"], expected)
+
+
 def test_scores_are_those_of_a_cross_encoder(tmp_path):
     folder = save_model(tmp_path / "model", "rerank", "bert")
     pairs = list(zip(texts(200, 1), texts(200, 2), strict=True))
@@ -69,6 +167,25 @@ def test_scores_are_those_of_a_cross_encoder(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [{"query": one, "document": other} for one, other in pairs])
     assert predict.main([folder, rows, "--output", str(tmp_path / "out"), "--processes", "1", *FLAGS]) == 0
     np.testing.assert_allclose(table(tmp_path / "out")["score"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["rerank", "classify"])
+@pytest.mark.parametrize("activation", [None, "Identity", "Tanh", "Softplus", "Softmax"])
+@pytest.mark.parametrize("prompt", [None, "good film : "])
+def test_a_saved_cross_encoder_is_followed(task, activation, prompt, tmp_path):
+    bert = save_model(tmp_path / "model", task, "bert")
+    prompts = {} if prompt is None else {"prompts": {"q": prompt}, "default_prompt_name": "q"}
+    function = activation and getattr(torch.nn, activation)()
+    CrossEncoder(bert, device="cpu", activation_fn=function, **prompts).save(str(tmp_path / "saved"))
+    folder, (ones, others) = str(tmp_path / "saved"), (texts(60, 1), texts(60, 2))
+    expected = CrossEncoder(folder, device="cpu").predict(list(zip(ones, others, strict=True)))
+    assert task_of(folder, read_model(folder, False)) == task
+    found = compute(folder, task, ones, others, **({"all_scores": True} if task == "classify" else {}))
+    scores = found["score"] if task == "rerank" else [list(row.values()) for row in found["all_scores"]]
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=2e-5)
+    if task == "classify":
+        assert found["label"] == [("bad", "fair", "good")[number] for number in expected.argmax(1)]
+        np.testing.assert_allclose(found["score"], expected.max(1), rtol=0, atol=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- HTTP, fsspec

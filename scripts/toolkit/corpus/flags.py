@@ -27,7 +27,7 @@ RESERVED = {
 
 def check_flags(args, task: str) -> None:
     """Raises ValueError if flags do not go together, or not with the task."""
-    for name in {name for names in TASK_FLAGS.values() for name in names} - set(TASK_FLAGS[task]):
+    for name in sorted({name for names in TASK_FLAGS.values() for name in names} - {*TASK_FLAGS[task]}):
         if getattr(args, name) not in (None, False):
             tasks = [other for other, names in TASK_FLAGS.items() if name in names]
             raise ValueError(

@@ -11,6 +11,7 @@ from toolkit.checkpoint import weight_files
 from toolkit.corpus.formats import ROWS_IN_GROUP
 from toolkit.corpus.job import Job
 from toolkit.corpus.model import CALIBRATION
+from toolkit.corpus.sentence_folder import module_files
 from toolkit.corpus.store import RECORDS, RUN, Store
 from toolkit.inputs import Input
 from toolkit.machine import processor, version
@@ -24,7 +25,6 @@ MODEL_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json", "modules.json",
     "sentence_bert_config.json", "config_sentence_transformers.json", CALIBRATION,
 )  # fmt: skip
-MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 
 # What does not decide the results of a text: where things are, and the columns and files that results are put in.
 PLACES = ("model", "output", "run", "trust_remote_code", "verify", "threads")
@@ -64,8 +64,7 @@ def model_fingerprint(job: Job) -> str:
     """A hash of the weights of a checkpoint and of its files that decide results; with code of its own, also of it."""
     digest = hashlib.sha256()
     paths = [Path(path) for path in weight_files(job.model)]
-    names = [*MODEL_FILES, *module_files(job.model)]
-    paths += [path for name in names if (path := find(job.model, name)) is not None]
+    paths += [path for name in MODEL_FILES if (path := find(job.model, name)) is not None] + module_files(job.model)
     if job.trust_remote_code:
         paths += sorted(paths[0].parent.glob("*.py"))
     for path in paths:
@@ -73,13 +72,6 @@ def model_fingerprint(job: Job) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def module_files(source: str) -> list[str]:
-    """The files of the modules of a sentence-transformers folder, besides those of the model."""
-    path = find(source, "modules.json")
-    modules = [] if path is None else json.loads(path.read_text(encoding="utf-8"))
-    return [f"{folder}/{name}" for module in modules if (folder := module.get("path")) for name in MODULE_FILES]
 
 
 def read_manifest(store: Store, name: str = MANIFEST) -> dict | None:

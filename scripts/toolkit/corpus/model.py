@@ -1,12 +1,7 @@
 """Opening the tokenizer and the model of a run."""
 
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from modeling_scratchbert.cpu.matrices import multiplies_int8
 from toolkit.corpus.sentence_folder import model_type_of
@@ -89,27 +84,14 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     if trust_remote_code and read_config(source).get("auto_map"):
         model_class, options = getattr(transformers, auto), options | {"trust_remote_code": True}
     stored = "auto" if dtype in (None, "int8") else getattr(torch, dtype)
-    with reading_weights():
-        model = open_model(
-            model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
-        )
+    model = open_model(
+        model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
+    )
     if device != "cpu":
         return model.to(device)
     if dtype == "int8":
         return model.optimize_for_inference("int8", calibration=find(source, CALIBRATION))
     return model.optimize_for_inference()
-
-
-@contextmanager
-def reading_weights() -> Iterator[None]:
-    """Turns what a file of weights that is damaged, or may run code, raises into a ValueError."""
-    try:
-        yield
-    except (pickle.UnpicklingError, EOFError, SafetensorError) as error:
-        raise ValueError(
-            f"Its weights cannot be read ({type(error).__name__}): the file is damaged, or a pickle that holds more "
-            "than tensors; expected model.safetensors."
-        ) from error
 
 
 def longest(tokenizer, model, given: int | None, of_folder: int | None = None) -> int:

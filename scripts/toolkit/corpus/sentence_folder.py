@@ -1,35 +1,29 @@
 """What a folder of sentence-transformers says: its modules, poolings, lengths, prompts and activation function."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from toolkit.files import read_json, read_json_object
 from toolkit.remote_code import find
 
 # The modules that are supported, and their files in sentence-transformers since version 5.4.
 MODULES = {
-    "Transformer": "transformer",
-    "Pooling": "pooling",
-    "Dense": "dense",
-    "LayerNorm": "layer_norm",
-    "Dropout": "dropout",
-    "Normalize": "normalize",
-}
-PACKAGES = ("models", "sentence_transformer.modules", "base.modules")
+    "Transformer": "transformer", "Pooling": "pooling", "Dense": "dense", "LayerNorm": "layer_norm",
+    "Dropout": "dropout", "Normalize": "normalize",
+}  # fmt: skip
 KIND_OF_TYPE = {
     f"sentence_transformers.{package}{file}.{kind}": kind
     for kind, name in MODULES.items()
-    for package in PACKAGES
+    for package in ("models", "sentence_transformer.modules", "base.modules")
     for file in ("", f".{kind}", f".{name}")
 }
 # In 1_Pooling/config.json before version 5.4, in the order in which sentence-transformers concatenates them.
 OLD_POOLINGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
-}
+}  # fmt: skip
+MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 # For each class of sentence-transformers, the task of its Transformer.
 TRANSFORMER_TASKS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
 
@@ -86,6 +80,14 @@ def model_type_of(source: str) -> str | None:
     return fields_of(source, "config_sentence_transformers.json").get("model_type", "SentenceTransformer")
 
 
+def module_files(source: str) -> list[Path]:
+    """The files of a checkpoint that decide what its modules compute, besides those of its Transformer."""
+    path = find(source, "modules.json")
+    folders = [entry.get("path") for entry in read_json(path)] if path is not None else []
+    files = [find(source, f"{folder}/{name}") for folder in folders if folder for name in MODULE_FILES]
+    return [file for file in files if file is not None]
+
+
 def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
     """How sentence-transformers uses a checkpoint.
 
@@ -106,38 +108,30 @@ def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
     if unknown:
         raise ValueError(f"Its modules.json has the module {unknown[0]}; expected sentence-transformers' own "
                          f"{', '.join(MODULES)}.")  # fmt: skip
-    kinds = [KIND_OF_TYPE[entry["type"]] for entry in entries]
-    first = ["Transformer", "Pooling"] if expected == "SentenceTransformer" else ["Transformer"]
-    later = kinds[len(first) :]
-    if kinds[: len(first)] != first or set(later) & set(first) or (later and len(first) == 1):
-        raise ValueError(f"Its modules.json has the modules {', '.join(kinds)}; a {expected} is expected to begin with "
-                         f"{', '.join(first)}, once each" + (" and alone." if len(first) == 1 else "."))  # fmt: skip
-    if folder := entries[0].get("path"):
-        raise ValueError(f"Its Transformer is in the folder {folder}; expected it beside modules.json.")
-    found = SentenceFolder()
-    read_settings(found, fields_of(source, "sentence_bert_config.json"), TRANSFORMER_TASKS[expected])
-    config = fields_of(source, "config_sentence_transformers.json")
-    found.prompts, found.default_prompt = config.get("prompts") or {}, config.get("default_prompt_name")
-    found.activation = config.get("activation_fn")
     modules = [
-        Module(kind, entry.get("path"), fields_of(source, f"{entry.get('path')}/config.json"))
-        for kind, entry in zip(kinds[1:], entries[1:], strict=True)
+        Module(KIND_OF_TYPE[entry["type"]], entry.get("path"), fields_of(source, f"{entry.get('path')}/config.json"))
+        for entry in entries
     ]
-    if modules:
-        found.poolings = poolings_of(modules[0].fields)
-        found.include_prompt = modules[0].fields.get("include_prompt", True)
-        found.modules = modules[1:]
-    return found
-
-
-def read_settings(found: SentenceFolder, settings: dict, task: str) -> None:
-    """Reads the settings of the Transformer. Raises ValueError for those that are not supported."""
+    kinds = [module.kind for module in modules]
+    is_encoder = expected == "CrossEncoder"
+    first = ["Transformer"] if is_encoder else ["Transformer", "Pooling"]
+    if kinds[: len(first)] != first or {*first} & {*kinds[len(first) :]} or (is_encoder and kinds != first):
+        raise ValueError(f"Its modules.json has the modules {', '.join(kinds)}; expected a Transformer" +
+                         (" alone." if is_encoder else ", a Pooling, and then others."))  # fmt: skip
+    if modules[0].folder:
+        raise ValueError(f"Its Transformer is in the folder {modules[0].folder}; expected it beside modules.json.")
+    settings, task = fields_of(source, "sentence_bert_config.json"), TRANSFORMER_TASKS[expected]
     if settings.get("do_lower_case"):
         raise ValueError("Its sentence_bert_config.json has do_lower_case; expected a tokenizer that does this.")
     if settings.get("transformer_task", task) != task:
         raise ValueError(f"Its transformer_task is {settings['transformer_task']!r}; expected {task!r}.")
     tokenizer = settings.get("tokenizer_args") or settings.get("processor_kwargs") or {}
-    found.max_length = tokenizer.get("model_max_length", settings.get("max_seq_length"))
+    config, pooling = fields_of(source, "config_sentence_transformers.json"), {} if is_encoder else modules[1].fields
+    return SentenceFolder(
+        poolings_of(pooling), pooling.get("include_prompt", True), modules[2:],
+        tokenizer.get("model_max_length", settings.get("max_seq_length")),
+        config.get("prompts") or {}, config.get("default_prompt_name"), config.get("activation_fn"),
+    )  # fmt: skip
 
 
 def poolings_of(fields: dict) -> list[str]:

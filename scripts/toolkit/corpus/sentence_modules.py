@@ -10,13 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import normalize
 
+from modeling_scratchbert.bert.files import read_tensors
 from modeling_scratchbert.cpu.layers import PrepackedLinear
 from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack
-from toolkit.corpus.model import reading_weights
 from toolkit.corpus.sentence_folder import Module
 from toolkit.remote_code import find
 
@@ -84,25 +83,22 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
             if expected != width:
                 raise ValueError(f"Its {module.folder} is for vectors of {expected} numbers; the one before it gives "
                                  f"{width}.")  # fmt: skip
-            layer = Dense(module.fields) if module.kind == "Dense" else nn.Sequential(
-                OrderedDict(norm=nn.LayerNorm(width)))  # fmt: skip
+            norm = OrderedDict(norm=nn.LayerNorm(width))  # the name of the stored weights
+            layer = Dense(module.fields) if module.kind == "Dense" else nn.Sequential(norm)
             layer.load_state_dict(read_weights(source, module.folder))
             layer.requires_grad_(False).eval().to(device)
             for name, child in layer.named_children():
                 if type(child) is nn.Linear and can_prepack(child.weight):
-                    setattr(
-                        layer, name, PrepackedLinear(child, FloatMatrix([child.weight], [child.bias]), 0, "float32")
-                    )
+                    matrix = FloatMatrix([child.weight], [child.bias])
+                    setattr(layer, name, PrepackedLinear(child, matrix, 0, "float32"))
             found.append(layer)
             width = module.fields.get("out_features", width)
     return found, width
 
 
 def read_weights(source: str, folder: str) -> dict[str, torch.Tensor]:
-    """The weights of a module. Raises ValueError if there are none, or they cannot be read."""
-    with reading_weights():
-        if (path := find(source, f"{folder}/model.safetensors")) is not None:
-            return load_file(path)
-        if (path := find(source, f"{folder}/pytorch_model.bin")) is not None:
-            return torch.load(path, map_location="cpu", weights_only=True)
-    raise ValueError(f"Its {folder} has no weights; expected model.safetensors there.")
+    """The weights of a module. Raises OSError if there are none, or they cannot be read."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path := find(source, f"{folder}/{name}")) is not None:
+            return read_tensors(path)
+    raise OSError(f"Its {folder} has no weights; expected model.safetensors there.")

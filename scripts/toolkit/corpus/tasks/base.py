@@ -41,14 +41,6 @@ class Encoded:
     faults: dict[int, str] = field(default_factory=dict)
     details: list | None = None
 
-    def without_faults(self) -> "Encoded":
-        """The same without the sequences of the texts that have a fault, of texts with one sequence each."""
-        kept = [number for number in range(len(self.tokens)) if number not in self.faults]
-        self.ids = [self.ids[number] for number in kept]
-        for number in self.faults:
-            self.tokens[number] = 0
-        return self
-
 
 class Task(ABC):
     """A task with its tokenizer and its model.
@@ -73,11 +65,19 @@ class Task(ABC):
 
     def encode(self, texts: list[str], pairs: list[str] | None) -> Encoded:
         """The texts as sequences of the model, truncated. May be called from several threads."""
-        texts = [self.prompt + text for text in texts] if self.prompt else texts
-        encodings = self.tokenize(texts, pairs)
-        ids, tokens = [each.ids for each in encodings], [len(each.ids) for each in encodings]
-        types = None if pairs is None else [each.type_ids for each in encodings]
-        return Encoded(ids, types, tokens, [bool(each.overflowing) for each in encodings])
+        encodings = self.tokenize([self.prompt + text for text in texts] if self.prompt else texts, pairs)
+        reasons = (self.fault_of(text, each.ids) for text, each in zip(texts, encodings, strict=True))
+        faults = {number: reason for number, reason in enumerate(reasons) if reason is not None}
+        kept = [each for number, each in enumerate(encodings) if number not in faults]
+        return Encoded(
+            [each.ids for each in kept], None if pairs is None else [each.type_ids for each in kept],
+            [0 if number in faults else len(each.ids) for number, each in enumerate(encodings)],
+            [bool(each.overflowing) for each in encodings], faults,
+        )  # fmt: skip
+
+    def fault_of(self, text: str, ids: list[int]) -> str | None:
+        """Why a text with these tokens cannot be used; None if it can."""
+        return None
 
     def tokenize(self, texts: list[str], pairs: list[str] | None) -> list[Encoding]:
         """The tokens of the texts, truncated. Of a long text, only the beginning that fills the model is tokenised."""
@@ -98,10 +98,8 @@ class Task(ABC):
         """The columns of the result, with a value for each text without a fault. Adds a fault for each text whose
         numbers are NaN or infinite."""
         texts = [number for number in range(len(encoded.tokens)) if number not in encoded.faults]
-        kept = []
-        for number, value, detail in zip(
-            texts, self.values(encoded), encoded.details or [None] * len(texts), strict=True
-        ):
+        details, kept = encoded.details or [None] * len(texts), []
+        for number, value, detail in zip(texts, self.values(encoded), details, strict=True):
             if np.isfinite(value).all():
                 kept.append((value, detail))
             else:

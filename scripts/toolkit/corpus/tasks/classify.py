@@ -24,11 +24,8 @@ class Scores(Task):
         super().__init__(job, folder)
         config = self.model.config
         saved = getattr(config, "sentence_transformers", None) or {}
-        path = (
-            folder.activation
-            or saved.get("activation_fn")
-            or getattr(config, "sbert_ce_default_activation_function", None)
-        )
+        old = getattr(config, "sbert_ce_default_activation_function", None)
+        path = folder.activation or saved.get("activation_fn") or old
         if path is None and model_type_of(job.model) is not None:
             path = "torch.nn.Sigmoid" if config.num_labels == 1 else "torch.nn.Identity"
         self.activation = None if path is None else open_activation(path, config.num_labels)

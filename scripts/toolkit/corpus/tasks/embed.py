@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 from toolkit.corpus.job import Job
 from toolkit.corpus.sentence_folder import read_sentence_folder
 from toolkit.corpus.sentence_modules import by_row, open_modules
-from toolkit.corpus.tasks.base import Encoded, Task
+from toolkit.corpus.tasks.base import Task
 
 LARGEST_INT8 = 127
 
@@ -41,7 +41,9 @@ class Embed(Task):
 
     def read_ranges(self, ranges: list[list[float]] | None) -> np.ndarray | None:
         """The ranges, `(2, C)`. Raises ValueError if they do not go together with the embeddings."""
-        if (ranges is None) == (self.dtype == "uint8") or (ranges is not None and self.dtype not in ("int8", "uint8")):
+        if self.dtype not in (
+            ("float32", "float16", "int8", "binary", "ubinary") if ranges is None else ("int8", "uint8")
+        ):
             given = "not given" if ranges is None else "given"
             raise ValueError(f"--ranges is {given} with --embedding_dtype {self.dtype}; uint8 requires it, int8 allows "
                              "it.")  # fmt: skip
@@ -57,12 +59,8 @@ class Embed(Task):
         [encoding] = self.tokenize([self.prompt], None)
         return len(encoding.ids) - (encoding.ids[-1] in self.tokenizer.all_special_ids)
 
-    def encode(self, texts: list[str], pairs: list[str] | None) -> Encoded:
-        encoded = super().encode(texts, None)
-        for number, tokens in enumerate(encoded.tokens):
-            if tokens <= self.skipped_tokens:
-                encoded.faults[number] = "it has no tokens after the prompt"
-        return encoded.without_faults()
+    def fault_of(self, text: str, ids: list[int]) -> str | None:
+        return "it has no tokens after the prompt" if len(ids) <= self.skipped_tokens else None
 
     def read(self, inputs: dict, lengths: list[int]) -> np.ndarray:
         vectors = by_row(self.finish, pool(self.model(**inputs), lengths, self.poolings, self.skipped_tokens))

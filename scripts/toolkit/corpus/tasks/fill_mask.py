@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from toolkit.corpus.job import Job
-from toolkit.corpus.tasks.base import Encoded, Task
+from toolkit.corpus.tasks.base import Task
 
 
 class FillMask(Task):
@@ -18,14 +18,10 @@ class FillMask(Task):
         if self.top_k > self.model.config.vocab_size:
             raise ValueError(f"--top_k is {self.top_k}; the vocabulary has {self.model.config.vocab_size} words.")
 
-    def encode(self, texts: list[str], pairs: list[str] | None) -> Encoded:
-        encoded, mask = super().encode(texts, None), self.tokenizer.mask_token
-        encoded.faults = {
-            number: f"the text has no {mask}" + (" in its first tokens" if mask in texts[number] else "")
-            for number, ids in enumerate(encoded.ids)
-            if self.tokenizer.mask_token_id not in ids
-        }
-        return encoded.without_faults()
+    def fault_of(self, text: str, ids: list[int]) -> str | None:
+        mask = self.tokenizer.mask_token
+        has_one = self.tokenizer.mask_token_id in ids
+        return None if has_one else f"the text has no {mask}" + (" in its first tokens" if mask in text else "")
 
     def read(self, inputs: dict, lengths: list[int]) -> list[np.ndarray]:
         """For each sequence, the ids and the scores of the words for each of its masks, `(2, M, K)`."""
