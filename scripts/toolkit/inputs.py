@@ -1,13 +1,13 @@
 """Where rows come from: files of this machine or of a URL, standard input, and datasets of the Hub. They are read from
 the beginning to the end, and each row has a place, by which errors name it."""
 
-import glob
 import hashlib
 import os
 import re
+import shutil
 import sys
+import tempfile
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +16,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-import fsspec
-
-from toolkit.row_files import READERS, Rows, errors_about, find_fault, label_names, name_labels
+from toolkit.input_paths import COMPRESSIONS, endings_of, expand, filesystem_of, name_files
+from toolkit.row_files import (
+    READERS,
+    Rows,
+    errors_about,
+    find_fault,
+    guess_format,
+    label_names,
+    name_labels,
+    parquet_types,
+    types_of,
+)
 
 Readers = Mapping[str, Callable[..., Rows]]
 Check = Callable[[dict], dict]
@@ -30,7 +39,7 @@ ROWS_WITH_ALL_COLUMNS = 100
 # The number of rows that the report on skipped rows lists.
 LISTED_ROWS = 5
 
-# Of each end of a file, for its fingerprint: the header or the schema, and the first and the last rows.
+# Of each end of a remote file, for its fingerprint: the header or the schema, and the first and the last rows.
 FINGERPRINT_BYTES = 2**16
 
 
@@ -40,7 +49,7 @@ class Row:
 
     Attributes:
         file: the name of the input.
-        number: from 1, in its input, without the header and empty lines.
+        number: from 1, in its input, without the header and empty lines; of plain text, the number of the line.
         line: the line in which it starts, or other words for where it starts; None: it has none.
         content: its columns; or, as a string, what is wrong with it.
     """
@@ -63,15 +72,14 @@ class Input(ABC):
     Attributes:
         name: in places and results.
         identity: the same for the same rows, however they are named.
-        size: in bytes; 0 if it is not known.
-        is_compressed, delimiter: for the readers of files; see `InputFile`.
+        compression, delimiter: for the readers of files; see `InputFile`.
         columns: those to read of Parquet, of which the file may lack some; None: all.
         features: the columns of `datasets`, by name, once a row has been read; empty if there are none.
     """
 
     name: str
     identity: object = None
-    size, is_compressed, delimiter = 0, False, None
+    compression, delimiter = "", None
     columns: set[str] | None = None
     features: Mapping = MappingProxyType({})
 
@@ -88,26 +96,34 @@ class Input(ABC):
         for number, (line, content) in enumerate(self.contents(), 1):
             if isinstance(content, dict):
                 content = find_fault(content) or name_labels(content, self.features)
-            yield Row(self.name, number, line, content)
+            if content is not None:
+                yield Row(self.name, number, line, content)
 
     @abstractmethod
     def contents(self) -> Rows:
         """What a reader of `row_files` yields."""
 
-    def share(self) -> float | None:
-        """How much has been read, from 0 to 1; None if that is not known."""
+    def types(self) -> dict | None:
+        """The Arrow type of each column; None if the format has no types.
+
+        Raises:
+            OSError, ValueError: the input cannot be read.
+        """
         return None
 
+    @abstractmethod
     def fingerprint(self) -> dict:
-        """Its name, and what changes with its content."""
-        return {"file": self.name}
+        """Its name, and what changes with its content, which is read for it.
+
+        Raises:
+            OSError: the input cannot be read.
+        """
 
 
 class InputFile(Input):
-    """A file of this machine or one that fsspec reaches.
+    """A file of this machine or one that fsspec reaches. `name_files` gives it a short name.
 
     Args:
-        name: in places; None: the URL.
         delimiter: of .csv, .tsv and .txt, which is a table then; None: comma, tab, and .txt has a text on each line.
         readers: of endings that are read in another way than by `READERS`.
 
@@ -116,68 +132,83 @@ class InputFile(Input):
         ValueError: its ending or the delimiter is invalid.
     """
 
-    binary: BinaryIO | None = None
-
-    def __init__(self, url: str, name: str | None = None, delimiter: str | None = None, readers: Readers | None = None):
-        self.url, self.name, self.delimiter = url, name or url, delimiter and delimiter.replace("\\t", "\t")
-        if delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
-            raise ValueError(f"--delimiter is {delimiter!r}; expected one character, or \\t for a tab")
-        path = Path(url.lower())
-        self.is_compressed = path.suffix == ".gz"
-        ending = (path.with_suffix("") if self.is_compressed else path).suffix
+    def __init__(self, url: str, delimiter: str | None = None, readers: Readers | None = None):
+        self.url = self.name = url
+        ending, self.compression = endings_of(url)
         if ending not in READERS:
-            raise ValueError(f"{url} has the unknown ending {ending!r}; expected {', '.join(READERS)}, or with .gz")
-        is_table = ending == ".txt" and delimiter is not None
-        self.reader = READERS[".tsv"] if is_table else {**READERS, **(readers or {})}[ending]
-        self.system, self.path = fsspec.core.url_to_fs(url)
-        if not self.system.isfile(self.path):
+            expected = f"{', '.join(READERS)}, or with {' or '.join(COMPRESSIONS)}"
+            raise ValueError(f"{url} has the unknown ending {ending!r}; expected {expected}")
+        self.choose_reader(ending, delimiter, readers)
+        self.system, self.path = filesystem_of(url)
+        if not (self.system or os.path).isfile(self.path):
             raise FileNotFoundError(f"{url}: there is no such file")
-        self.info = self.system.info(self.path)
-        self.size, self.identity = self.info.get("size") or 0, os.path.realpath(self.path)
+        self.identity = url if self.system else os.path.realpath(url)
 
     def __str__(self):
         return self.url
 
+    def choose_reader(self, ending: str, delimiter: str | None, readers: Readers | None = None) -> None:
+        """Sets the delimiter and the reader, or raises ValueError if the delimiter is invalid."""
+        self.delimiter = delimiter and delimiter.replace("\\t", "\t")
+        if delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise ValueError(f"--delimiter is {delimiter!r}; expected one character, or \\t for a tab")
+        is_table = ending == ".txt" and delimiter is not None
+        self.reader = READERS[".tsv"] if is_table else {**READERS, **(readers or {})}[ending]
+
     def open(self) -> BinaryIO:
-        self.binary = self.system.open(self.path, "rb")
-        return self.binary
+        return self.system.open(self.path, "rb") if self.system else open(self.path, "rb")
 
     def contents(self):
         return self.reader(self)
 
-    def share(self):
-        if self.binary is None or self.binary.closed:  # not yet opened, or read
-            return float(self.binary is not None)
-        return self.binary.tell() / max(self.size, 1)
+    def types(self):
+        return parquet_types(self) if endings_of(self.url)[0] == ".parquet" else None
 
     def fingerprint(self):
+        found = {"file": self.name, **({"delimiter": self.delimiter} if self.delimiter else {})}
+        if self.system is None:
+            with self.open() as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                return {**found, "size": file.tell(), "sha256": digest}
+        self.system.invalidate_cache()
+        info = self.system.info(self.path)
         ends = self.system.head(self.path, FINGERPRINT_BYTES) + self.system.tail(self.path, FINGERPRINT_BYTES)
         names = ("mtime", "LastModified", "last_modified", "ETag", "etag")
-        return {
-            "file": self.url,
-            "size": self.size,
-            "modified": str(next(filter(None, map(self.info.get, names)), None)),
-            "sha256_of_ends": hashlib.sha256(ends).hexdigest(),
-            **({"delimiter": self.delimiter} if self.delimiter else {}),
-        }
+        modified = str(next(filter(None, map(info.get, names)), None))
+        digest = hashlib.sha256(ends).hexdigest()
+        return {**found, "size": info.get("size") or 0, "modified": modified, "sha256_of_ends": digest}
 
 
-class StandardInput(Input):
-    """Standard input: JSON lines if it begins with an opening brace, else a text on each line."""
+class StandardInput(InputFile):
+    """Standard input, copied into a temporary file, so that it can be read again.
 
-    name = "-"
+    Args:
+        format: txt, csv, tsv or jsonl; None: see `guess_format`.
+        delimiter: see `InputFile`.
+
+    Raises:
+        OSError: there is no standard input, or it cannot be copied.
+        ValueError: its format is not known, or the delimiter is invalid.
+    """
+
+    url = name = identity = "-"
+    system = None
+
+    def __init__(self, format: str | None = None, delimiter: str | None = None):
+        if sys.stdin is None or sys.stdin.closed:
+            raise OSError("there is no standard input; expected texts or rows from a pipe or a file")
+        self.copy = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it is removed with this object
+        shutil.copyfileobj(sys.stdin.buffer, self.copy)
+        self.copy.flush()
+        self.path = self.copy.name
+        self.format = format or guess_format(self, is_table=delimiter is not None)
+        self.choose_reader(f".{self.format}", delimiter)
 
     def __str__(self):
         return "standard input"
 
-    def open(self) -> BinaryIO:
-        if sys.stdin is None:
-            raise OSError("there is no standard input")
-        return sys.stdin.buffer
-
-    def contents(self):
-        start = self.open().peek().lstrip(b"\xef\xbb\xbf \t\r\n")
-        return READERS[".jsonl" if start.startswith(b"{") else ".txt"](self)
+    def fingerprint(self):
+        return {**super().fingerprint(), "format": self.format}
 
 
 class HubDataset(Input):
@@ -212,6 +243,10 @@ class HubDataset(Input):
         with errors_about(self):
             yield from ((None, row) for row in self.table)
 
+    def types(self):
+        features = self.table.features
+        return features and types_of(features.arrow_schema, features)
+
     def fingerprint(self):
         return {"file": self.name, "commit": content_hash([self])}
 
@@ -229,11 +264,12 @@ def content_hash(inputs: Sequence[Input]) -> str:
         paths = sorted(path for path in Path(first.dataset).rglob("*") if path.is_file())
         if not paths:
             return HfApi().dataset_info(first.dataset).sha
+        files = (path.open("rb") for path in paths)
     else:
-        paths = [each.path for each in inputs]
+        files = (each.open() for each in inputs)
     digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
+    for opened in files:
+        with opened as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
@@ -331,39 +367,15 @@ def columns_of(rows: Callable[[], Iterable[Row]], usable: int | None = None) -> 
 
 
 def open_files(given: Iterable[str | Path], **options) -> list[InputFile]:
-    """The files, patterns replaced by those that match them. Their names in places do not have the folder, unless
-    several have the same name.
+    """The files, folders and patterns replaced by the files in them; see `expand`.
 
     Args:
         options: of `InputFile`.
 
     Raises:
-        OSError: a file is missing, or a pattern matches none.
+        OSError: a file is missing, or a folder or a pattern has none.
         ValueError: a file has an unknown ending, or the delimiter is invalid.
     """
-    urls = [url for each in given for url in expand(str(each))]
-    names = Counter(Path(url).name for url in urls)
-    return [InputFile(url, name if names[name := Path(url).name] == 1 else None, **options) for url in urls]
-
-
-def expand(url: str) -> list[str]:
-    """The files that a pattern matches, sorted; of a path or a URL that is no pattern, itself.
-
-    Raises:
-        FileNotFoundError: the pattern matches no file.
-    """
-    url = url.removeprefix("file://")
-    path = Path(url)
-    if path.is_file() or not glob.has_magic(url) or ("://" in url and "*" not in url):
-        return [url]
-    if "://" in url:
-        system, pattern = fsspec.core.url_to_fs(url)
-        found = [system.unstrip_protocol(each) for each in sorted(system.glob(pattern))]
-    else:
-        # The name of a folder that exists may have brackets.
-        folder = next(each for each in path.parents if each.is_dir())
-        names = glob.glob(str(path.relative_to(folder)), root_dir=folder, recursive=True)
-        found = [str(folder / name) for name in sorted(names) if (folder / name).is_file()]
-    if not found:
-        raise FileNotFoundError(f"{url} matches no file; expected a file, or a pattern of files that exist")
-    return found
+    files = [InputFile(url, **options) for each in given for url in expand(str(each))]
+    name_files(files)
+    return files

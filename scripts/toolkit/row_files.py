@@ -1,8 +1,8 @@
 """Rows of files: CSV, TSV, JSON lines, JSON arrays, text, CoNLL and Parquet, each also compressed.
 
 A reader, one of `READERS`, takes an `InputFile` and yields for each row where it starts, and its columns or, as a
-string, what is wrong with it. Where it starts is the number of a line, other words, or None. Nothing here imports
-datasets or pyarrow before a Parquet file is read.
+string, what is wrong with it, or None if the row counts and has no content. Where it starts is the number of a line,
+other words, or None. Nothing here imports datasets or pyarrow before a Parquet or .zst file is read.
 """
 
 import csv
@@ -12,11 +12,13 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import BinaryIO, TextIO
+
+from toolkit.cli import require
 
 # The longest field of a CSV file, in characters. Python's default, 131,072, is less than a long article; without a
 # limit, an unclosed quotation mark would read the rest of the file into memory.
@@ -38,7 +40,7 @@ QUOTED_FIELD = re.compile(r'"((?:[^"]|"")*)"')
 # The rows of a Parquet file that are in memory at once.
 PARQUET_ROWS = 64
 
-Rows = Iterator[tuple[int | str | None, dict | str]]
+Rows = Iterator[tuple[int | str | None, dict | str | None]]
 
 
 # ----------------------------------------------------------------------------------------------- columns and their text
@@ -95,18 +97,35 @@ def find_fault(row: dict) -> str | None:
 # -------------------------------------------------------------------------------------------------------------- opening
 
 
+class Decompressed(io.RawIOBase):
+    """The decompressed bytes of a file. Reading them raises an OSError if it is damaged or incomplete."""
+
+    def __init__(self, file, binary: BinaryIO):
+        self.file = file
+        if file.compression == ".gz":
+            self.stream = gzip.GzipFile(fileobj=binary)
+        else:
+            require("pyarrow")
+            from pyarrow import CompressedInputStream
+
+            self.stream = CompressedInputStream(binary, "zstd")
+
+    def readable(self):
+        return True
+
+    def readinto(self, target):
+        try:
+            return self.stream.readinto(target)
+        except (EOFError, OSError, zlib.error) as error:
+            expected = f"expected a complete {self.file.compression} file"
+            raise OSError(f"{self.file} cannot be read: {error}; {expected}") from error
+
+
 @contextmanager
 def open_binary(file) -> Iterator[BinaryIO]:
-    """Opens a file, which may be compressed.
-
-    Raises:
-        OSError: a compressed file is damaged or incomplete; also while it is read.
-    """
+    """Opens a file, which may be compressed."""
     with file.open() as binary:
-        try:
-            yield gzip.GzipFile(fileobj=binary) if file.is_compressed else binary
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise OSError(f"{file} cannot be read: {error}; expected a complete gzip file") from error
+        yield io.BufferedReader(Decompressed(file, binary), 2**16) if file.compression else binary
 
 
 @contextmanager
@@ -185,11 +204,32 @@ def read_records(reader) -> Iterator[tuple[int, list[str] | str]]:
 
 
 def read_text(file) -> Rows:
-    """The lines of a text file that are not blank."""
+    """The lines of a text file. A blank line counts, so that the number of a row is that of its line."""
     with open_text(file) as text:
         for number, line in enumerate(text, 1):
-            if not line.isspace():
-                yield number, {"text": line.removesuffix("\n")}
+            yield number, None if line.isspace() else {"text": line.removesuffix("\n")}
+
+
+def guess_format(file, is_table: bool) -> str:
+    """The format of standard input: jsonl if it begins with a brace; else txt.
+
+    Args:
+        is_table: whether a delimiter is given, so that txt is a table.
+
+    Raises:
+        ValueError: it begins as a table does, with the usual name of a column.
+    """
+    with open_text(file) as text:
+        first = next((line.strip() for line in text if not line.isspace()), "")
+    if first.startswith("{"):
+        return "jsonl"
+    names = [name for name in re.split(f"[{DELIMITERS}]", first) if name.strip(' "').lower() in TEXTS]
+    if names and not is_table:
+        raise ValueError(
+            f"{file} begins as a table with the column {names[0]!r}; expected --stdin_format csv or tsv, or txt if it "
+            "has a text on each line"
+        )
+    return "txt"
 
 
 def read_conll(file) -> Rows:
@@ -221,6 +261,8 @@ def read_json_lines(file) -> Rows:
     """Rows of JSON lines."""
     expected = "expected an object on each line"
     for line, row in read_text(file):
+        if row is None:
+            continue
         try:
             value = json.loads(row["text"])
         except (ValueError, RecursionError) as error:
@@ -261,8 +303,9 @@ def read_json(file) -> Rows:
 # -------------------------------------------------------------------------------------------------------------- Parquet
 
 
-def read_parquet(file) -> Rows:
-    """Rows of a Parquet file, a few in memory at a time. Sets the `features` of the file, if `datasets` stored them.
+@contextmanager
+def open_parquet(file):
+    """Opens a `ParquetFile`. Sets the `features` of the file, if `datasets` stored them.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -270,19 +313,45 @@ def read_parquet(file) -> Rows:
     from pyarrow import parquet
 
     with open_binary(file) as binary, errors_about(file):
-        source = io.BytesIO(binary.read()) if file.is_compressed else binary  # the last bytes are read first
+        source = io.BytesIO(binary.read()) if file.compression else binary  # the last bytes are read first
         with parquet.ParquetFile(source, pre_buffer=False, buffer_size=2**20) as table:
-            schema = table.schema_arrow
-            if b"huggingface" in (schema.metadata or {}):
+            if b"huggingface" in (table.schema_arrow.metadata or {}):
                 from datasets import Features
 
-                file.features = Features.from_arrow_schema(schema)
-            chosen = [name for name in schema.names if file.columns is None or name in file.columns]
-            for batch in table.iter_batches(PARQUET_ROWS, columns=chosen):
-                yield from ((None, row) for row in batch.to_pylist())
+                file.features = Features.from_arrow_schema(table.schema_arrow)
+            yield table
 
 
-def name_labels(row: dict, features: dict) -> dict:
+def read_parquet(file) -> Rows:
+    """Rows of a Parquet file, a few in memory at a time.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    with open_parquet(file) as table:
+        names = table.schema_arrow.names
+        chosen = [name for name in names if file.columns is None or name in file.columns]
+        for batch in table.iter_batches(PARQUET_ROWS, columns=chosen):
+            yield from ((None, row) for row in batch.to_pylist())
+
+
+def parquet_types(file) -> dict:
+    """The types of the columns of a Parquet file; see `types_of`."""
+    with open_parquet(file) as table:
+        return types_of(table.schema_arrow, file.features)
+
+
+def types_of(schema, features: Mapping) -> dict:
+    """The Arrow types of the columns of a schema, those of texts for labels, which `name_labels` names."""
+    from pyarrow import list_, string
+
+    def as_text(kind):
+        return list_(as_text(kind.value_type)) if hasattr(kind, "value_type") else string()
+
+    return {each.name: as_text(each.type) if label_names(features.get(each.name)) else each.type for each in schema}
+
+
+def name_labels(row: dict, features: Mapping) -> dict:
     """The row with the names of its labels instead of their numbers; None for -1, no label."""
     return {column: name_label(label_names(features.get(column)), value) for column, value in row.items()}
 
@@ -307,6 +376,7 @@ READERS = {
     ".csv": partial(read_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
     ".tsv": partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
     ".json": read_json,
     ".parquet": read_parquet,
     ".txt": read_text,

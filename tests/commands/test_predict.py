@@ -1,16 +1,13 @@
 """`scripts/predict.py`: its results beside those of transformers' own classes and pipelines, its inputs and formats."""
 
 import csv
-import gzip
 import io
 import itertools
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -381,41 +378,6 @@ def test_a_label_that_the_model_does_not_have(model, run, capsys):
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def written(path, ending: str) -> str:
-    """A file of `TEXTS` in a format."""
-    plain = ending.removesuffix(".gz")
-    if plain == ".parquet":
-        target = io.BytesIO()
-        Dataset.from_list(rows_of(TEXTS, other=list(range(40)))).to_parquet(target)
-        content = target.getvalue()
-    elif plain in (".csv", ".tsv"):
-        target = io.StringIO(newline="")
-        writer = csv.writer(target, delimiter="," if plain == ".csv" else "\t")
-        writer.writerows([["other", "text"], *([i, text] for i, text in enumerate(TEXTS))])
-        content = target.getvalue().encode()
-    elif plain == ".json":
-        content = json.dumps(rows_of(TEXTS)).encode()
-    elif plain == ".jsonl":
-        content = "".join(json.dumps(row) + "\n" for row in rows_of(TEXTS)).encode()
-    else:
-        content = "".join(f"{text}\n" for text in TEXTS).encode()
-    path = path / f"texts{ending}"
-    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
-    return str(path)
-
-
-@pytest.mark.parametrize("ending", [".txt", ".csv", ".tsv", ".jsonl", ".json", ".parquet"])
-@pytest.mark.parametrize("compressed", [False, True])
-def test_every_format_of_input_gives_the_same(ending, compressed, model, run, tmp_path):
-    expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
-    path = written(tmp_path, ending + ".gz" * compressed)
-    for name in (path, f"file://{path}", str(tmp_path / "te*ts.*")):
-        found = run(model(), name)
-        assert [row["embedding"] for row in found] == expected
-        assert [row["row"] for row in found] == list(range(1, 41))
-        assert {row["file"] for row in found} == {path}
-
-
 @pytest.mark.parametrize(("name", "delimiter"), [("x.csv", ";"), ("x.txt", r"\t"), ("x.tsv", None)])
 def test_tables_with_another_delimiter_and_unpaired_quotation_marks(name, delimiter, model, run, tmp_path):
     values = ['"good film', "a film", 'bad "film"'] if name != "x.csv" else ["good film", "a, film", "bad film"]
@@ -436,39 +398,12 @@ def test_another_delimiter_is_another_input(model, run, tmp_path, capsys):
     assert "delimiter" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
-def test_standard_input(ending, model, run, tmp_path, monkeypatch):
-    expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
-    with open(written(tmp_path, ending), encoding="utf-8") as file:
-        monkeypatch.setattr(sys, "stdin", file)
-        found = run(model(), "-")
-    assert [row["embedding"] for row in found] == expected
-    assert {row["file"] for row in found} == {"-"}
-
-
 def test_a_dataset_in_a_folder(model, run, tmp_path):
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data" / "train.jsonl", rows_of(TEXTS))
     expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
     for name in (f"hub:{tmp_path / 'data'}", f"hub:{tmp_path / 'data'}:train"):
         assert [row["embedding"] for row in run(model(), name)] == expected
-
-
-def test_several_files_are_one_corpus(model, tmp_path, capsys):
-    """Parts go over the ends of files; an empty file is reported."""
-    names = [write_rows(tmp_path / f"{i}.jsonl", rows_of(TEXTS[i * 10 : i * 10 + 10])) for i in range(3)]
-    (tmp_path / "empty.jsonl").write_text("")
-    argv = [model(), *names[:2], str(tmp_path / "empty.jsonl"), names[2], "--output", str(tmp_path / "out")]
-    assert (
-        predict.main(
-            [*argv, "--processes", "1", "--threads_per_process", "1", "--part_rows", "16", "--format", "jsonl"]
-        )
-        == 0
-    )
-    found = read(tmp_path / "out", "jsonl")
-    assert [(row["file"], row["row"]) for row in found] == [(name, i) for name in names for i in range(1, 11)]
-    assert len(list(tmp_path.glob("out/part-*"))) == 2
-    assert "empty.jsonl" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ids", "kind"), [(list(range(100, 140)), int), ([f"r{i}" for i in range(40)], str)])

@@ -9,9 +9,12 @@ import json
 import re
 import tempfile
 import tracemalloc
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -20,12 +23,14 @@ from datasets.distributed import split_dataset_by_node
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from pyarrow.dataset import dataset
 from transformers import AutoTokenizer
 
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertForTokenClassification
 from support.finetuning import make_task, read_settings, save_tiny
 from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit import row_files
+from toolkit.cli import CommandError
 from toolkit.inputs import HubDataset, Source, open_files
 from toolkit.row_files import find_column, text_of
 from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
@@ -40,6 +45,8 @@ from toolkit.training.settings import (
     changed_flags,
     recipe_of,
 )
+
+COMPRESSED = {".gz": partial(gzip.compress, mtime=0), ".zst": partial(pa.compress, codec="zstd", asbytes=True)}
 
 # Any text but what counts as bad.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -206,8 +213,8 @@ def test_plain_text_is_a_row_a_line(write):
     source = write("x.txt", b'\xef\xbb\xbfone\r\n\r\n  two \r\n\tsaid "three, four"')
     assert read(source) == [
         ("x.txt, row 1 (line 1)", {"text": "one"}),
-        ("x.txt, row 2 (line 3)", {"text": "  two "}),
-        ("x.txt, row 3 (line 4)", {"text": '\tsaid "three, four"'}),
+        ("x.txt, row 3 (line 3)", {"text": "  two "}),
+        ("x.txt, row 4 (line 4)", {"text": '\tsaid "three, four"'}),
     ]
 
 
@@ -217,15 +224,18 @@ def test_plain_text_is_a_row_a_line(write):
         ("x.csv", b'\xef\xbb\xbftext\r\none\r\n\r\n"two\nlines"\r\n'),
         ("x.tsv", b"text\tn\none\t1\n"),
         ("x.jsonl", b'{"text": "one"}\n\n{"text": "two"}\n'),
+        ("x.ndjson", b'{"text": "one"}\n'),
         ("x.json", b'{"text": "one"}\n'),
         ("x.json", b'[{"text": "one"}, {"text": "two"}]'),
         ("x.txt", "one\n\nzwei Käfer\n".encode()),
     ],
 )
-def test_compressed_files_have_the_same_rows(name, content):
-    rows = [(place.replace(name, f"{name}.gz"), row) for place, row in read_back(name, content)]
-    assert read_back(f"{name}.gz", gzip.compress(content)) == rows
-    assert len(read_back(f"{name.upper()}.GZ", gzip.compress(content))) == len(rows)
+@pytest.mark.parametrize("ending", COMPRESSED)
+def test_compressed_files_have_the_same_rows(ending, name, content):
+    rows = [(place.replace(name, f"{name}{ending}"), row) for place, row in read_back(name, content)]
+    compressed = COMPRESSED[ending](content)
+    assert read_back(f"{name}{ending}", compressed) == rows
+    assert len(read_back(f"{name}{ending}".upper(), compressed)) == len(rows)
 
 
 def test_several_files_count_their_own_rows(tmp_path):
@@ -233,12 +243,11 @@ def test_several_files_count_their_own_rows(tmp_path):
     paths = [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "sub" / "a.txt"]
     for path, text in zip(paths, ["x\ny", '{"text": "z"}', "w"], strict=True):
         path.write_text(text)
-    # Where two have the same name, the path says which.
     assert [row.place for row in files_of(paths).rows()] == [
-        f"{paths[0]}, row 1 (line 1)",
-        f"{paths[0]}, row 2 (line 2)",
+        "a.txt, row 1 (line 1)",
+        "a.txt, row 2 (line 2)",
         "b.jsonl, row 1 (line 1)",
-        f"{paths[2]}, row 1 (line 1)",
+        "sub/a.txt, row 1 (line 1)",
     ]
 
 
@@ -259,6 +268,42 @@ def test_patterns_are_replaced_by_the_files_that_match_sorted(tmp_path, monkeypa
     assert files("[1].txt") == ["[1].txt"]  # a file that exists
     monkeypatch.chdir(tmp_path)
     assert [each.url for each in open_files(["*.txt"])] == ["[1].txt", "a.txt", "b.txt"]
+
+
+def test_a_folder_stands_for_the_files_in_it_that_are_data(tmp_path, monkeypatch):
+    """As pyarrow's datasets find them, which have other endings, however."""
+    names = ["b.txt", "[a].CSV.gz", "deep/er/a.ndjson", "data/data_x.txt", "deep/z.jsonl.zst", "x.parquet"]
+    hidden = ["_x.txt", ".x.txt", "_deep/a.txt", "deep/.git/a.txt", "deep/_success.json"]
+    for name in [*names, *hidden, "readme", "x.xlsx", "a.gz", "deep/x.py"]:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(b"")
+    known = {".txt", ".csv", ".ndjson", ".jsonl", ".parquet"}
+    found = [Path(each).relative_to(tmp_path) for each in dataset(tmp_path / "data", pa.schema([]), "csv").files]
+    expected = sorted(str(path) for path in found if known & {each.lower() for each in path.suffixes})
+    assert expected == sorted(f"data/{name}" for name in names)
+    for folder in (tmp_path / "data", f"{tmp_path}/data/", f"file://{tmp_path}/data"):
+        assert [each.url for each in open_files([folder])] == [f"{tmp_path}/{name}" for name in expected]
+    monkeypatch.chdir(tmp_path)
+    assert [each.url for each in open_files(["data"])] == expected
+    monkeypatch.chdir(tmp_path / "data")
+    assert [each.url for each in open_files(["."])] == [name.removeprefix("data/") for name in expected]
+    assert [each.name for each in open_files(["."])] == [name.removeprefix("data/") for name in expected]
+
+
+def test_a_folder_of_a_url():
+    system = fsspec.filesystem("memory")
+    names = ["b.txt", "deep/a.jsonl", "deep/_a.jsonl", "_deep/a.txt", "readme"]
+    for name in names:
+        system.pipe(f"/a_url/{name}", b'{"text": "x"}')
+    files = open_files(["memory://a_url"])
+    assert [each.url for each in files] == ["memory:///a_url/b.txt", "memory:///a_url/deep/a.jsonl"]
+    assert [each.name for each in files] == ["b.txt", "deep/a.jsonl"]
+    assert [row for _, row in read(Source(files))] == [{"text": '{"text": "x"}'}, {"text": "x"}]
+    before = files[0].fingerprint()
+    system.pipe("/a_url/b.txt", b"other")
+    assert {name for name, value in files[0].fingerprint().items() if before[name] != value} >= {
+        "size", "sha256_of_ends"
+    }  # fmt: skip
 
 
 def test_folders_with_brackets_are_not_patterns(tmp_path):
@@ -441,11 +486,31 @@ def test_damaged_gzip_files_are_errors_of_one_line(ending, damage, make, write):
         "wrong checksum": whole[:-8] + b"\0" * 8,
         "not gzip": LINES[ending].encode(),
     }[damage]
-    source = write(f"x{ending}.gz", content)
-    with pytest.raises(OSError, match=r"cannot be read: .*; expected a complete gzip file$") as error:
+    fails_to_read(write(f"x{ending}.gz", content), make, "gz")
+
+
+@pytest.mark.parametrize("ending", LINES)
+@pytest.mark.parametrize("damage", ["truncated", "one byte less", "not zstd"])
+@pytest.mark.parametrize("make", [load_rows, stream_rows])
+def test_damaged_zst_files_are_errors_of_one_line(ending, damage, make, write):
+    whole = COMPRESSED[".zst"](LINES[ending].encode())
+    content = {"truncated": whole[:-100], "one byte less": whole[:-1], "not zstd": LINES[ending].encode()}[damage]
+    fails_to_read(write(f"x{ending}.zst", content), make, "zst")
+
+
+def fails_to_read(source: Source, make, kind: str) -> None:
+    with pytest.raises(OSError, match=rf"cannot be read: .*; expected a complete \.{kind} file$") as error:
         list(make(source, keep_text, "skip"))
     assert str(error.value).startswith(f"{source} cannot be read: ")
+    assert str(error.value).count("cannot be read") == 1
     assert "\n" not in str(error.value)
+
+
+def test_zst_files_need_pyarrow(write, monkeypatch):
+    source = write("x.txt.zst", COMPRESSED[".zst"](b"one\n"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CommandError, match="pyarrow"):
+        read(source)
 
 
 def test_an_empty_parquet_file_is_an_error(tmp_path):
@@ -454,10 +519,10 @@ def test_an_empty_parquet_file_is_an_error(tmp_path):
         read(files_of([tmp_path / "x.parquet"]))
 
 
-@pytest.mark.parametrize("name", ["gone.csv", "folder.csv"])
-def test_a_file_that_does_not_exist(name, tmp_path):
+@pytest.mark.parametrize(("name", "word"), [("gone.csv", "no such file"), ("folder.csv", "has no file")])
+def test_a_file_that_does_not_exist(name, word, tmp_path):
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(OSError, match=f"{name}: there is no such file"):
+    with pytest.raises(OSError, match=f"{name}.* {word}"):
         open_files([tmp_path / name])
 
 
@@ -529,6 +594,52 @@ def test_a_folder_that_datasets_cannot_read_is_one_line(name, content, word, tmp
     (tmp_path / "named" / name).write_text(content)
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'named'} \(train\) cannot be read: [^\n]*{word}[^\n]*$"):
         list(hub_of(tmp_path / "named", "train").rows())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types
+
+
+NUMBERS = pa.table(
+    {
+        "big": pa.array([2**64 - 1, None], pa.uint64()),
+        "time": pa.array([1_700_000_000_123_456, 0], pa.timestamp("us", "UTC")),
+        "day": pa.array([1, None], pa.date32()),
+        "price": pa.array([Decimal("12.3400"), Decimal("-0.0001")], pa.decimal128(12, 4)),
+        "half": pa.array(np.array([0.5, 1], np.float16)),
+        "vector": pa.array([[1, 2], [3, 4]], pa.list_(pa.int8(), 2)),
+        "pair": pa.array([{"a": 1}, None], pa.struct({"a": pa.int16()})),
+        "kind": pa.array(["a", "b"]).dictionary_encode(),
+        "text": pa.array(["a", "b"], pa.large_string()),
+    }
+)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_types_and_values_of_parquet_are_kept(ending, write):
+    [file] = write(f"x.parquet{ending}", COMPRESSED.get(ending, bytes)(parquet_of(NUMBERS))).inputs
+    assert file.types() == {field.name: field.type for field in NUMBERS.schema}
+    rows = [row.content for row in file.rows()]
+    assert pa.Table.from_pylist(rows, pa.schema(file.types())) == NUMBERS
+
+
+def test_types_of_labels_are_those_of_their_names(labelled, tmp_path):
+    (tmp_path / "named").mkdir()
+    labelled.to_parquet(tmp_path / "named" / "train.parquet")
+    expected = pa.table({name: [row[name] for row in WITH_NAMES] for name in WITH_NAMES[0]}).schema
+    inputs = [
+        *open_files([tmp_path / "named" / "train.parquet"]),
+        *(HubDataset(str(tmp_path / "named"), "train", streaming=streaming) for streaming in (False, True)),
+    ]
+    for each in inputs:
+        assert each.types() == {field.name: field.type for field in expected}
+        assert list(each.types().values()) == [pa.string(), pa.string(), pa.list_(pa.string())]
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl", "x.ndjson", "x.json", "x.txt", "x.conll", "x.csv.gz"])
+def test_formats_without_types(name, write):
+    [file] = write(name, b"").inputs
+    assert file.types() is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

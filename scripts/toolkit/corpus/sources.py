@@ -1,10 +1,12 @@
 """The rows of the input, in parts: files, standard input and datasets of the Hub, read once from beginning to end."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from toolkit.inputs import ROWS_WITH_ALL_COLUMNS, HubDataset, Input, InputFile, Row, Source, StandardInput, expand
+from toolkit.input_paths import expand, name_files
+from toolkit.inputs import ROWS_WITH_ALL_COLUMNS, HubDataset, Input, InputFile, Row, Source, StandardInput
 
 STANDARD_INPUT = StandardInput.name
 HUB = "hub:"
@@ -18,25 +20,29 @@ class Part:
     rows: list[Row]
 
 
-def open_inputs(given: Sequence[str], delimiter: str | None = None) -> list[Input]:
-    """The inputs, patterns replaced by the files that match them, sorted.
+def open_inputs(given: Sequence[str], delimiter: str | None = None, stdin_format: str | None = None) -> list[Input]:
+    """The inputs, folders and patterns replaced by the files in them.
+
+    Args:
+        delimiter, stdin_format: see `InputFile` and `StandardInput`.
 
     Raises:
-        OSError: a file is missing, or a pattern matches none.
-        ValueError: a file has an unknown ending, an input is given twice, or the delimiter is invalid.
+        OSError: a file or standard input is missing, or a folder or a pattern has no file.
+        ValueError: an input is given twice, or its format is not known; or the delimiter is invalid.
     """
     found: list[Input] = []
     for name in given:
         if name == STANDARD_INPUT:
-            found.append(StandardInput())
+            found.append(StandardInput(stdin_format, delimiter))
         elif name.startswith(HUB):
             first, _, last = name.removeprefix(HUB).rpartition(":")
             found.append(HubDataset(first or last, last if first else "train", streaming=True, name=name))
         else:
-            found += [InputFile(each, delimiter=delimiter) for each in expand(name)]
-    names = [each.name for each in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{twice[0]} is given twice; expected each input once")
+            found += [InputFile(each, delimiter) for each in expand(name)]
+    name_files([each for each in found if type(each) is InputFile])
+    counts = Counter(each.identity for each in found)
+    if twice := [str(each) for each in found if counts[each.identity] > 1]:
+        raise ValueError(f"{twice[-1]} is given twice; expected each input once")
     return found
 
 
@@ -89,8 +95,4 @@ class Corpus(Source):
         """How much of the input has been read, from 0 to 1; None if that is not known."""
         if self.limit is not None:
             return min(1.0, self.rows_read / self.limit)
-        total = sum(each.size for each in self.inputs)
-        shares = [each.share() for each in self.inputs]
-        if not total or None in shares:
-            return None
-        return sum(each.size * share for each, share in zip(self.inputs, shares, strict=True)) / total
+        return None
