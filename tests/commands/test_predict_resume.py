@@ -178,6 +178,9 @@ def test_what_changed_is_named(model, here, capsys, tmp_path_factory):
     one_line([*again, "--format", "csv"], capsys, "--format", "csv")
     other = save_model(tmp_path_factory.mktemp("other"), seed=1)
     one_line([other, *again[1:]], capsys, "model", model)
+    write_rows(here / "more.jsonl", ROWS)
+    one_line([model, "rows.jsonl", "more.jsonl", *again[2:]], capsys, "more.jsonl")
+    one_line([model, "more.jsonl", *again[2:]], capsys, "rows.jsonl", "more.jsonl")
     (here / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     one_line(again, capsys, "rows.jsonl", "size")
     write_rows(here / "rows.jsonl", [{**row, "text": row["text"].replace("word1", "word2")} for row in ROWS])
@@ -187,6 +190,16 @@ def test_what_changed_is_named(model, here, capsys, tmp_path_factory):
     (here / "out" / "manifest.json").write_text("{")
     one_line(again, capsys, "manifest.json")
     assert content(here / "out") == before
+
+
+def test_an_input_that_was_touched_or_is_named_by_another_path_is_the_same(model, undisturbed, here):
+    assert predict.main([model, "rows.jsonl", "--output", "out", *FLAGS]) == 0
+    (here / "sub").mkdir()
+    os.utime(here / "rows.jsonl", (1, 1))
+    for name in ("rows.jsonl", f"{here}/rows.jsonl", "sub/../rows.jsonl", "row*.jsonl", f"file://{here}/rows.jsonl"):
+        (here / "out" / "part-000002.parquet").unlink()
+        assert predict.main([model, name, "--output", "out", *FLAGS, "--resume"]) == 0
+        assert content(here / "out") == undisturbed["parquet"]
 
 
 def test_the_number_of_threads_of_a_run_is_kept(model, here):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 
 from toolkit.checkpoint import weight_files
@@ -103,12 +104,10 @@ def check_same(before: dict, now: dict) -> list[str]:
 
 def check_inputs(before: list[dict], now: list[dict]) -> None:
     """Raises ValueError if the inputs of two runs differ."""
-    was, is_now = ([each["file"] for each in inputs] for inputs in (before, now))
-    if was != is_now:
-        raise ValueError(f"--resume: the inputs were {', '.join(was)} and are {', '.join(is_now)}; expected the same")
-    for one, other in zip(before, now, strict=True):
-        if one != other:
-            changed = ", ".join(
-                name.replace("_", " ") for name in one.keys() | other.keys() if one.get(name) != other.get(name)
-            )
-            raise ValueError(f"--resume: the input {one['file']} has changed ({changed}); expected the same")
+    for one, other in zip_longest(before, now, fillvalue={"file": "none"}):
+        if one["file"] != other["file"]:
+            raise ValueError(f"--resume: an input was {one['file']} and is {other['file']}; expected the same inputs")
+        changed = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+        if changed:
+            what = ", ".join(changed).replace("_", " ")
+            raise ValueError(f"--resume: the input {one['file']} has changed ({what}); expected the same")
