@@ -37,7 +37,7 @@ def make_parser() -> Parser:
     number = {"type": integer_from(1), "metavar": "N"}
     data = parser.group("data")
     data.add_argument("--data", type=Path, metavar="FILE", help="the texts: .txt, .csv, .tsv, .json, .jsonl or "
-                      ".parquet, each also as .gz; default: film reviews")  # fmt: skip
+                      ".parquet, each also as .gz or .zst; default: film reviews")  # fmt: skip
     data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text")
     data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
                       "text on each line")  # fmt: skip

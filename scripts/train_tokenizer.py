@@ -5,9 +5,10 @@
     train_tokenizer.py --train_file words.csv --column word phonemes --output g2p-tokenizer --pre_split whitespace \\
         --min_frequency 100
 
-The files are .txt, with a text on each line, .csv, .tsv, .json, .jsonl or .parquet, all UTF-8 and each also as .gz.
-A pattern, such as 'data/*.txt', stands for the files that match it. Files may be larger than memory: they are read
-three times, row by row. The same files and flags give the same tokenizer, to the byte.
+The files are .txt, with a text on each line, .csv, .tsv, .json, .jsonl or .parquet, all UTF-8 and each also as .gz or
+.zst. A pattern, such as 'data/*.txt', stands for the files that match it; a folder, for those in it. Files may be
+larger than memory: they are read three times, row by row. The same files and flags give the same tokenizer, to the
+byte.
 
 --output becomes a folder with tokenizer.json, tokenizer_config.json and vocab.txt, which AutoTokenizer opens as a
 BertTokenizer. It appears when it is complete.
@@ -35,7 +36,7 @@ def make_parser() -> Parser:
                     usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
-                      ".csv, .tsv, .json, .jsonl or .parquet, each also as .gz; or patterns")  # fmt: skip
+                      ".csv, .tsv, .json, .jsonl or .parquet, each also .gz or .zst; folders; or patterns")  # fmt: skip
     data.add_argument(
         "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
     )

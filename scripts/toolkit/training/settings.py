@@ -102,8 +102,8 @@ class Settings:
     implementation: Literal["scratchbert", "bert"] = model_flag("our classes, or those of transformers", "scratchbert")
 
     train_file: list[str] | None = data_flag(
-        "files to train on: .csv, .tsv, .json, .jsonl, .txt, .conll or .parquet, each also as .gz; or patterns such as "
-        "'data/*.csv'"
+        "files to train on: .csv, .tsv, .json, .jsonl, .txt, .conll or .parquet, each also as .gz or .zst; folders; or "
+        "patterns such as 'data/*.csv'"
     )
     validation_file: list[str] | None = data_flag("files for evaluations during the training", excludes="dataset")
     test_file: list[str] | None = data_flag("files for one evaluation of the finished model", excludes="dataset")
