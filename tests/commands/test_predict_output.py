@@ -199,7 +199,7 @@ def test_types_of_ids(ids, kind, model):
 
 
 def test_ids_of_csv_are_integers(model):
-    Path("data.csv").write_text("key,text\n" + "".join(f"{i * 3},{text}\n" for i, text in enumerate(TEXTS)))
+    Path("data.csv").write_text("key,text\n" + "".join(f'{i * 3},"{text}"\n' for i, text in enumerate(TEXTS)))
     found = run(model, "data.csv", "--id_column", "key")
     assert found.column("id").to_pylist() == [number * 3 for number in range(20)]
 

@@ -165,7 +165,7 @@ def test_what_changed_is_named(model, here, capsys, tmp_path_factory):
     one_line([model, "more.jsonl", *again[2:]], capsys, "rows.jsonl", "more.jsonl")
     one_line([model, "-", *again[2:]], capsys, "standard input")
     one_line(argv, capsys, "not empty", "--resume")
-    (here / "out" / "manifest.json").write_text("{")
+    (here / "out" / "__run__" / "manifest.json").write_text("{")
     one_line(again, capsys, "manifest.json")
     assert content(here / "out") == before
 

@@ -58,7 +58,7 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 def content(folder: Path) -> dict[str, bytes]:
     """All files of an output, but what names the machine's state."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: bytes_ for name, bytes_ in files.items() if name != "manifest.json"}
+    return {name: bytes_ for name, bytes_ in files.items() if not name.endswith("manifest.json")}
 
 
 def one_line(argv: list[str], capsys, *words: str, code: int = 2) -> None:

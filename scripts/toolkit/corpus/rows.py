@@ -214,7 +214,8 @@ class ColumnKind:
             if "integer" in found and not self.is_negative:
                 self.is_negative = any(str(value).startswith("-") for value in values)
         for kind in found:
-            self.kind = common_kind(self.kind, kind, self.is_negative)
+            is_text = is_table and "text" in (self.kind, kind)  # some cells are no numbers
+            self.kind = "text" if is_text else common_kind(self.kind, kind, self.is_negative)
 
 
 def in_kind(kind: object, value):

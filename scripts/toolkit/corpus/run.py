@@ -14,28 +14,10 @@ from tqdm import tqdm
 
 from toolkit.checkpoint import verification
 from toolkit.cli import CommandError, about, require
+from toolkit.corpus import flags, manifest
 from toolkit.corpus.devices import devices_and_threads
-from toolkit.corpus.flags import (
-    TASK_FLAGS,
-    check_flags,
-    find_kept_columns,
-    find_text_columns,
-    in_shard,
-    run_name,
-    shard_of,
-)
 from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
 from toolkit.corpus.local import run_locally
-from toolkit.corpus.manifest import (
-    MANIFEST,
-    check_inputs,
-    check_same,
-    complete_parts,
-    make_manifest,
-    part_files,
-    read_manifest,
-    to_text,
-)
 from toolkit.corpus.model import number_of_labels, read_model, task_of
 from toolkit.corpus.rows import scan_rows
 from toolkit.corpus.sources import Corpus, Part, open_inputs
@@ -72,7 +54,7 @@ class Run:
         self.args, self.report = args, report
         self.is_interrupted, self.started = False, time.perf_counter()
         self.expected: int | None = None
-        self.shard = shard_of(args.shard)
+        self.shard = flags.shard_of(args.shard)
         if args.format == "parquet":
             require("pyarrow")
         with about(args.model):
@@ -80,10 +62,10 @@ class Run:
             self.task = args.task or task_of(args.model, self.fields)
             if args.verify:
                 verification(args.model)
-        check_flags(args, self.task)
+        flags.check_flags(args, self.task)
         self.corpus = Corpus(open_inputs(args.inputs, args.delimiter, args.stdin_format), args.limit)
-        self.store = None if args.output is None else open_store(args.output, run_name(self.shard))
-        self.before = None if self.store is None else read_manifest(self.store)
+        self.store = None if args.output is None else open_store(args.output, flags.run_name(self.shard))
+        self.before = None if self.store is None else manifest.read_manifest(self.store)
         resumed = None if self.before is None or args.dry_run else self.before["threads_per_process"]
         self.devices, self.threads = devices_and_threads(args, resumed)
         self.job = self.make_job(self.corpus.first_rows())
@@ -92,20 +74,20 @@ class Run:
         """The job, with the columns that the first rows have."""
         args, task = self.args, self.task
         columns = columns_of(lambda: first)
-        options = {name: getattr(args, name) for name in TASK_FLAGS[task]}
-        options |= find_text_columns(args, task, columns)
+        options = {name: getattr(args, name) for name in flags.TASK_FLAGS[task]}
+        options |= flags.find_text_columns(args, task, columns)
         for column, flag in ((args.id_column, "--id_column"), (args.label_column, "--label_column")):
             if column is not None:
                 find_column(columns, column, (), f"{flag}")
         if args.label_column is not None:
             options |= self.label_options()
-        keep = find_kept_columns(args, columns)
+        keep = flags.find_kept_columns(args, columns)
         used = {options["text_column"], options.get("text_pair_column"), args.id_column, args.label_column, *keep}
         for each in self.corpus.inputs:
             each.columns = used
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
-            model=args.model, task=task, output=args.output or "", run=run_name(self.shard), format=args.format,
+            model=args.model, task=task, output=args.output or "", run=flags.run_name(self.shard), format=args.format,
             device=self.devices[0], threads=self.threads, dtype=args.dtype, max_length=args.max_length,
             tokens_per_batch=args.tokens_per_batch or tokens, part_rows=args.part_rows, id_column=args.id_column,
             label_column=args.label_column, on_bad_row=args.on_bad_row, empty_texts=args.empty_texts, keep=keep,
@@ -143,10 +125,12 @@ class Run:
         args, output = self.args, self.args.output
         if isinstance(self.store, LocalStore) and self.store.path.exists() and not self.store.path.is_dir():
             raise ValueError(f"--output {output} is a file; expected a folder")
-        self.before = read_manifest(self.store)
+        self.before = manifest.read_manifest(self.store)
         if self.before is None:
             if self.store.sizes():
-                raise ValueError(f"--output {output} is not empty and has no {MANIFEST}; expected a new folder")
+                raise ValueError(
+                    f"--output {output} is not empty and has no {manifest.MANIFEST}; expected a new folder"
+                )
         elif args.update:
             return
         elif not (args.resume or self.shard):
@@ -155,13 +139,13 @@ class Run:
         elif is_planned(self.store):
             raise ValueError(f"--output {output} has an unfinished update; expected --update, which continues it")
         else:
-            for remark in check_same(self.before, self.manifest):
+            for remark in manifest.check_same(self.before, self.manifest):
                 self.report(remark)
 
     def check_unchanged(self) -> None:
         """Raises CommandError if an input has changed since it was read for the first time."""
         try:
-            check_inputs(self.manifest["inputs"], [each.fingerprint() for each in self.corpus.inputs])
+            manifest.check_inputs(self.manifest["inputs"], [each.fingerprint() for each in self.corpus.inputs])
         except (ValueError, OSError) as error:
             advice = "The output mixes both; start again in a new folder"
             raise CommandError(f"during the run: {str(error).removeprefix('--resume: ')}. {advice}") from error
@@ -173,7 +157,7 @@ class Run:
         self.read_all_rows()
         if self.args.dry_run:
             return self.try_out()
-        self.manifest = make_manifest(self.job, self.corpus.inputs, self.args.limit, self.rows)
+        self.manifest = manifest.make_manifest(self.job, self.corpus.inputs, self.args.limit, self.rows)
         self.check_output()
         with self.store.locked():
             finish_update(self.store)
@@ -191,15 +175,15 @@ class Run:
         """The parts that are not there."""
         if self.job.format == "npy" and is_joined(self.store):
             return iter(())
-        complete, size = complete_parts(self.store), self.job.part_rows
-        numbers = range(len(part_files(self.manifest)))
-        missing = {number for number in numbers if number not in complete and in_shard(self.shard, number)}
+        complete, size = manifest.complete_parts(self.store), self.job.part_rows
+        numbers = range(len(manifest.part_files(self.manifest)))
+        missing = {number for number in numbers if number not in complete and flags.in_shard(self.shard, number)}
         self.expected = sum(min(size, self.rows - size * number) for number in missing)
         return self.corpus.parts(size, lambda number: number in missing)
 
     def write_manifest(self) -> None:
         if self.before is None:
-            self.store.write(MANIFEST, to_text(self.manifest))
+            self.store.write(manifest.MANIFEST, manifest.to_text(self.manifest))
 
     def compute(self, job: Job, parts: Iterator[Part], begin: Callable[[], None]) -> Totals:
         """Computes parts, until the run is stopped, and shows the progress. Returns what was computed.
@@ -246,9 +230,9 @@ class Run:
 
     def finish(self, computed: Totals, seconds: float) -> int:
         """Joins what belongs together, and prints the summary."""
-        parts = len(part_files(self.manifest))
+        parts = len(manifest.part_files(self.manifest))
         joined = self.job.format == "npy" and is_joined(self.store)
-        if not joined and (there := len(complete_parts(self.store))) < parts:
+        if not joined and (there := len(manifest.complete_parts(self.store))) < parts:
             print(f"{computed.rows:,} rows now in {seconds:,.1f} s; {there:,} of {parts:,} parts are there")
             return 0
         totals, metrics = join_records(self.store), {}

@@ -112,14 +112,12 @@ def predictions_and_references(store: Store, job: Job, parts: int) -> Iterator[t
     """The result and the true labels of each row that has a result."""
     problem = job.options["problem"]
     name, kind = ("score", "number") if job.task == "rerank" else PREDICTIONS[problem]
-    if job.options.get("top_k") is not None:
-        name, kind = "labels", "texts"  # the best is the first
     kinds = {name: kind, "reference": REFERENCES[problem]}
     for file in (job.part_name(number) for number in range(parts)):
         columns = decode_part(job.format, kinds, store.read(file))
         for found, reference in zip(*columns.values(), strict=True):
             if found is not None:
-                yield found[0] if problem == "single_label" and kind == "texts" else found, reference
+                yield found, reference
 
 
 def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:

@@ -20,19 +20,10 @@ from threading import Lock
 import numpy as np
 
 from toolkit.cli import CommandError
+from toolkit.corpus import manifest
 from toolkit.corpus.digests import BYTES, DigestIndex, digest_of
 from toolkit.corpus.formats import as_column, decode_part
 from toolkit.corpus.job import Job
-from toolkit.corpus.manifest import (
-    MANIFEST,
-    complete_parts,
-    computation,
-    other_machine,
-    part_files,
-    read_manifest,
-    read_records,
-    to_text,
-)
 from toolkit.corpus.sources import Corpus, Part
 from toolkit.corpus.store import RECORDS, RUN, Store, open_store
 from toolkit.corpus.summary import Totals
@@ -60,7 +51,7 @@ def check_contract(before: dict, now: dict, has_own_code: bool) -> None:
         for name in ("device", "dtype")
         if before["flags"].get(name) != now["flags"].get(name)
     ]
-    if changed := changed + other_machine(before, now):
+    if changed := changed + manifest.other_machine(before, now):
         raise ValueError(
             f"--update: {changed[0]}; expected the same, because results would differ in the last digits. A run in a "
             "new folder computes all rows"
@@ -90,8 +81,8 @@ class Known:
         self.store, self.format, self.kinds = store, format, None
         self.index, self.faults, self.files = DigestIndex(), {}, {}
         self.starts, self.numbers = [0], []
-        complete = complete_parts(store)
-        for number, record in read_records(store):
+        complete = manifest.complete_parts(store)
+        for number, record in manifest.read_records(store):
             if number in complete:
                 self.add(number, record)
         self.parts: OrderedDict[int, tuple[dict, dict]] = OrderedDict()
@@ -189,7 +180,7 @@ def update(run) -> Totals:
     if before["flags"]["format"] == "npy":
         raise ValueError("--update: the output has the format npy, whose parts are joined; expected another format")
     check_contract(before, now, run.fields.get("auto_map") is not None and job.trust_remote_code)
-    planned = to_text(now)
+    planned = manifest.to_text(now)
     if is_planned(store) and store.read(PLANNED) != planned:
         store.remove_folder(UPDATE)  # of an update to an input that has changed again
     results, out = (replace(job, output=f"{job.output}/{name}") for name in (NEW, OUT))
@@ -198,10 +189,10 @@ def update(run) -> Totals:
     with new_store.locked(), out_store.locked():
         store.write(PLANNED, planned)
         old = Known(store, before["flags"]["format"])
-        if computation(before) != computation(now):
+        if manifest.computation(before) != manifest.computation(now):
             run.report("the model or its options have changed: all rows are computed")
             old.forget()
-        there = complete_parts(new_store)
+        there = manifest.complete_parts(new_store)
         missing = (part for part in new_parts(job, run.corpus, old) if part.number not in there)
         computed = run.compute(results, missing, lambda: None)
         if run.is_interrupted:
@@ -229,7 +220,7 @@ def missing_of(store: Store, before: dict[str, dict]) -> Callable[[int], bool]:
     sizes = store.sizes()
     there = {
         number
-        for number, record in read_records(store)
+        for number, record in manifest.read_records(store)
         if all(before.get(name) == file or sizes.get(name) == file["bytes"] for name, file in record["files"].items())
     }
     return lambda number: number not in there
@@ -263,17 +254,17 @@ def finish_update(store: Store) -> None:
     """Puts the new parts in the places of the old ones, if all are there. May be repeated after a crash."""
     if COMPLETE not in store.sizes(UPDATE):
         return
-    if (manifest := read_manifest(store, PLANNED)) is not None:
-        names = set(part_files(manifest))
+    if (planned := manifest.read_manifest(store, PLANNED)) is not None:
+        names = set(manifest.part_files(planned))
         for name in store.sizes(OUT):
             store.move(f"{OUT}/{name}", name)
-        for _, record in read_records(store):
+        for _, record in manifest.read_records(store):
             for name in record["files"].keys() - names:
                 store.remove(name)
         for name in store.sizes(f"{OUT}/{RECORDS}"):
             store.move(f"{OUT}/{RECORDS}/{name}", f"{RECORDS}/{name}")
-        for number, _ in read_records(store):
+        for number, _ in manifest.read_records(store):
             if number >= len(names):
                 store.remove(record_name(number))
-        store.move(PLANNED, MANIFEST)
+        store.move(PLANNED, manifest.MANIFEST)
     store.remove_folder(UPDATE)
