@@ -154,10 +154,10 @@ def test_metrics_are_those_of_scikit_learn(model, run, tmp_path):
         assert [row["reference"] for row in found] == labels
         predictions = [row["label"] for row in found]
         output = sorted(tmp_path.glob("out-*"))[-1]
-        metrics = json.loads((output / "metrics.json").read_text())
+        metrics = json.loads((output / "__run__" / "metrics.json").read_text())
         assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predictions))
         assert metrics["f1"] == pytest.approx(f1_score(labels, predictions, average="macro"))
-        assert (output / "confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
+        assert (output / "__run__" / "confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
@@ -170,12 +170,12 @@ def test_metrics_of_several_labels_and_of_numbers(format, model, run, tmp_path):
     given = [json.loads(row["labels"]) if format == "csv" else row["labels"] for row in found]
     sets = [[[name in row for name in ("bad", "fair", "good")] for row in rows]
             for rows in ([label.split("|") for label in labels], given)]  # fmt: skip
-    metrics = json.loads((tmp_path / "out-0" / "metrics.json").read_text())
+    metrics = json.loads((tmp_path / "out-0" / "__run__" / "metrics.json").read_text())
     assert metrics["accuracy"] == pytest.approx(accuracy_score(*sets))
     numbers = [float(i % 7) for i in range(40)]
     rows = [{"query": text, "document": text, "y": y} for text, y in zip(TEXTS, numbers, strict=True)]
     found = run(model("rerank"), rows, "--label_column", "y", format=format)
-    metrics = json.loads((tmp_path / "out-1" / "metrics.json").read_text())
+    metrics = json.loads((tmp_path / "out-1" / "__run__" / "metrics.json").read_text())
     scores = [float(row["score"]) for row in found]
     assert metrics["mean_squared_error"] == pytest.approx(mean_squared_error(numbers, scores), rel=1e-5)
 
@@ -196,7 +196,7 @@ def test_tables_with_another_delimiter_and_unpaired_quotation_marks(name, delimi
     lines = [(delimiter or "\t").replace(r"\t", "\t").join(row) for row in (["id", "text"], *enumerate_texts(values))]
     (tmp_path / name).write_text("\n".join(lines))
     found = run(model(), str(tmp_path / name), "--id_column", "id", *(["--delimiter", delimiter] if delimiter else []))
-    assert [row["id"] for row in found] == ["0", "1", "2"]
+    assert [row["id"] for row in found] == [0, 1, 2]
     assert [row["embedding"] for row in found] == [row["embedding"] for row in run(model(), rows_of(values))]
 
 
@@ -239,7 +239,7 @@ def test_a_dry_run_writes_nothing(model, run, tmp_path, capsys):
 
 def test_truncated_texts_are_counted(model, run, tmp_path, capsys):
     run(model(), rows_of(["a", "word1 " * 38, "word1 " * 39, "word1 " * 500]))
-    assert json.loads((tmp_path / "out-0" / ".state" / "000000.json").read_text())["truncated"] == 2
+    assert json.loads((tmp_path / "out-0" / "__run__" / "parts" / "000000.json").read_text())["truncated"] == 2
     assert capsys.readouterr().out.splitlines()[1].startswith("2 ")
 
 

@@ -262,6 +262,13 @@ def test_piped_rows_are_those_of_the_file(model, here):
     for name in ("part-000000.jsonl", "part-000001.jsonl", "part-000002.jsonl"):
         expected = (here / "file" / name).read_text().replace('"x.jsonl"', '"-"')
         assert (here / "piped" / name).read_text() == expected
+    # The same rows, piped again, continue the run; others do not.
+    (here / "piped" / "part-000001.jsonl").unlink()
+    other = encoded(".jsonl").replace(b"film", b"ada")
+    for content, code in ((other, 2), (encoded(".jsonl"), 0)):
+        done = subprocess.run([*command, "--resume"], input=content, capture_output=True, check=False)
+        assert done.returncode == code, done.stderr.decode()
+        assert (here / "piped" / "part-000001.jsonl").exists() == (code == 0)
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -346,4 +346,4 @@ def test_the_environment_sets_the_threads_of_a_run(model, here, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     argv = [model, "rows.jsonl", "--output", "out", "--part_rows", "8", "--processes", "1"]
     assert predict.main(argv) == 0
-    assert json.loads((here / "out" / "manifest.json").read_text())["threads_per_process"] == 3
+    assert json.loads((here / "out" / "__run__" / "manifest.json").read_text())["threads_per_process"] == 3
