@@ -105,7 +105,7 @@ def make_parser() -> Parser:
     used.add_argument("--empty_texts", choices=["bad", "null"], default="bad", help="a row with an empty text cannot "
                       "be used (bad), or has null for its results")  # fmt: skip
     used.add_argument("--processes", type=processes, metavar="N", help="processes, each with a model; auto, the "
-                      "default: one for each processor, or for each accelerator")  # fmt: skip
+                      "default: one for each processor or accelerator; on Ray, as many as have room")  # fmt: skip
     used.add_argument("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
     add_data_flags(parser.group("data"))
     add_model_flags(parser.group("model"))
@@ -146,12 +146,13 @@ def add_model_flags(model) -> None:
                        "model's")  # fmt: skip
     model.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of the computation; default: that of "
                        "the stored weights")  # fmt: skip
-    model.add_argument("--device", help="such as cpu or cuda:1; default: all accelerators if there are any")
+    model.add_argument("--device", help="such as cpu or cuda:1, and with --engine ray cpu or cuda; default: all "
+                       "accelerators if there are any")  # fmt: skip
     model.add_argument("--tokens_per_batch", **COUNT, help="texts are sorted by length and computed in batches of so "
                        f"many tokens, without padding; default: {TOKENS_ON_CPU:,} on a CPU, {TOKENS_ON_ACCELERATOR:,} "
                        "on an accelerator")  # fmt: skip
-    model.add_argument("--threads_per_process", **COUNT, help="default: processors / processes. Parts are the same, "
-                       "byte for byte, for the same number")  # fmt: skip
+    model.add_argument("--threads_per_process", **COUNT, help="default: OMP_NUM_THREADS, or processors / "
+                       "processes")  # fmt: skip
     model.add_argument("--engine", choices=["local", "ray"], default="local", help="processes of this machine, or "
                        "actors of a Ray cluster")  # fmt: skip
     model.add_argument("--ray_address", metavar="ADDRESS", help="of a running cluster, or auto; default: a new one on "

@@ -362,17 +362,39 @@ def test_an_actor_for_each_gpu(tmp_path):
 # ----------------------------------------------------------------------------------------------------- docs/corpus.md
 
 
-@pytest.mark.parametrize(("number", "output"), [(0, "embeddings/*.parquet"), (1, "embeddings.parquet")])
+def code_of_documentation() -> list[str]:
+    page = (ROOT / "docs" / "corpus.md").read_text()
+    return re.findall(r"^```python corpus\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def test_readers_open_the_output_as_it_lies(tmp_path, monkeypatch):
+    """The code of the documentation for pandas, pyarrow, datasets, DuckDB and Polars."""
+    for library in ("duckdb", "polars"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = save_model(tmp_path / "my-model")
+    with open("reviews.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], [7, ""], *([i * 10, each["text"]] for i, each in enumerate(ROWS))])
+    argv = [folder, "reviews.csv", "--output", "embeddings", "--id_column", "id", "--on_bad_row", "skip", *FLAGS]
+    assert predict.main([*argv, "--processes", "1"]) == 0
+    ids = [i * 10 for i in range(60)]
+    for number, name in enumerate(("table", "frame")):
+        found: dict = {}
+        exec(code_of_documentation()[number], found)
+        assert list(found[name]["id"]) == ids
+    assert sorted(found["joined"].fetchnumpy()["id"].tolist()) == ids
+
+
+@pytest.mark.parametrize(("number", "output"), [(2, "embeddings/*.parquet"), (3, "embeddings.parquet")])
 def test_the_python_of_the_documentation(number, output, tmp_path):
-    if number == 0:
+    if number == 2:
         pytest.importorskip("ray", reason="ray is not installed")
     folder = save_model(tmp_path / "my-model", "embed", "bert")
     sentences = texts(30)
     with open(tmp_path / "reviews.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in sentences)])
-    page = (ROOT / "docs" / "corpus.md").read_text()
-    code = re.findall(r"^```python corpus\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "example.py").write_text(code[number])
+    (tmp_path / "example.py").write_text(code_of_documentation()[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
                           check=False)  # fmt: skip
