@@ -50,9 +50,8 @@ def make_parser() -> Parser:
     evaluation.add_argument("--threads", **number, nargs="+", default=[1, 2, 3], help="numbers of threads that take "
                             "turns; ONNX Runtime, OpenVINO and CTranslate2 always use the last")  # fmt: skip
     evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of texts and batchings")
-    parser.group("output").add_argument(
-        "--json", metavar="FILE", type=file_in_existing_folder, help="write all numbers, the machine and the versions"
-    )
+    parser.group("output").add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all "
+                                        "numbers, the machine and the versions")  # fmt: skip
     return parser
 
 

@@ -38,9 +38,8 @@ def make_parser() -> Parser:
     place = output.add_mutually_exclusive_group()
     place.add_argument("--revision", metavar="BRANCH", help="the branch, created if need be; default: main")
     place.add_argument("--pull_request", action="store_true", help="propose it to the repository's owner")
-    output.add_argument(
-        "--parity", metavar="FILE", type=Path, help="a file written by check_parity.py --json, for the model card"
-    )
+    output.add_argument("--parity", metavar="FILE", type=Path, help="a file written by check_parity.py --json, "
+                        "for the model card")  # fmt: skip
     output.add_argument("--message", default="Upload model", help="the commit message")
     output.add_argument("--dry_run", action="store_true", help="list the files that would be uploaded")
     return parser

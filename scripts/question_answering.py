@@ -34,19 +34,16 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL --question TEXT --context TEXT [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     data = parser.group("data")
-    data.add_argument(
-        "--question", action="append", required=True, metavar="TEXT", help="a question; may be given several times"
-    )
+    data.add_argument("--question", action="append", required=True, metavar="TEXT", help="a question; may be "
+                      "given several times")  # fmt: skip
     where = data.add_mutually_exclusive_group(required=True)
     where.add_argument("--context", metavar="TEXT", help="the text with the answers")
     where.add_argument("--context_file", metavar="FILE", help="a UTF-8 file with the text; - for standard input")
     model = parser.group("model")
-    counts = {
-        "--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
-        "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
-        "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
-        "--batch_size": (1, 8, "windows per batch"),
-    }
+    counts = {"--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
+              "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
+              "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
+              "--batch_size": (1, 8, "windows per batch")}  # fmt: skip
     for flag, (minimum, default, text) in counts.items():
         model.add_argument(flag, type=integer_from(minimum), default=default, metavar="N", help=text)
     model.add_argument("--device", help="the device, such as cpu or cuda:1; default: an accelerator if there is one")

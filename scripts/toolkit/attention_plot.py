@@ -58,9 +58,8 @@ def open_for_attention(source: str, kind: str | None, target: str | None):
     if kind != "self" and not is_encoder_decoder:
         raise ValueError(f"--kind is {kind}, and it has self-attention only; expected --kind self.")
     if kind == "self" and target is not None:
-        raise ValueError(
-            "--decoder_text is given with self-attention; expected --kind cross or decoder, of an encoder-decoder."
-        )
+        raise ValueError("--decoder_text is given with self-attention; expected --kind cross or decoder, of an "
+                         "encoder-decoder.")  # fmt: skip
     tokenizer = open_tokenizer(source)
     generates = kind != "self" and target is None
     model_class = ScratchBertForConditionalGeneration if generates else ScratchBertModel
@@ -70,9 +69,8 @@ def open_for_attention(source: str, kind: str | None, target: str | None):
 
 
 @torch.inference_mode()
-def attention(
-    model, tokenizer, sentence: str, kind: str = "self", target: str | None = None, max_tokens: int = 48
-) -> Attention:
+def attention(model, tokenizer, sentence: str, kind: str = "self", target: str | None = None,
+              max_tokens: int = 48) -> Attention:  # fmt: skip
     """The attention weights of a model for `sentence`.
 
     Args:
@@ -108,10 +106,8 @@ def encode(tokenizer, text: str, what: str, max_tokens: int) -> list[int]:
         raise ValueError(f"The {what} is empty.")
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) > max_tokens:
-        raise ValueError(
-            f"The {what} has {len(ids)} tokens; expected at most {max_tokens}. Shorten it, or give --max_tokens "
-            f"{len(ids)}."
-        )
+        raise ValueError(f"The {what} has {len(ids)} tokens; expected at most {max_tokens}. Shorten it, or give "
+                         f"--max_tokens {len(ids)}.")  # fmt: skip
     return ids
 
 
@@ -183,9 +179,8 @@ def draw(
     height += LINE * title_size * (title.count("\n") + 1)
     with rc_context({"font.size": size, "axes.titlesize": "medium", "figure.labelsize": "medium"}):
         figure = Figure((width / POINTS_PER_INCH, height / POINTS_PER_INCH), DPI, layout="constrained")
-        figure.get_layout_engine().set(
-            w_pad=GAP / 2 / POINTS_PER_INCH, h_pad=GAP / 2 / POINTS_PER_INCH, wspace=0, hspace=0
-        )
+        figure.get_layout_engine().set(w_pad=GAP / 2 / POINTS_PER_INCH, h_pad=GAP / 2 / POINTS_PER_INCH, wspace=0,
+                                       hspace=0)  # fmt: skip
         figure.suptitle(title, fontsize=title_size, parse_math=False)
         maps = figure.subplots(len(layers), len(heads), squeeze=False)
         for axes, (layer, head) in zip(maps.flat, itertools.product(layers, heads), strict=True):
@@ -236,9 +231,7 @@ def save(figure, path: Path) -> None:
 
     width, height = (round(side * DPI) for side in figure.get_size_inches())
     if path.suffix.lower() == ".png" and width * height > MAX_PIXELS:
-        raise ValueError(
-            f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose --layers and "
-            "--heads, shorten the text, or write an SVG."
-        )
+        raise ValueError(f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose "
+                         "--layers and --heads, shorten the text, or write an SVG.")  # fmt: skip
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plot_attention"}), atomic_file(path) as temporary:
         figure.savefig(temporary, metadata={"Date": None})  # the same picture gives the same bytes

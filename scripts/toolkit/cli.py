@@ -109,13 +109,8 @@ class Parser(argparse.ArgumentParser):
         """Prints a remark or an error on one line of standard error."""
         print(f"{self.prog}: {one_line(message)}", file=sys.stderr)
 
-    def run(
-        self,
-        work: Callable[[], int | None],
-        *,
-        interrupted: str = "interrupted",
-        expected: tuple[type[Exception], ...] = (),
-    ) -> int:
+    def run(self, work: Callable[[], int | None], *, interrupted: str = "interrupted",
+            expected: tuple[type[Exception], ...] = ()) -> int:  # fmt: skip
         """Calls `work` and returns the command's exit code.
 
         The code is what `work` returns (None: 0), 2 for an error that the user can resolve, which is reported in one
@@ -166,10 +161,8 @@ def with_underscores(arguments: Sequence[str] | None) -> list[str]:
     """The arguments with the hyphens inside flag names, up to a bare `--`, replaced by underscores."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    flags = [
-        re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
-        for argument in arguments[:end]
-    ]
+    flags = [re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
+             for argument in arguments[:end]]  # fmt: skip
     return flags + arguments[end:]
 
 

@@ -47,11 +47,8 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
 
     # Gradients are of a scalar that weights every number of every output differently.
     generator = torch.Generator().manual_seed(seed)
-    total = sum(
-        (one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
-        for one in seen.values()
-        if one.values.requires_grad
-    )
+    total = sum((one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
+                for one in seen.values() if one.values.requires_grad)  # fmt: skip
     model.zero_grad()
     total.backward()
     found = gradients(model)

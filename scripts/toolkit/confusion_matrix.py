@@ -11,9 +11,8 @@ LONGEST_LABEL = 20
 LONGEST_HORIZONTAL_LABEL = 6
 
 
-def plot_confusion(
-    path: Path, labels: Sequence[str], references: Sequence[str], predictions: Sequence[str], title: str
-) -> None:
+def plot_confusion(path: Path, labels: Sequence[str], references: Sequence[str], predictions: Sequence[str],
+                   title: str) -> None:  # fmt: skip
     """Draws a confusion matrix, with a row for each true label and a column for each predicted one. Colours show the
     share of the row; counts are written in the cells of up to 15 labels.
 

@@ -154,10 +154,9 @@ def hub_names(source: str, revision: str | None) -> list[str]:
     try:
         return sorted(file.filename for file in snapshot_download(source, revision=revision, dry_run=True))
     except DryRunError as error:
-        raise FileNotFoundError(
-            f"There is no folder {source}, and the Hub cannot be reached ({error.__cause__ or error}). Without a "
-            "network, give the folder of the snapshot in the cache."
-        ) from error
+        raise FileNotFoundError(f"There is no folder {source}, and the Hub cannot be reached "
+                                f"({error.__cause__ or error}). Without a network, give the folder of the "
+                                "snapshot in the cache.") from error  # fmt: skip
 
 
 def check_fields(checkpoint: Checkpoint, to: str) -> None:
@@ -167,9 +166,8 @@ def check_fields(checkpoint: Checkpoint, to: str) -> None:
         name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
         raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
     if checkpoint.fields.get("quantization_config"):
-        raise ValueError(
-            f"{source} is quantised; expected float weights. Convert the checkpoint that it was made from."
-        )
+        raise ValueError(f"{source} is quantised; expected float weights. Convert the checkpoint that "
+                         "it was made from.")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the weights
@@ -181,17 +179,15 @@ def open_exactly(checkpoint: Source) -> tuple[PreTrainedModel, Report]:
     chosen, notes = choose_class(checkpoint)
     if chosen == "Model" and "pooler" not in parts:
         notes.append("the source has no pooler, so the target has none either")
-    tensors = {
-        name: tensor for file in weight_files(checkpoint.files) for name, tensor in load_state_dict(file).items()
-    }
+    tensors = {name: tensor for file in weight_files(checkpoint.files)
+               for name, tensor in load_state_dict(file).items()}  # fmt: skip
     dtypes = {tensors[name].dtype for name in ours if ours[name]} or {torch.float32}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"{checkpoint.source} is quantised: it has weights of {', '.join(map(str, dtypes))}.")
     dtype = functools.reduce(torch.promote_types, dtypes)
     if len(dtypes) > 1:
-        notes.append(
-            f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in {dtype}, without loss"
-        )
+        notes.append(f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in "
+                     f"{dtype}, without loss")  # fmt: skip
 
     model = open_class(checkpoint, "scratchbert", chosen, "pooler" in parts, dtype)
     if "pooler" in parts and model.base_model.pooler is None:
@@ -235,9 +231,8 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
         elif torch.equal(to_bits(held[own]), to_bits(tensor.to(held[own].dtype))):  # NaN equals NaN
             report.tensors += 1
         elif name.removeprefix("decoder.") == OUTPUT_BIAS_ALIAS:
-            report.left[f"tensor {name}"] = (
-                "cls.predictions.decoder.bias differs from it, and BERT computes with that one"
-            )
+            report.left[f"tensor {name}"] = ("cls.predictions.decoder.bias differs from it, and BERT "
+                                             "computes with that one")  # fmt: skip
         else:
             raise ValueError(f"{name} would change in the conversion, which is a bug; please report it.")
 

@@ -52,21 +52,13 @@ class TensorModel(nn.Module):
         self.model = model
         self.fields = fields
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        token_type_ids: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-    ) -> dict:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None,
+                encoder_hidden_states: torch.Tensor | None = None,
+                encoder_attention_mask: torch.Tensor | None = None) -> dict:  # fmt: skip
         """Of the last three, a decoder with cross-attention has the last two, and other models have the first."""
-        inputs = {
-            "attention_mask": causal_mask(attention_mask) if self.model.config.is_decoder else attention_mask,
-            "token_type_ids": token_type_ids,
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-        }
+        inputs = {"attention_mask": causal_mask(attention_mask) if self.model.config.is_decoder else attention_mask,
+                  "token_type_ids": token_type_ids, "encoder_hidden_states": encoder_hidden_states,
+                  "encoder_attention_mask": encoder_attention_mask}  # fmt: skip
         returned = self.model(input_ids, **{name: value for name, value in inputs.items() if value is not None})
         return {field: returned[field] for field in self.fields}
 
@@ -219,11 +211,7 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
     import openvino
 
     # Without the first hint, it computes in bfloat16 if the processor supports that.
-    options = {
-        "INFERENCE_PRECISION_HINT": precision,
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-    }
+    options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.Core().compile_model(path, "CPU", options)
     outputs = {output.any_name: output for output in compiled.outputs}
 
@@ -235,11 +223,9 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
     return run
 
 
-FORMATS = {
-    "torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
-    "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
-    "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino),
-}
+FORMATS = {"torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
+           "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
+           "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino)}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the check
@@ -327,10 +313,8 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
             found.append(compare(part, format_name, path))
             print(f"{as_text(found[-1])}\n")
         if wrong := [comparison.file for comparison in found if not comparison.agrees]:
-            raise CommandError(
-                f"{' and '.join(wrong)} would differ from {source} by more than {TOLERANCE:.0e}. Nothing is written.",
-                exit_code=1,
-            )
+            raise CommandError(f"{' and '.join(wrong)} would differ from {source} by more than {TOLERANCE:.0e}. "
+                               "Nothing is written.", exit_code=1)  # fmt: skip
         write_settings(folder, checkpoint)
     difference = max(comparison.largest for comparison in found)
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", *chosen.needs))

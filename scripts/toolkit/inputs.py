@@ -236,9 +236,8 @@ class HubDataset(Input):
             try:
                 return load_dataset(self.dataset, self.config, split=self.split, streaming=self.streaming)
             except ConnectionError:
-                raise OSError(
-                    "it is not a folder, and the Hub cannot be reached; expected one of them, or files"
-                ) from None
+                raise OSError("it is not a folder, and the Hub cannot be reached; expected one "
+                              "of them, or files") from None  # fmt: skip
 
     def contents(self):
         self.features = self.table.features or {}

@@ -67,11 +67,8 @@ def in_saved_order(labels: list[str], saved: list[str] | None) -> list[str]:
 
 def label_fields(labels: list[str]) -> dict:
     """The fields of a model's configuration for these labels."""
-    return {
-        "num_labels": len(labels),
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: i for i, name in enumerate(labels)},
-    }
+    return {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
+            "label2id": {name: i for i, name in enumerate(labels)}}  # fmt: skip
 
 
 def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -> torch.Tensor:
@@ -89,9 +86,8 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         return torch.ones(len(labels))
     if given == ["balanced"]:
         if not counts:
-            raise ValueError(
-                "--class_weights is balanced and metrics.json of --model has no label_counts; expected numbers"
-            )
+            raise ValueError("--class_weights is balanced and metrics.json of --model has no label_counts; "
+                             "expected numbers")  # fmt: skip
         return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
     try:
         weights = torch.tensor([float(each) for each in given])

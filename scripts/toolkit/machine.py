@@ -59,12 +59,8 @@ def version(library: str) -> str | None:
 
 def identity() -> dict:
     """The processor, its cores, and the versions of Python and of `LIBRARIES`, None for those not installed."""
-    return {
-        **processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {library: version(library) for library in LIBRARIES},
-    }
+    return {**processor(), "cores": os.cpu_count(), "python": platform.python_version(),
+            "versions": {library: version(library) for library in LIBRARIES}}  # fmt: skip
 
 
 def lines(machine: dict) -> list[str]:

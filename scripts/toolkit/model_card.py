@@ -18,17 +18,10 @@ from toolkit.files import read_json, read_json_object
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
 
 # The Hub's name of the task of each class.
-TASKS = {
-    "ForPreTraining": "fill-mask",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForMultipleChoice": "multiple-choice",
-    "ForQuestionAnswering": "question-answering",
-    "ForCausalLM": "text-generation",
-    "ForConditionalGeneration": "text2text-generation",
-    "Model": "feature-extraction",
-}
+TASKS = {"ForPreTraining": "fill-mask", "ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification",
+         "ForTokenClassification": "token-classification", "ForMultipleChoice": "multiple-choice",
+         "ForQuestionAnswering": "question-answering", "ForCausalLM": "text-generation",
+         "ForConditionalGeneration": "text2text-generation", "Model": "feature-extraction"}  # fmt: skip
 
 MOST_LISTED = 50  # labels, files or other values of a list in a card
 
@@ -157,9 +150,8 @@ def published_card(folder: Path, repo: str, architecture: str, parity: Path | No
         card = parse(text)
         ModelCard(str(card))  # checks its results as well
     except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path} has metadata that cannot be read, and that the Hub would not accept: {error}"
-        ) from error
+        raise ValueError(f"{path} has metadata that cannot be read, and that the Hub would "
+                         f"not accept: {error}") from error  # fmt: skip
     update_metadata(card.data, is_own(architecture), TASKS.get(short_name(architecture), "feature-extraction"))
     report = read_if_any(folder / "metrics.json")
     metrics = {split: report[split] for split in SPLITS if isinstance(report.get(split), dict)}
@@ -194,10 +186,8 @@ def parity_values(path: Path) -> dict:
              "equal" if row["equal"] else "DIFFERS"]
             for row in report["rows"] if row["kind"] != "gradient"
         ]  # fmt: skip
-        return {
-            "about": [re.sub(r"(?<!\w)(~|[A-Za-z]:)?[/\\][^\s,;]*[/\\]", "", line) for line in about],
-            "table": table(["what", "shape", "max abs", "float32 error of the reference", "verdict"], rows),
-            "verdict": report["verdict"],
-        }
+        return {"about": [re.sub(r"(?<!\w)(~|[A-Za-z]:)?[/\\][^\s,;]*[/\\]", "", line) for line in about],
+                "table": table(["what", "shape", "max abs", "float32 error of the reference", "verdict"], rows),
+                "verdict": report["verdict"]}  # fmt: skip
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} was not written by check_parity.py --json: {error!r}") from error

@@ -54,9 +54,8 @@ def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None
     ]
     for name, here in sizes[0].items():
         if here != sizes[1][name]:
-            raise ValueError(
-                f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} in {other.source}."
-            )
+            raise ValueError(f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} "
+                             f"in {other.source}.")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- the batch
@@ -132,10 +131,8 @@ def save_as_two_berts(model, folder: Path) -> None:
         ValueError: BERT cannot express the model, or it has no model head, which an `EncoderDecoderModel` always has.
     """
     if not hasattr(model, "lm_head"):
-        raise ValueError(
-            f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; expected another "
-            "ScratchBert to compare it with."
-        )
+        raise ValueError(f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; "
+                         "expected another ScratchBert to compare it with.")  # fmt: skip
     folders = (folder / "encoder", folder / "decoder")
     model.get_encoder().save_as_bert(folders[0])
     decoder_of(model).save_as_bert(folders[1])
@@ -224,18 +221,14 @@ def verdict(rows: list[Row]) -> str:
     if different:
         first = different[0]
         where = f"{first.what} ({first.worst})" if first.worst else first.what
-        return (
-            f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
-            f"{len(different)} of {len(rows)} rows differ"
-        )
+        return (f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
+                f"{len(different)} of {len(rows)} rows differ")  # fmt: skip
     if not any(row.max_abs for row in rows):
         return f"equal: bit for bit, in all {len(rows)} rows"
     value = max((row for row in rows if row.kind != "gradient"), key=lambda row: row.max_abs)
     gradient = max((row for row in rows if row.kind == "gradient"), key=lambda row: row.relative)
-    return (
-        f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of their "
-        f"norm ({gradient.worst})"
-    )
+    return (f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of "
+            f"their norm ({gradient.worst})")  # fmt: skip
 
 
 def as_text(report: dict) -> str:
@@ -248,10 +241,8 @@ def as_text(report: dict) -> str:
     lines += [cells(row, str(row.tensors)) for row in gradients]
     head = [f"model      {report['model']}", f"reference  {report['reference']}", f"batch      {report['batch']}"]
     head += [f"not compared: {name}" for name in report["not_compared"]]
-    legend = (
-        "relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
-        "own error: of the reference, float32 against float64; of gradients, relative"
-    )
+    legend = ("relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\nown error: of the "
+              "reference, float32 against float64; of gradients, relative")  # fmt: skip
     return "\n".join([*head, "", table(lines), "", legend, report["verdict"]])
 
 
@@ -263,11 +254,8 @@ def cells(row: Row, shape: str) -> tuple[str, ...]:
 
 def plot(report: dict, path: Path) -> None:
     """Draws the difference of each layer on a log axis, which is linear below the smallest number, down to zero."""
-    styles = {
-        "hidden state": ("tab:blue", "o", 9),
-        "cross-attention": ("tab:green", "^", 7),
-        "attention": ("tab:orange", "s", 5),
-    }
+    styles = {"hidden state": ("tab:blue", "o", 9), "cross-attention": ("tab:green", "^", 7),
+              "attention": ("tab:orange", "s", 5)}  # fmt: skip
     rows = [row for row in report["rows"] if row.kind in styles]
     places = list(dict.fromkeys(place(row) for row in rows))
     numbers = [number for row in rows for number in (row.max_abs, row.own_error, TOLERANCE) if number > 0]
@@ -282,12 +270,10 @@ def plot(report: dict, path: Path) -> None:
             layers = [places.index(place(row)) for row in chosen]
             differences, own_errors = [row.max_abs for row in chosen], [row.own_error for row in chosen]
             if chosen:
-                axes.plot(
-                    layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: difference"
-                )
-                axes.plot(
-                    layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error of the reference"
-                )
+                axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: "
+                          "difference")  # fmt: skip
+                axes.plot(layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error "
+                          "of the reference")  # fmt: skip
         axes.axhline(TOLERANCE, color="black", linestyle=":", label="1e-5, the tolerance")
         axes.set_ylim(bottom=-smallest / 5)  # so that the markers at zero are whole
         axes.set_xticks(range(len(places)), [name.split()[-1].replace("embeddings", "emb.") for name in places])

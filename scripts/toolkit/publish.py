@@ -50,15 +50,8 @@ class Listing:
     left: dict[str, str]
 
 
-def push(
-    listing: Listing,
-    repo: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    pull_request: bool = False,
-    message: str = "Upload model",
-) -> tuple[CommitInfo, bool]:
+def push(listing: Listing, repo: str, *, private: bool | None = None, revision: str | None = None,
+         pull_request: bool = False, message: str = "Upload model") -> tuple[CommitInfo, bool]:  # fmt: skip
     """Uploads these files to the repository `repo`, which is created if need be, in one commit.
 
     Args:
@@ -85,9 +78,8 @@ def push(
     remote = api.model_info(repo)
     if private is not None and remote.private != private:
         is_now = "private" if remote.private else "public"
-        raise ValueError(
-            f"{repo} is {is_now} already; omit the flag, or change that on {constants.ENDPOINT}/{repo}/settings"
-        )
+        raise ValueError(f"{repo} is {is_now} already; omit the flag, or change that on "
+                         f"{constants.ENDPOINT}/{repo}/settings")  # fmt: skip
     if revision is not None:
         if not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -206,10 +198,8 @@ def find_secret(text, token: str | None, pattern: re.Pattern | None) -> int | No
 
 def describe(listing: Listing) -> str:
     """The files with their sizes in bytes, and those that are left behind with the reason."""
-    sizes = {
-        name: len(content) if isinstance(content, bytes) else content.stat().st_size
-        for name, content in sorted(listing.files.items())
-    }
+    sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size
+             for name, content in sorted(listing.files.items())}  # fmt: skip
     lines = [f"{size:>15,}  {name}" for name, size in sizes.items()]
     lines.append(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
     for why in dict.fromkeys(listing.left.values()):
@@ -246,10 +236,8 @@ def explain(error: BaseException, repo: str) -> str:
         else:
             message = str(cause)
     elif cause is not None:
-        message = (
-            f"the Hub at {constants.ENDPOINT} cannot be reached, or closed the connection "
-            f"({cause or type(cause).__name__}); check the network, the proxy and HF_ENDPOINT, and run it again. "
-            "Either all files are uploaded or none"
-        )
+        message = (f"the Hub at {constants.ENDPOINT} cannot be reached, or closed the connection "
+                   f"({cause or type(cause).__name__}); check the network, the proxy and HF_ENDPOINT, and run it "
+                   "again. Either all files are uploaded or none")  # fmt: skip
     token = get_token()
     return message.replace(token, "…") if token else message

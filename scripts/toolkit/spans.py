@@ -47,9 +47,8 @@ LENGTHS = {"max_length": 384, "stride": 128, "max_answer_length": 30}
 # ------------------------------------------------------------------------------------------------ texts to windows
 
 
-def context_windows(
-    tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384, stride: int = 128
-) -> list[Feature]:
+def context_windows(tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384,
+                    stride: int = 128) -> list[Feature]:  # fmt: skip
     """Each question with all of its context, in overlapping windows.
 
     Args:
@@ -88,10 +87,8 @@ def context_windows(
 
 def check_texts(tokenizer, questions: Sequence[str], contexts: Sequence[str]) -> None:
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, which "
-            "returns offsets"
-        )
+        raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, "
+                         "which returns offsets")  # fmt: skip
     for name, texts in (("questions", questions), ("contexts", contexts)):
         if isinstance(texts, str):
             raise ValueError(f"{name} is a string, {texts[:40]!r}; expected a list of strings")
@@ -113,9 +110,8 @@ def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, 
     return extended
 
 
-def positions(
-    features: Sequence[Feature], contexts: Sequence[str], answers: Sequence[tuple[str, int] | None]
-) -> list[tuple[int, int]]:
+def positions(features: Sequence[Feature], contexts: Sequence[str],
+              answers: Sequence[tuple[str, int] | None]) -> list[tuple[int, int]]:  # fmt: skip
     """The first and last token of the answer in each window, to train on.
 
     Args:
@@ -205,10 +201,8 @@ def best_spans(
     """
     check_least(max_answer_length=max_answer_length, n_best=n_best)
     if not len(start_logits) == len(end_logits) == len(features):
-        raise ValueError(
-            f"there are {len(start_logits)} rows of start_logits, {len(end_logits)} of end_logits, and {len(features)} "
-            "windows; expected as many"
-        )
+        raise ValueError(f"there are {len(start_logits)} rows of start_logits, {len(end_logits)} of end_logits, and "
+                         f"{len(features)} windows; expected as many")  # fmt: skip
     found = [{} for _ in contexts]  # for each context: (start, end) → S·T_i + E·T_j
     null = [float("inf")] * len(contexts)
     for i, feature in enumerate(features):
@@ -325,10 +319,8 @@ def saved_lengths(config) -> dict[str, int]:
         limits = {"max_length": limit, "stride": limit // 3}  # the share of the defaults
         return {name: min(default, limits.get(name, default)) for name, default in LENGTHS.items()}
     if not isinstance(saved, dict) or not all(type(saved.get(name)) is int for name in LENGTHS):
-        raise ValueError(
-            f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. The flags "
-            "of these names, all three, replace it"
-        )
+        raise ValueError(f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. "
+                         "The flags of these names, all three, replace it")  # fmt: skip
     return saved
 
 
@@ -342,10 +334,8 @@ def saved_threshold(config) -> float | None:
     if saved is None or saved == "never":
         return None if saved == "never" else 0.0
     if not isinstance(saved, int | float) or not math.isfinite(saved):
-        raise ValueError(
-            f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
-            "--always_answer replaces it"
-        )
+        raise ValueError(f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
+                         "--always_answer replaces it")  # fmt: skip
     return float(saved)
 
 
@@ -376,11 +366,9 @@ def as_batch(features: Sequence[Feature], pad_token_id: int, device) -> dict[str
         tensors = [torch.tensor(row, device=device) for row in rows]
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
-    return {
-        "input_ids": padded([feature.input_ids for feature in features], pad_token_id),
-        "token_type_ids": padded([feature.token_type_ids for feature in features], 0),
-        "attention_mask": padded([[1] * len(feature.input_ids) for feature in features], 0),
-    }
+    return {"input_ids": padded([feature.input_ids for feature in features], pad_token_id),
+            "token_type_ids": padded([feature.token_type_ids for feature in features], 0),
+            "attention_mask": padded([[1] * len(feature.input_ids) for feature in features], 0)}  # fmt: skip
 
 
 def open_reader(source: str, device: str | None):

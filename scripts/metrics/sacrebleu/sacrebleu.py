@@ -26,7 +26,4 @@ class Sacrebleu(evaluate.Metric):
             raise ValueError(f"item {references.index([]) + 1} has no reference; expected one or more for each")
         # sacrebleu expects a list of all first references, one of all second ones (None if there is none), and so on.
         columns = [list(column) for column in zip_longest(*references)]
-        return {
-            "bleu": corpus_bleu(predictions, columns).score,
-            "chrf": corpus_chrf(predictions, columns).score,
-        }
+        return {"bleu": corpus_bleu(predictions, columns).score, "chrf": corpus_chrf(predictions, columns).score}

@@ -60,17 +60,11 @@ def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, m
         if name in reasons:
             continue
         total, speed_up = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
-        rows[-1] |= {
-            "seconds_per_batch": total / len(batches),
-            "sequences_per_second": len(lengths) / total,
-            "tokens_per_second": sum(lengths) / total,
-            "vs_bert": speed_up,
-            "vs_bert_times_fill_rate": speed_up * fill_rate,
-            "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
-            "gemm_gflops": None,
-            "lower_bound_share": None,
-            "peak_mib": None,
-        }
+        rows[-1] |= {"seconds_per_batch": total / len(batches), "sequences_per_second": len(lengths) / total,
+                     "tokens_per_second": sum(lengths) / total, "vs_bert": speed_up,
+                     "vs_bert_times_fill_rate": speed_up * fill_rate,
+                     "max_abs": deviations[name] if math.isfinite(deviations[name]) else None, "gemm_gflops": None,
+                     "lower_bound_share": None, "peak_mib": None}  # fmt: skip
         if variant.precision != ON_GPU:
             rows[-1]["gemm_gflops"] = machine["gflops"][variant.dtype]
             rows[-1]["lower_bound_share"] = encoder_seconds(config, lengths, machine, variant.dtype) / total
@@ -114,16 +108,10 @@ def failures(report: dict) -> list[str]:
         for name, reason in report["unavailable"].items()
         if name.startswith("ours") and missing(name) is None
     ]
-    found += [
-        f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
-        for row in report["rows"]
-        if failed(row)
-    ]
-    found += [
-        f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
-        for row in report["decoding"]
-        if not row["same_tokens"]
-    ]
+    found += [f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
+              for row in report["rows"] if failed(row)]  # fmt: skip
+    found += [f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
+              for row in report["decoding"] if not row["same_tokens"]]  # fmt: skip
     return found
 
 
@@ -167,19 +155,15 @@ def print_lines(*lines: str) -> None:
 
 def print_machine(machine: dict) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
-    print_lines(
-        *lines(machine),
-        f"threads: {machine['threads']}; matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
-    )
+    print_lines(*lines(machine), f"threads: {machine['threads']}; matrix multiplication: {rates}; memory: "
+                f"{machine['bandwidth_gb']:.1f} GB/s")  # fmt: skip
 
 
 def print_training(row: dict) -> None:
     took = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in row["seconds"].items())
-    print_lines(
-        "\ntraining: a step (forward, backward, AdamW) on 32 reviews",
-        f"{took}: speed-up {row['vs_bert']:.2f}; losses differ by at most {row['loss_difference']:.1e}, "
-        f"the gradients of the first step by {row['gradient_difference']:.1e} of their norm",
-    )
+    print_lines("\ntraining: a step (forward, backward, AdamW) on 32 reviews", f"{took}: speed-up "
+                f"{row['vs_bert']:.2f}; losses differ by at most {row['loss_difference']:.1e}, the gradients of the "
+                f"first step by {row['gradient_difference']:.1e} of their norm")  # fmt: skip
 
 
 def print_decoding(row: dict) -> None:
@@ -224,9 +208,8 @@ def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) 
 
 def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
     if "linearity" in args.workloads and "ours-optimised" in runs:
-        report["linearity"] = linearity_rows(
-            runs["ours-optimised"], config, report["machine"], args.repetitions, args.seed
-        )
+        report["linearity"] = linearity_rows(runs["ours-optimised"], config, report["machine"], args.repetitions,
+                                             args.seed)  # fmt: skip
         print_linearity(report["linearity"])
     runs.clear()  # the steps below open their own models
     if "training" in args.workloads:

@@ -54,12 +54,9 @@ def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
     difference = gradient_difference(models)
     seconds = interleave(runs, [batches[i % len(batches)] for i in range(1, repetitions + 1)], 1)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {
-        "seconds": medians,
-        "vs_bert": medians["bert"] / medians["ours"],
-        "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
-        "gradient_difference": difference,
-    }
+    return {"seconds": medians, "vs_bert": medians["bert"] / medians["ours"],
+            "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
+            "gradient_difference": difference}  # fmt: skip
 
 
 class Clock(StoppingCriteria):

@@ -72,9 +72,8 @@ def torch_run(model: torch.nn.Module) -> Run:
     return run
 
 
-def as_loaded(
-    folder: Path, threads: int, model_class=BertModel, attention="sdpa", dtype=torch.float32, compiled: bool = False
-) -> Run:
+def as_loaded(folder: Path, threads: int, model_class=BertModel, attention="sdpa", dtype=torch.float32,
+              compiled: bool = False) -> Run:  # fmt: skip
     model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
     return torch_run(torch.compile(model, dynamic=True) if compiled else model)
 

@@ -96,10 +96,9 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
     chosen = [rows[i] for i in torch.randperm(len(rows), generator=generator)[: 32 * count].tolist()]
     tokenizer = tokenizer_for(model)
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's vocab_size, "
-            f"{config.vocab_size}. Give a --model with a tokenizer, or omit the workloads reviews and training"
-        )
+        raise ValueError(f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's "
+                         f"vocab_size, {config.vocab_size}. Give a --model with a tokenizer, or omit the workloads "
+                         "reviews and training")  # fmt: skip
     encoded = tokenizer([row["text"] for row in chosen], truncation=True, max_length=config.max_position_embeddings)
     ids = [torch.tensor(row) for row in encoded["input_ids"]]
     labels = torch.tensor([int(row["label"]) for row in chosen])
