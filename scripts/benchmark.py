@@ -35,14 +35,9 @@ from toolkit.cli import Parser, integer_from, open_report_output
 
 FULL = {"workloads": list(WORKLOADS), "variants": list(VARIANT_NAMES), "repetitions": 5, "batches": 4,
         "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")], "tokens": 24}  # fmt: skip
-QUICK = {
-    "workloads": ["reviews", "mix", "full-128", "single", "decoding"],
-    "variants": ["bert", "openvino", "ours", "ours-optimised"],
-    "repetitions": 2,
-    "batches": 1,
-    "cases": [(8, "greedy")],
-    "tokens": 8,
-}
+QUICK = {"workloads": ["reviews", "mix", "full-128", "single", "decoding"],
+         "variants": ["bert", "openvino", "ours", "ours-optimised"], "repetitions": 2, "batches": 1,
+         "cases": [(8, "greedy")], "tokens": 8}  # fmt: skip
 
 
 def make_parser() -> Parser:
@@ -74,14 +69,10 @@ def parse(parser: Parser, argv: list[str] | None):
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if args.plot is not None and not draws(args):
+    args.draws = not set(args.workloads) <= {"training", "decoding"}  # whether the picture has any of them
+    if args.plot is not None and not args.draws:
         parser.error(f"--plot draws none of {' and '.join(args.workloads)}; leave it out, or name more --workloads")
     return args
-
-
-def draws(args) -> bool:
-    """Whether the picture has any of the workloads."""
-    return not set(args.workloads) <= {"training", "decoding"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         report = benchmark(args)
         if args.json is not None:
             write_json(args.json, report)
-        if args.plot is not None and draws(args):
+        if args.plot is not None and args.draws:
             plot(report, args.plot)
         print_lines("", *(report["failures"] or ["Our variants agree with BertModel throughout."]))
         return 1 if report["failures"] else 0

@@ -147,9 +147,8 @@ def check(args) -> dict:
             check_variant(report, variant, folder, rows, batchings)
     print_lines("", *(f"skipped {name}: {reason}" for name, reason in report["unavailable"].items()))
     report["failures"] = failures(report)
-    print_lines(
-        *lines(report["machine"]), "", *(report["failures"] or ["No optimised variant that ran changes a text."])
-    )
+    result = report["failures"] or ["No optimised variant that ran changes a text."]
+    print_lines(*lines(report["machine"]), "", *result)
     return report
 
 

@@ -12,9 +12,8 @@ from torch import distributed
 from toolkit import cli
 
 CPU_INFO = Path("/proc/cpuinfo")
-FLAGS = (
-    "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
-)  # fmt: skip
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+         "amx_int8")  # fmt: skip
 LIBRARIES = ("torch", "transformers", "sentence-transformers", *cli.LIBRARIES["bench"])
 
 
@@ -31,14 +30,10 @@ def processor() -> dict:
         return found[1] if found else None
 
     has = (field("flags") or "").split()
-    return {
-        "processor": field("model name") or platform.processor() or platform.machine(),
-        "family": field("cpu family"),
-        "model": field("model"),
-        "stepping": field("stepping"),
-        "flags": [flag for flag in FLAGS if flag in has],
-        "missing_flags": [flag for flag in FLAGS if has and flag not in has],
-    }
+    return {"processor": field("model name") or platform.processor() or platform.machine(),
+            "family": field("cpu family"), "model": field("model"), "stepping": field("stepping"),
+            "flags": [flag for flag in FLAGS if flag in has],
+            "missing_flags": [flag for flag in FLAGS if has and flag not in has]}  # fmt: skip
 
 
 def hardware() -> str:
@@ -67,9 +62,7 @@ def lines(machine: dict) -> list[str]:
     """What `identity` returns, as text."""
     libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     numbers = [f"{name} {machine[name]}" for name in ("family", "model", "stepping") if machine[name] is not None]
-    return [
-        f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
-        f"instructions: {', '.join(machine['flags']) or 'unknown'}; "
-        f"missing: {', '.join(machine['missing_flags']) or 'none'}",
-        f"Python {machine['python']}, {libraries}",
-    ]
+    flags, missing = (", ".join(machine[name]) for name in ("flags", "missing_flags"))
+    return [f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
+            f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
+            f"Python {machine['python']}, {libraries}"]  # fmt: skip

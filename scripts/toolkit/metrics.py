@@ -20,13 +20,9 @@ from toolkit.files import ROOT
 FOLDER = ROOT / "scripts" / "metrics"
 
 # The libraries that each metric requires.
-METRICS = {
-    "error_rate": ("evaluate", "rapidfuzz"),
-    "rouge": ("evaluate", "rouge_score"),
-    "sacrebleu": ("evaluate", "sacrebleu"),
-    "seqeval": ("evaluate", "seqeval"),
-    "squad": ("evaluate",),
-}
+METRICS = {"error_rate": ("evaluate", "rapidfuzz"), "rouge": ("evaluate", "rouge_score"),
+           "sacrebleu": ("evaluate", "sacrebleu"), "seqeval": ("evaluate", "seqeval"),
+           "squad": ("evaluate",)}  # fmt: skip
 SHARES = ("accuracy", "f1", "precision", "recall", "rouge1", "rouge2", "rougeL", "rougeLsum", "item_error_rate",
           "next_sentence_accuracy")  # fmt: skip
 

@@ -19,10 +19,8 @@ class Seqeval(evaluate.Metric):
     """
 
     def _info(self):
-        tags = List(Value("string"))
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=Features({"predictions": tags, "references": tags})
-        )
+        features = Features(dict.fromkeys(("predictions", "references"), List(Value("string"))))
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         for item, (found, right) in enumerate(zip(predictions, references, strict=True), 1):

@@ -73,10 +73,8 @@ def label(workload: str, rows: list[dict]) -> str:
 
 def lines(axis, title: str, rows: list[dict]) -> None:
     """Draws time against non-padding tokens, with the GEMM lower bound."""
-    looks = {
-        "sequences": (STRONG, "o", "1 to 256 sequences of mixed lengths"),
-        "fill_rate": (LOOKS["ours"], "s", "32 × 128 tokens, fill rate 10 to 100 %"),
-    }
+    looks = {"sequences": (STRONG, "o", "1 to 256 sequences of mixed lengths"),
+             "fill_rate": (LOOKS["ours"], "s", "32 × 128 tokens, fill rate 10 to 100 %")}  # fmt: skip
     for series, (color, marker, text) in looks.items():
         points = sorted((row["tokens"], row["seconds"]) for row in rows if row["series"] == series)
         axis.loglog(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=text)

@@ -123,13 +123,8 @@ def decode(folder: Path, variants, cases: list[tuple[int, str]], tokens: int, re
                 seconds[name] += took if repetition else []  # the first one warms up
             same = same and all(torch.equal(ids[name], ids["bert"]) for name in ids.keys() - rounded)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
-        yield {
-            "batch": batch_size,
-            "decoding": way,
-            "seconds": medians,
-            "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
-            "memory_lower_bound": reading,
-            "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]),
-            "same_tokens": same,
-            "equal_tokens": {name: share_of_equal(ids[name], ids["bert"]) for name in rounded},
-        }
+        yield {"batch": batch_size, "decoding": way, "seconds": medians,
+               "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
+               "memory_lower_bound": reading,
+               "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]), "same_tokens": same,
+               "equal_tokens": {name: share_of_equal(ids[name], ids["bert"]) for name in rounded}}  # fmt: skip
