@@ -85,9 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         from toolkit.benchmark.measure import benchmark, print_lines
         from toolkit.benchmark.plot import plot
         from toolkit.files import write_json
-        from toolkit.hub import silence_libraries
 
-        silence_libraries()
         report = benchmark(args)
         if args.json is not None:
             write_json(args.json, report)
@@ -96,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         print_lines("", *(report["failures"] or ["Our variants agree with BertModel throughout."]))
         return 1 if report["failures"] else 0
 
-    return parser.run(work, expected=(RuntimeError,))
+    return parser.run(work, expected=(RuntimeError,), is_silent=True)
 
 
 if __name__ == "__main__":

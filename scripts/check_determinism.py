@@ -63,9 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--column is given without --data; expected both, or neither for the film reviews")
 
     def work() -> int:
-        from toolkit.hub import silence_libraries
-
-        silence_libraries()
         from toolkit.determinism import check
         from toolkit.files import write_json
 
@@ -74,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             write_json(args.json, report)
         return 1 if report["failures"] else 0
 
-    return parser.run(work)
+    return parser.run(work, is_silent=True)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,8 @@ def push(args) -> None:
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import disable_progress_bars
 
-    from toolkit.hub import silence_libraries
     from toolkit.publish import describe, explain, push, survey
 
-    silence_libraries()
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
@@ -66,10 +64,8 @@ def push(args) -> None:
         if args.dry_run:
             print("dry run: nothing was uploaded")
             return
-        commit, is_new = push(
-            listing, args.repo, private=args.private, revision=args.revision, pull_request=args.pull_request,
-            message=args.message,
-        )  # fmt: skip
+        commit, is_new = push(listing, args.repo, private=args.private, revision=args.revision,
+                              pull_request=args.pull_request, message=args.message)  # fmt: skip
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise CommandError(explain(error, args.repo)) from error
     print(f"pushed to {commit.pr_url or commit}" if is_new else f"{args.repo} has all files already")
@@ -79,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    return parser.run(lambda: push(args), interrupted=f"interrupted; run it again to push to {args.repo}")
+    interrupted = f"interrupted; run it again to push to {args.repo}"
+    return parser.run(lambda: push(args), interrupted=interrupted, is_silent=True)
 
 
 if __name__ == "__main__":

@@ -75,10 +75,8 @@ def answer_all(args) -> None:
     Raises:
         CommandError: one of these is not possible.
     """
-    from toolkit.hub import silence_libraries
     from toolkit.spans import answer, open_reader
 
-    silence_libraries()
     context = read_context(args)
     names = ("max_length", "stride", "max_answer_length", "threshold")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}  # others are saved
@@ -86,10 +84,8 @@ def answer_all(args) -> None:
         options["threshold"] = None
     with about(args.model):
         tokenizer, model = open_reader(args.model, args.device)
-        found = answer(
-            model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
-            batch_size=args.batch_size, **options,
-        )  # fmt: skip
+        found = answer(model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
+                       batch_size=args.batch_size, **options)  # fmt: skip
     with writing_output():
         for question, answers in zip(args.question, found, strict=True):
             if args.json:
@@ -105,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     use_utf8()
-    return parser.run(lambda: answer_all(args))
+    return parser.run(lambda: answer_all(args), is_silent=True)
 
 
 if __name__ == "__main__":

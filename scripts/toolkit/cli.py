@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -110,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: {one_line(message)}", file=sys.stderr)
 
     def run(self, work: Callable[[], int | None], *, interrupted: str = "interrupted",
-            expected: tuple[type[Exception], ...] = ()) -> int:  # fmt: skip
+            expected: tuple[type[Exception], ...] = (), is_silent: bool = False) -> int:  # fmt: skip
         """Calls `work` and returns the command's exit code.
 
         The code is what `work` returns (None: 0), 2 for an error that the user can resolve, which is reported in one
@@ -119,8 +120,13 @@ class Parser(argparse.ArgumentParser):
         Args:
             interrupted: the message after Ctrl-C.
             expected: exception types to report in one line, in addition to those of `is_expected`.
+            is_silent: without the warnings and progress bars of libraries; see `silence_libraries`.
         """
         try:
+            if is_silent:
+                from toolkit.hub import silence_libraries
+
+                silence_libraries()
             code = work() or 0
             print(end="", flush=True)  # at the exit, an error of writing would be Python's own message
             return code
@@ -242,13 +248,8 @@ class UntilClosed:
         self._stream = stream
 
     def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._unless_closed(self._stream.write, text)
-
-    def flush(self) -> None:
-        self._unless_closed(self._stream.flush)
+        found = getattr(self._stream, name)
+        return partial(self._unless_closed, found) if name in ("write", "flush") else found
 
     def _unless_closed(self, method: Callable, *texts: str):
         try:
