@@ -25,10 +25,8 @@ from pathlib import Path
 from toolkit.benchmark import VARIANT_NAMES
 from toolkit.cli import Parser, file_in_existing_folder, integer_from
 
-DEFAULT_VARIANTS = [
-    "bert", "onnx", "onnx-int8", "openvino", "sentence-transformers", "ctranslate2", "ctranslate2-int8", "ours",
-    "ours-optimised", "ours-eager", "ours-bf16", "ours-int8",
-]  # fmt: skip
+DEFAULT_VARIANTS = ["bert", "onnx", "onnx-int8", "openvino", "sentence-transformers", "ctranslate2", "ctranslate2-int8",
+                    "ours", "ours-optimised", "ours-eager", "ours-bf16", "ours-int8"]  # fmt: skip
 
 
 def make_parser() -> Parser:

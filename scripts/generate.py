@@ -235,8 +235,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         try:
-            with warnings.catch_warnings(), writing_output():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"), writing_output():
                 generate(parser, args)
         except (TypeError, AttributeError, LookupError) as error:
             if not args.option:

@@ -59,16 +59,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_context(args) -> str:
-    """Raises CommandError if it cannot be read."""
-    if args.context is not None:
-        return args.context
-    source = args.context_file
-    with about("standard input" if source == "-" else source):
-        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        return content.decode("utf-8-sig")  # the BOM is no character of the text
-
-
 def answer_all(args) -> None:
     """Reads the context, opens the model, and prints the answers.
 
@@ -77,7 +67,11 @@ def answer_all(args) -> None:
     """
     from toolkit.spans import answer, open_reader
 
-    context = read_context(args)
+    context, source = args.context, args.context_file
+    if context is None:
+        with about("standard input" if source == "-" else source):
+            content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+            context = content.decode("utf-8-sig")  # the BOM is no character of the text
     names = ("max_length", "stride", "max_answer_length", "threshold")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}  # others are saved
     if args.always_answer:

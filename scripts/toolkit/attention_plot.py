@@ -148,9 +148,8 @@ def fitted(text: str, size: float, width: float) -> tuple[str, float]:
     return "\n".join(folded), size * min(1, width / max(width_of(folded or [""], size), 1))
 
 
-def draw(
-    attention: Attention, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, title: str = ""
-):
+def draw(attention: Attention, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None,
+         title: str = ""):  # fmt: skip
     """Draws a heat map for each of `layers` and `heads`, in this order; None: all.
 
     Returns:
@@ -179,8 +178,8 @@ def draw(
     height += LINE * title_size * (title.count("\n") + 1)
     with rc_context({"font.size": size, "axes.titlesize": "medium", "figure.labelsize": "medium"}):
         figure = Figure((width / POINTS_PER_INCH, height / POINTS_PER_INCH), DPI, layout="constrained")
-        figure.get_layout_engine().set(w_pad=GAP / 2 / POINTS_PER_INCH, h_pad=GAP / 2 / POINTS_PER_INCH, wspace=0,
-                                       hspace=0)  # fmt: skip
+        margin = GAP / 2 / POINTS_PER_INCH
+        figure.get_layout_engine().set(w_pad=margin, h_pad=margin, wspace=0, hspace=0)
         figure.suptitle(title, fontsize=title_size, parse_math=False)
         maps = figure.subplots(len(layers), len(heads), squeeze=False)
         for axes, (layer, head) in zip(maps.flat, itertools.product(layers, heads), strict=True):
@@ -188,10 +187,8 @@ def draw(
             # "nearest" draws cells of many pixels in an SVG as well; viewers would blur cells of one pixel.
             image = axes.imshow(weights, vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-        figure.colorbar(
-            image, ax=maps, label="attention weight", ticks=[0, 0.25, 0.5, 0.75, 1],
-            aspect=grid_height / BAR, fraction=BAR / grid_width, pad=2 * GAP / grid_width,
-        )  # fmt: skip
+        figure.colorbar(image, ax=maps, label="attention weight", ticks=[0, 0.25, 0.5, 0.75, 1],
+                        aspect=grid_height / BAR, fraction=BAR / grid_width, pad=2 * GAP / grid_width)  # fmt: skip
         label(figure, maps, attention, layers, heads, token_size, "vertical" if is_vertical else "horizontal")
     return figure
 

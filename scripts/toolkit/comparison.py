@@ -20,9 +20,8 @@ TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of t
 ZERO_GRADIENT = 1e-7
 
 # Of a parameter's name: encoder or decoder of a seq2seq model, and the number of the layer or the part outside of them.
-GRADIENT_NAME = re.compile(
-    r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?(?:blocks\.(\d+)|(\w+))"
-)
+GRADIENT_NAME = re.compile(r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?"
+                           r"(?:blocks\.(\d+)|(\w+))")  # fmt: skip
 
 
 @dataclass
@@ -204,11 +203,8 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         row = Row(f"gradient: {group}", "gradient", layer and int(layer), None, 1, largest(our - their), relative,
                   own_error, worst=name)  # fmt: skip
         groups.setdefault(group, []).append(row)
-    return [
-        replace(max(rows, key=lambda row: (not row.equal, row.relative / row.limit)), tensors=len(rows),
-                max_abs=max(row.max_abs for row in rows))
-        for rows in groups.values()
-    ]  # fmt: skip
+    return [replace(max(rows, key=lambda row: (not row.equal, row.relative / row.limit)), tensors=len(rows),
+                    max_abs=max(row.max_abs for row in rows)) for rows in groups.values()]  # fmt: skip
 
 
 def largest(values: torch.Tensor) -> float:

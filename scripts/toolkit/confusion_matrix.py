@@ -36,10 +36,8 @@ def plot_confusion(path: Path, labels: Sequence[str], references: Sequence[str],
     with new_figure(path, side + 3, side + 2) as figure:
         axis = figure.subplots()
         display = ConfusionMatrixDisplay(shares, display_labels=names)
-        display.plot(
-            ax=axis, cmap="Blues", include_values=with_counts, xticks_rotation=rotation, colorbar=False,
-            im_kw={"vmin": 0, "vmax": 1}, text_kw={"fontsize": "small"},
-        )  # fmt: skip
+        display.plot(ax=axis, cmap="Blues", include_values=with_counts, xticks_rotation=rotation, colorbar=False,
+                     im_kw={"vmin": 0, "vmax": 1}, text_kw={"fontsize": "small"})  # fmt: skip
         for text, count in zip(axis.texts, counts.flat, strict=False):
             text.set_text(f"{count:,}")
         axis.set_title(title, loc="left", parse_math=False)

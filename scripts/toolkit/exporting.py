@@ -174,10 +174,9 @@ def open_torch(path: Path, threads: int) -> Run:
 
 def write_onnx(piece: Piece, program: ExportedProgram, path: Path) -> None:
     size = sum(tensor.nbytes for tensor in piece.module.state_dict().values())
-    torch.onnx.export(
-        program, (), path, dynamic_shapes=dynamic_shapes(piece), output_names=list(piece.outputs),
-        opset_version=OPSET, external_data=size > LARGEST_IN_ONE_FILE, verbose=False, dynamo=True,
-    )  # fmt: skip
+    torch.onnx.export(program, (), path, dynamic_shapes=dynamic_shapes(piece), output_names=list(piece.outputs),
+                      opset_version=OPSET, external_data=size > LARGEST_IN_ONE_FILE, verbose=False,
+                      dynamo=True)  # fmt: skip
 
 
 def open_onnx(path: Path, threads: int) -> Run:
@@ -237,9 +236,8 @@ class Comparison:
 
     file: str
     shapes: list[str]  # of the batches
-    differences: dict[
-        str, list[float]
-    ]  # of each output, the largest for each batch; infinite if it has no result or NaN
+    # Of each output, the largest for each batch; infinite if it has no result or NaN.
+    differences: dict[str, list[float]]
     error: str | None = None  # the runtime's first
 
     @property
@@ -327,9 +325,7 @@ def write_settings(folder: Path, checkpoint: Checkpoint) -> None:
     omitted = ("auto_map", "model_type") if checkpoint.kind == "scratchbert" else ("auto_map",)
     fields = {name: value for name, value in sorted(checkpoint.fields.items()) if name not in omitted}
     write_json(folder / "config.json", fields)
-    generation = find(checkpoint.source, "generation_config.json")
-    if generation:
+    if generation := find(checkpoint.source, "generation_config.json"):
         shutil.copyfile(generation, folder / "generation_config.json")
-    tokenizer = open_tokenizer_if_any(checkpoint.source)
-    if tokenizer is not None:
+    if (tokenizer := open_tokenizer_if_any(checkpoint.source)) is not None:
         tokenizer.save_pretrained(folder)

@@ -171,13 +171,8 @@ def answer_batch(model, tokenizer, rows: list[tuple[str, list[int]]], plan: Plan
     sequences = result.sequences[:, 0 if is_seq2seq else inputs.input_ids.shape[1] :].tolist()
     scores = result.sequences_scores.tolist() if plan.arguments["output_scores"] else None
     n = plan.num_return_sequences
-    return [
-        Answer(
-            outputs=[decoders[i](ids) for ids in sequences[i * n : (i + 1) * n]],
-            scores=scores and scores[i * n : (i + 1) * n],
-        )
-        for i in range(len(rows))
-    ]
+    return [Answer(outputs=[decoders[i](ids) for ids in sequences[i * n : (i + 1) * n]],
+                   scores=scores and scores[i * n : (i + 1) * n]) for i in range(len(rows))]  # fmt: skip
 
 
 def decode(tokenizer, ids: list[int]) -> str:

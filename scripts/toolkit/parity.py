@@ -31,13 +31,10 @@ SENTENCES = [
     ("Yes.",),
     ("The cat sat on the mat, and the dog lay down beside it.",),
     ("How many people live in Berlin?", "About 3.7 million people are registered in an area of 891 square kilometres."),
-    (
-        "When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
-        "and found that two had sunk at their moorings.",
-    ),
-    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."),
-    (),
-]
+    ("When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
+     "and found that two had sunk at their moorings.",),
+    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."), (),
+]  # fmt: skip
 RANDOM_LENGTHS = (3, 16, 28, 32, 22, 0)
 SOURCE_LENGTHS = (7, 1, 4)  # of the random encoder outputs that a decoder attends to, in turn
 
@@ -47,11 +44,9 @@ def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None
     names = ["is_encoder_decoder", "add_cross_attention", "vocab_size", "hidden_size", "num_hidden_layers",
              "num_attention_heads", "max_position_embeddings", "type_vocab_size"]  # fmt: skip
     names += ["num_labels"] if parts & {"classifier", "qa_outputs"} else []
-    sizes = [
-        {name: getattr(side.config, name) for name in names}
-        | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
-        for side in (one, other)
-    ]
+    sizes = [{name: getattr(side.config, name) for name in names}
+             | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
+             for side in (one, other)]  # fmt: skip
     for name, here in sizes[0].items():
         if here != sizes[1][name]:
             raise ValueError(f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} "
@@ -81,9 +76,8 @@ def encode(checkpoints: list[Checkpoint], seed: int) -> tuple[list[tuple[list[in
     return rows, f"rows of random ids (seed {seed}), because the checkpoint has no suitable tokenizer"
 
 
-def make_batch(
-    rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig,
+               seed: int = 0) -> dict[str, torch.Tensor]:  # fmt: skip
     """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`. The targets of a seq2seq model are
     the same rows in reverse order; a decoder with cross-attention attends to random encoder outputs."""
 
@@ -91,11 +85,9 @@ def make_batch(
         rows = [torch.tensor(column, dtype=torch.long) for column in columns]
         return torch.cat([pad_sequence(rows, True, value, padding_side=side) for side in ("right", "left")])
 
-    batch = {
-        "input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
-        "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
-        "token_type_ids": padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1),
-    }
+    types = padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1)
+    batch = {"input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
+             "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0), "token_type_ids": types}  # fmt: skip
     if config.is_encoder_decoder:
         batch |= {f"decoder_{name}": batch[name].flip(0) for name in ("input_ids", "attention_mask")}
     if config.add_cross_attention:
@@ -195,17 +187,12 @@ def check(source: str, other: str | None, seed: int) -> dict:
     ours, theirs = (" and ".join(names) for names in zip(*pairs, strict=True))
     exported = " exported to BERT" if reference is None and subject.kind == "scratchbert" else ""
     padding = f"each padded to {batch['input_ids'].shape[1]} on the right and on the left"
-    return {
-        "model": f"{ours} from {subject.source}",
-        "reference": f"{theirs} from {checkpoints[0].source}{exported}",
-        "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
-        "not_compared": not_compared,
-        "rows": rows,
-        "equal": all(row.equal for row in rows),
-        "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) or "not installed" for name in ("torch", "transformers", "scratchbert")},
-    }
+    versions = {name: version(name) or "not installed" for name in ("torch", "transformers", "scratchbert")}
+    return {"model": f"{ours} from {subject.source}", "reference": f"{theirs} from {checkpoints[0].source}{exported}",
+            "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
+            "not_compared": not_compared, "rows": rows, "equal": all(row.equal for row in rows),
+            "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
+            "versions": {"python": platform.python_version(), **versions}}  # fmt: skip
 
 
 def timed(what: str, function, *args):
@@ -241,8 +228,8 @@ def as_text(report: dict) -> str:
     lines += [cells(row, str(row.tensors)) for row in gradients]
     head = [f"model      {report['model']}", f"reference  {report['reference']}", f"batch      {report['batch']}"]
     head += [f"not compared: {name}" for name in report["not_compared"]]
-    legend = ("relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\nown error: of the "
-              "reference, float32 against float64; of gradients, relative")  # fmt: skip
+    legend = ("relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
+              "own error: of the reference, float32 against float64; of gradients, relative")  # fmt: skip
     return "\n".join([*head, "", table(lines), "", legend, report["verdict"]])
 
 
@@ -270,10 +257,9 @@ def plot(report: dict, path: Path) -> None:
             layers = [places.index(place(row)) for row in chosen]
             differences, own_errors = [row.max_abs for row in chosen], [row.own_error for row in chosen]
             if chosen:
-                axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: "
-                          "difference")  # fmt: skip
-                axes.plot(layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error "
-                          "of the reference")  # fmt: skip
+                labels = [f"{kind}: {what}" for what in ("difference", "float32 error of the reference")]
+                axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=labels[0])
+                axes.plot(layers, own_errors, color=colour, linestyle="--", label=labels[1])
         axes.axhline(TOLERANCE, color="black", linestyle=":", label="1e-5, the tolerance")
         axes.set_ylim(bottom=-smallest / 5)  # so that the markers at zero are whole
         axes.set_xticks(range(len(places)), [name.split()[-1].replace("embeddings", "emb.") for name in places])

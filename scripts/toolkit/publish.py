@@ -24,12 +24,11 @@ LEFT_BEHIND = {
     r"seed-\d+/.*": "the runs of single seeds",
     r"(logs|runs|wandb|mlruns)/.*|(.*/)?events\.out\.tfevents\..*": "logs of the training",
     r"predictions_\w+\.jsonl?": "predictions, which have the rows of the data",
-    r"(.*/)?(optimizer|scheduler|scaler|rng_state\w*|random_states\w*|training_args)\.(bin|pt|pth|pkl)": (
-        "the training's state"
-    ),
+    r"(.*/)?(optimizer|scheduler|scaler|rng_state\w*|random_states\w*|training_args)\.(bin|pt|pth|pkl)":
+        "the training's state",
     r"(.*/)?(id_(rsa|dsa|ecdsa|ed25519)|netrc|.*\.(pem|key|p12|pfx|env))": SECRET,
     r"(.*/)?(.*[-_.])?(token|secrets?|credentials?|passwords?)(\.(txt|json|ya?ml|ini|cfg))?": SECRET,
-}
+}  # fmt: skip
 
 # Tokens of the Hub, of GitHub, OpenAI and Amazon, a password in a URL, a private key.
 SECRET_TEXT = re.compile(
@@ -89,16 +88,10 @@ def push(listing: Listing, repo: str, *, private: bool | None = None, revision: 
     # Old weights under other names (sharded or in one file) could be opened instead of the new ones.
     stale = [name for name in existing if WEIGHTS.fullmatch(name) and name not in listing.files]
     operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
-    # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two.
-    commit = api.create_commit(
-        repo,
-        operations,
-        commit_message=message,
-        revision=revision,
-        create_pr=pull_request,
-        # Only the files seen above are removed: the commit fails if somebody else has pushed in between.
-        parent_commit=remote.sha,
-    )
+    # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two. The parent:
+    # only the files seen above are removed; the commit fails if somebody else has pushed in between.
+    commit = api.create_commit(repo, operations, commit_message=message, revision=revision, create_pr=pull_request,
+                               parent_commit=remote.sha)  # fmt: skip
     return commit, commit.oid != remote.sha
 
 

