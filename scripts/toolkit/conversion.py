@@ -147,9 +147,8 @@ def open_source(source: str, to: str, revision: str | None) -> Source:
         name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
         raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
     if checkpoint.fields.get("quantization_config"):
-        raise ValueError(
-            f"{source} is quantised; expected float weights. Convert the checkpoint that it was made from."
-        )
+        raise ValueError(f"{source} is quantised; expected float weights. Convert the checkpoint that "
+                         "it was made from.")  # fmt: skip
     return Source(**vars(checkpoint), on_hub=on_hub, names=names, weights=weights)
 
 

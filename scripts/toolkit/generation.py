@@ -201,16 +201,15 @@ class WordStreamer(BaseStreamer):
         self.ids += value.flatten().tolist()
         text = self.read(self.ids)
         if text.count(" ") > 1:
-            self._show_to(text, len(text.rsplit(" ", 2)[0]))
+            self._show(text.rsplit(" ", 2)[0])
 
     def end(self) -> None:
-        text = self.read(self.ids)
-        self._show_to(text, len(text))
+        self._show(self.read(self.ids))
 
-    def _show_to(self, text: str, end: int) -> None:
-        if end > self.shown:
-            self.show(text[self.shown : end])
-            self.shown = end
+    def _show(self, text: str) -> None:
+        if len(text) > self.shown:
+            self.show(text[self.shown :])
+            self.shown = len(text)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints

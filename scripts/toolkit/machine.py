@@ -12,8 +12,7 @@ from torch import distributed
 from toolkit import cli
 
 CPU_INFO = Path("/proc/cpuinfo")
-FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
-         "amx_int8")  # fmt: skip
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 LIBRARIES = ("torch", "transformers", "sentence-transformers", *cli.LIBRARIES["bench"])
 
 
