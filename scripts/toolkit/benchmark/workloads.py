@@ -119,7 +119,5 @@ def linearity_batches(config, sizes: list[int], fill_rates: list[float], seed: i
     generator = torch.Generator().manual_seed(seed)
     lengths = mix_lengths(config, max(sizes, default=0), generator)
     batches = [("sequences", pad(random_rows(config, lengths[:size], generator))) for size in sizes]
-    for fill_rate in fill_rates:
-        rows = random_rows(config, [round(128 * fill_rate)] * 32, generator)
-        batches.append(("fill_rate", pad(rows, width=128)))
-    return batches
+    filled = [random_rows(config, [round(128 * fill_rate)] * 32, generator) for fill_rate in fill_rates]
+    return batches + [("fill_rate", pad(rows, width=128)) for rows in filled]
