@@ -64,8 +64,7 @@ def open_for_attention(source: str, kind: str | None, target: str | None):
     generates = kind != "self" and target is None
     model_class = ScratchBertForConditionalGeneration if generates else ScratchBertModel
     advice = "--decoder_text requires no model head." if generates else "Train it first."
-    model = open_model(model_class, source, optional=("pooler.",), advice=advice, dtype=torch.float32)
-    return tokenizer, model, kind
+    return tokenizer, open_model(model_class, source, optional=("pooler.",), advice=advice, dtype=torch.float32), kind
 
 
 @torch.inference_mode()
@@ -89,8 +88,7 @@ def attention(model, tokenizer, sentence: str, kind: str = "self", target: str |
         encoder, words = model, "self-attention"
         if model.config.is_encoder_decoder:
             encoder, words = model.get_encoder(), "the encoder's self-attention"
-        maps = encoder(source, output_attentions=True).attentions
-        return Attention(torch.cat(maps), keys, keys, words, sentence)
+        return Attention(torch.cat(encoder(source, output_attentions=True).attentions), keys, keys, words, sentence)
     target_ids = decoder_ids(model, tokenizer, source, target, max_tokens)
     outputs = model(source, decoder_input_ids=torch.tensor([target_ids]), output_attentions=True, use_cache=False)
     queries = tokenizer.convert_ids_to_tokens(target_ids)

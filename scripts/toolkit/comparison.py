@@ -40,8 +40,7 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
     tokens_of = non_padding_tokens(batch)
     batch = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     if type(model).__name__.endswith("ForMultipleChoice"):
-        choices = ("input_ids", "attention_mask", "token_type_ids")
-        batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in choices}
+        batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in ("input_ids", "attention_mask", "token_type_ids")}
     seen = outputs(model, batch, tokens_of)
 
     # Gradients are of a scalar that weights every number of every output differently.

@@ -131,8 +131,7 @@ def check(args) -> dict:
         folder = Path(name)
         with about(args.model):
             config = save_model(args.model, folder, args.seed)
-            tokenizer = open_tokenizer(args.model)
-            rows = token_sequences(texts, tokenizer, config, args.texts, generator)
+            rows = token_sequences(texts, open_tokenizer(args.model), config, args.texts, generator)
         longest = config.max_position_embeddings
         alone = [([number], pad([row])) for number, row in enumerate(rows)]
         batchings = [alone, *(random_batching(rows, longest, generator) for _ in range(args.batchings)), alone]

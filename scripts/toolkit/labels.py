@@ -93,8 +93,7 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         weights = torch.tensor([float(each) for each in given])
     except ValueError:
         raise ValueError(f"--class_weights is {' '.join(given)}; expected numbers, or balanced") from None
-    is_valid = len(weights) == len(labels) and (weights >= 0).all() and weights.any() and weights.isfinite().all()
-    if not is_valid:
+    if not (len(weights) == len(labels) and (weights >= 0).all() and weights.any() and weights.isfinite().all()):
         expected = f"{len(labels)} numbers of 0 or more, not all 0"
         raise ValueError(f"--class_weights is {' '.join(given)}; expected {expected}, for {listed(labels)}")
     return weights

@@ -322,8 +322,7 @@ def read_parquet(file) -> Rows:
         OSError, ValueError: it cannot be read.
     """
     with open_parquet(file) as table:
-        names = table.schema_arrow.names
-        chosen = [name for name in names if file.columns is None or name in file.columns]
+        chosen = [name for name in table.schema_arrow.names if file.columns is None or name in file.columns]
         for batch in table.iter_batches(PARQUET_ROWS, columns=chosen):
             yield from ((None, row) for row in batch.to_pylist())
 

@@ -342,8 +342,7 @@ def logits_of(model, tokenizer, features: Sequence[Feature], batch_size: int) ->
     try:
         for k in range(0, len(features), batch_size):
             chosen = longest_first[k : k + batch_size]
-            names = ("input_ids", "token_type_ids")
-            batch = {name: [getattr(features[i], name) for i in chosen] for name in names}
+            batch = {name: [getattr(features[i], name) for i in chosen] for name in ("input_ids", "token_type_ids")}
             # On the right whatever the tokenizer's side is, because positions count from the beginning.
             inputs = tokenizer.pad(batch, padding_side="right", return_attention_mask=True, return_tensors="pt")
             outputs = model(**inputs.to(model.device))

@@ -40,8 +40,7 @@ def seconds(run: Callable[[], object], repetitions: int = 5) -> list[float]:
 
 def bandwidth(size: int = 2**28) -> float:
     """The bytes per second at which this machine reads `size` float32 numbers, many more than fit into a cache."""
-    numbers = torch.ones(size)
-    return 4 * size / statistics.median(seconds(numbers.sum))
+    return 4 * size / statistics.median(seconds(torch.ones(size).sum))
 
 
 def linear_layers(weight: torch.Tensor, bias: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:

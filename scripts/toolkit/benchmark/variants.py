@@ -60,8 +60,7 @@ class Variant:
     def dtype(self) -> str:
         """The dtype with whose rate of matrix products the lower bound is computed. It is float32 for int8, and for
         bfloat16 on a CPU without instructions for it."""
-        natively = self.precision == "bfloat16" and multiplies_natively(torch.bfloat16)
-        return "bfloat16" if natively else "float32"
+        return "bfloat16" if self.precision == "bfloat16" and multiplies_natively(torch.bfloat16) else "float32"
 
 
 def torch_run(model: torch.nn.Module) -> Run:
@@ -191,8 +190,7 @@ def ctranslate2(folder: Path, threads: int, precision: str = "float32") -> Run:
 
     converted = folder / "ctranslate2"
     if not converted.exists():
-        source = str(folder_with_vocabulary(folder))
-        ctranslate2.converters.TransformersConverter(source).convert(str(converted))
+        ctranslate2.converters.TransformersConverter(str(folder_with_vocabulary(folder))).convert(str(converted))
     encoder = ctranslate2.Encoder(str(converted), device="cpu", compute_type=precision, intra_threads=threads)
 
     def run(inputs):
