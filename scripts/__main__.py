@@ -38,12 +38,6 @@ def listing() -> str:
     return "\n".join([USAGE, *(f"  {name:30}{summary(path)}" for name, path in command_files().items())])
 
 
-def locate(name: str) -> Path | None:
-    """The file of a command, or a file or folder that this project ships; None if there is neither."""
-    path = command_files().get(name, SCRIPTS.parent / name)
-    return path if path.exists() and path.is_relative_to(SCRIPTS.parent) else None
-
-
 def fail(message: str) -> int:
     print(f"scratchbert: {message}", file=sys.stderr)
     return 2
@@ -61,15 +55,15 @@ def main() -> int:
             print(listing(), flush=True)
         return 0
     name, *rest = arguments
+    commands = command_files()
     if name == "--path":
         if len(rest) != 1:
             return fail("--path has no name; expected one command or shipped file")
-        path = locate(rest[0])
-        if path is None:
+        path = commands.get(rest[0], SCRIPTS.parent / rest[0])
+        if not (path.exists() and path.is_relative_to(SCRIPTS.parent)):
             return fail(f"--path is {rest[0]}; expected a command or a shipped file")
         print(path)
         return 0
-    commands = command_files()
     if name not in commands:
         closest = difflib.get_close_matches(name, commands, n=1, cutoff=0)[0]
         return fail(f"there is no command {name!r}; the closest is {closest!r}. `scratchbert` lists the commands.")

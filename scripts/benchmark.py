@@ -33,22 +33,11 @@ import sys
 from toolkit.benchmark import VARIANT_NAMES, WORKLOADS
 from toolkit.cli import Parser, integer_from, open_report_output
 
-FULL = {
-    "workloads": list(WORKLOADS),
-    "variants": list(VARIANT_NAMES),
-    "repetitions": 5,
-    "batches": 4,
-    "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")],
-    "tokens": 24,
-}
-QUICK = {
-    "workloads": ["reviews", "mix", "full-128", "single", "decoding"],
-    "variants": ["bert", "openvino", "ours", "ours-optimised"],
-    "repetitions": 2,
-    "batches": 1,
-    "cases": [(8, "greedy")],
-    "tokens": 8,
-}
+FULL = {"workloads": list(WORKLOADS), "variants": list(VARIANT_NAMES), "repetitions": 5, "batches": 4,
+        "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")], "tokens": 24}  # fmt: skip
+QUICK = {"workloads": ["reviews", "mix", "full-128", "single", "decoding"],
+         "variants": ["bert", "openvino", "ours", "ours-optimised"], "repetitions": 2, "batches": 1,
+         "cases": [(8, "greedy")], "tokens": 8}  # fmt: skip
 
 
 def make_parser() -> Parser:
@@ -56,17 +45,15 @@ def make_parser() -> Parser:
     parser.group("data").add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="some of "
                                       f"{', '.join(WORKLOADS)}")  # fmt: skip
     model = parser.group("model")
-    model.add_argument(
-        "--model", metavar="MODEL", help="a BERT or ScratchBert: a folder or hub id; default: BERT-base, random weights"
-    )
+    model.add_argument("--model", metavar="MODEL", help="a BERT or ScratchBert: a folder or hub id; default: "
+                       "BERT-base, random weights")  # fmt: skip
     model.add_argument("--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", help="some of "
                        f"{', '.join(VARIANT_NAMES)}")  # fmt: skip
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--quick", action="store_true", help="fewer workloads, variants, repetitions and batches")
     number = {"type": integer_from(1), "metavar": "N"}
-    evaluation.add_argument(
-        "--repetitions", **number, help="repetitions of each measurement; default: 5, with --quick 2"
-    )
+    evaluation.add_argument("--repetitions", **number, help="repetitions of each measurement; default: "
+                            "5, with --quick 2")  # fmt: skip
     evaluation.add_argument("--batches", **number, help="batches of each workload; default: 4, with --quick 1")
     evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
     evaluation.add_argument("--memory", action="store_true", help="also measure the peak memory of each variant, in a "
@@ -82,14 +69,10 @@ def parse(parser: Parser, argv: list[str] | None):
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if args.plot is not None and not draws(args):
+    args.draws = not set(args.workloads) <= {"training", "decoding"}  # whether the picture has any of them
+    if args.plot is not None and not args.draws:
         parser.error(f"--plot draws none of {' and '.join(args.workloads)}; leave it out, or name more --workloads")
     return args
-
-
-def draws(args) -> bool:
-    """Whether the picture has any of the workloads."""
-    return not set(args.workloads) <= {"training", "decoding"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,18 +85,16 @@ def main(argv: list[str] | None = None) -> int:
         from toolkit.benchmark.measure import benchmark, print_lines
         from toolkit.benchmark.plot import plot
         from toolkit.files import write_json
-        from toolkit.hub import silence_libraries
 
-        silence_libraries()
         report = benchmark(args)
         if args.json is not None:
             write_json(args.json, report)
-        if args.plot is not None and draws(args):
+        if args.plot is not None and args.draws:
             plot(report, args.plot)
         print_lines("", *(report["failures"] or ["Our variants agree with BertModel throughout."]))
         return 1 if report["failures"] else 0
 
-    return parser.run(work, expected=(RuntimeError,))
+    return parser.run(work, expected=(RuntimeError,), is_silent=True)
 
 
 if __name__ == "__main__":

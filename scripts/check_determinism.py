@@ -25,10 +25,8 @@ from pathlib import Path
 from toolkit.benchmark import VARIANT_NAMES
 from toolkit.cli import Parser, file_in_existing_folder, integer_from
 
-DEFAULT_VARIANTS = [
-    "bert", "onnx", "onnx-int8", "openvino", "sentence-transformers", "ctranslate2", "ctranslate2-int8", "ours",
-    "ours-optimised", "ours-eager", "ours-bf16", "ours-int8",
-]  # fmt: skip
+DEFAULT_VARIANTS = ["bert", "onnx", "onnx-int8", "openvino", "sentence-transformers", "ctranslate2", "ctranslate2-int8",
+                    "ours", "ours-optimised", "ours-eager", "ours-bf16", "ours-int8"]  # fmt: skip
 
 
 def make_parser() -> Parser:
@@ -50,9 +48,8 @@ def make_parser() -> Parser:
     evaluation.add_argument("--threads", **number, nargs="+", default=[1, 2, 3], help="numbers of threads that take "
                             "turns; ONNX Runtime, OpenVINO and CTranslate2 always use the last")  # fmt: skip
     evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of texts and batchings")
-    parser.group("output").add_argument(
-        "--json", metavar="FILE", type=file_in_existing_folder, help="write all numbers, the machine and the versions"
-    )
+    parser.group("output").add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all "
+                                        "numbers, the machine and the versions")  # fmt: skip
     return parser
 
 
@@ -64,9 +61,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--column is given without --data; expected both, or neither for the film reviews")
 
     def work() -> int:
-        from toolkit.hub import silence_libraries
-
-        silence_libraries()
         from toolkit.determinism import check
         from toolkit.files import write_json
 
@@ -75,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             write_json(args.json, report)
         return 1 if report["failures"] else 0
 
-    return parser.run(work)
+    return parser.run(work, is_silent=True)
 
 
 if __name__ == "__main__":

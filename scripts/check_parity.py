@@ -41,10 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         open_report_output(args)
         from toolkit.files import write_json
-        from toolkit.hub import silence_libraries
         from toolkit.parity import as_text, check, plot
 
-        silence_libraries()
         report = check(args.model, args.other, args.seed)
         print(f"\n{as_text(report)}")
         if args.json is not None:
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             plot(report, args.plot)
         return 0 if report["equal"] else 1
 
-    return parser.run(work, expected=(RuntimeError,))
+    return parser.run(work, expected=(RuntimeError,), is_silent=True)
 
 
 if __name__ == "__main__":

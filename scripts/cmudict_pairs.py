@@ -41,11 +41,7 @@ def split(words: Pronunciations) -> dict[str, Pronunciations]:
     order = list(words)
     random.Random(0).shuffle(order)
     test, validation = round(len(order) * 0.05), round(len(order) * 0.01)
-    parts = {
-        "train": order[test + validation :],
-        "validation": order[test : test + validation],
-        "test": order[:test],
-    }
+    parts = {"train": order[test + validation :], "validation": order[test : test + validation], "test": order[:test]}
     return {name: {word: words[word] for word in part} for name, part in parts.items()}
 
 

@@ -52,12 +52,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         from toolkit.exporting import export
-        from toolkit.hub import silence_libraries
 
-        silence_libraries()
         export(args.model, args.output, args.format, overwrite=args.overwrite)
 
-    return parser.run(work, interrupted=f"interrupted; {args.output} is unchanged", expected=(RuntimeError,))
+    return parser.run(work, interrupted=f"interrupted; {args.output} is unchanged", expected=(RuntimeError,),
+                      is_silent=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -57,13 +57,9 @@ DECODING_FLAGS = {
     "min_new_tokens": COUNT | {"type": integer_from(0), "help": "minimum length of an output, in tokens"},
     "num_beams": COUNT | {"help": "number of beams in beam search; 1: greedy decoding or sampling"},
     "length_penalty": AMOUNT | {"help": "beam search: above 0, long outputs are preferred; below 0, short ones"},
-    "early_stopping": {
-        "type": json_or_text,
-        "choices": [True, False, "never"],
-        "metavar": "{true,false,never}",
-        "help": "true: beam search ends with num_beams finished candidates; false: when a better one is unlikely; "
-        "never: when there can be none",
-    },
+    "early_stopping": {"type": json_or_text, "choices": [True, False, "never"], "metavar": "{true,false,never}",
+                       "help": "true: beam search ends with num_beams finished candidates; false: when a better one is "
+                       "unlikely; never: when there can be none"},
     "num_return_sequences": COUNT | {"help": "outputs per text"},
     "do_sample": {"action": "store_true", "help": "draw each token at random by its probability"},
     "temperature": AMOUNT | {"help": "below 1, likely tokens become likelier; above 1, less likely"},
@@ -71,12 +67,9 @@ DECODING_FLAGS = {
     "top_p": AMOUNT | {"help": "draw from the likeliest tokens whose probabilities add up to X"},
     "repetition_penalty": AMOUNT | {"help": "above 1, tokens that have occurred become less likely"},
     "no_repeat_ngram_size": COUNT | {"type": integer_from(0), "help": "no N tokens in a row occur twice; 0: they may"},
-    "stop_strings": {
-        "action": "append",
-        "metavar": "TEXT",
-        "help": "an output ends where it contains this; may be given several times",
-    },
-}
+    "stop_strings": {"action": "append", "metavar": "TEXT", "help": "an output ends where it contains this; may be "
+                     "given several times"},
+}  # fmt: skip
 MOST_USED = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_p")
 
 
@@ -186,9 +179,7 @@ def generate(parser: Parser, args) -> None:
     import torch
 
     from toolkit.generation import Answer, answer, chunks, make_plan, open_generator
-    from toolkit.hub import silence_libraries
 
-    silence_libraries()
     texts = read_texts(args)
     options = dict(args.option) | {name: getattr(args, name) for name in DECODING_FLAGS if hasattr(args, name)}
     with about(args.model):
@@ -244,8 +235,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         try:
-            with warnings.catch_warnings(), writing_output():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"), writing_output():
                 generate(parser, args)
         except (TypeError, AttributeError, LookupError) as error:
             if not args.option:
@@ -253,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             # `generate` of transformers does not check every value before it computes with it.
             raise CommandError(f"the value of an --option is invalid: {error}") from error
 
-    return parser.run(work)
+    return parser.run(work, is_silent=True)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,7 @@ def plot(parser: Parser, args) -> None:
     """
     require("matplotlib")
     from toolkit.attention_plot import attention, draw, open_for_attention, save
-    from toolkit.hub import silence_libraries
 
-    silence_libraries()
     with warnings.catch_warnings(record=True) as caught:
         with about(args.model):
             tokenizer, model, kind = open_for_attention(args.model, args.kind, args.decoder_text)
@@ -104,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    return parser.run(lambda: plot(parser, args))
+    return parser.run(lambda: plot(parser, args), is_silent=True)
 
 
 if __name__ == "__main__":

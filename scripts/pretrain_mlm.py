@@ -24,15 +24,12 @@ checkpoint was saved: --resume continues.
 """
 
 import sys
+from functools import partial
 
 from toolkit.training.command_line import train
 from toolkit.training.task_settings import PretrainingSettings
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return train(__file__, __doc__, PretrainingSettings, argv)
-
+main = partial(train, __file__, __doc__, PretrainingSettings)  # of the arguments; returns the exit code
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,19 +34,16 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL --question TEXT --context TEXT [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     data = parser.group("data")
-    data.add_argument(
-        "--question", action="append", required=True, metavar="TEXT", help="a question; may be given several times"
-    )
+    data.add_argument("--question", action="append", required=True, metavar="TEXT", help="a question; may be "
+                      "given several times")  # fmt: skip
     where = data.add_mutually_exclusive_group(required=True)
     where.add_argument("--context", metavar="TEXT", help="the text with the answers")
     where.add_argument("--context_file", metavar="FILE", help="a UTF-8 file with the text; - for standard input")
     model = parser.group("model")
-    counts = {
-        "--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
-        "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
-        "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
-        "--batch_size": (1, 8, "windows per batch"),
-    }
+    counts = {"--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
+              "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
+              "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
+              "--batch_size": (1, 8, "windows per batch")}  # fmt: skip
     for flag, (minimum, default, text) in counts.items():
         model.add_argument(flag, type=integer_from(minimum), default=default, metavar="N", help=text)
     model.add_argument("--device", help="the device, such as cpu or cuda:1; default: an accelerator if there is one")
@@ -62,37 +59,27 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_context(args) -> str:
-    """Raises CommandError if it cannot be read."""
-    if args.context is not None:
-        return args.context
-    source = args.context_file
-    with about("standard input" if source == "-" else source):
-        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        return content.decode("utf-8-sig")  # the BOM is no character of the text
-
-
 def answer_all(args) -> None:
     """Reads the context, opens the model, and prints the answers.
 
     Raises:
         CommandError: one of these is not possible.
     """
-    from toolkit.hub import silence_libraries
     from toolkit.spans import answer, open_reader
 
-    silence_libraries()
-    context = read_context(args)
+    context, source = args.context, args.context_file
+    if context is None:
+        with about("standard input" if source == "-" else source):
+            content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+            context = content.decode("utf-8-sig")  # the BOM is no character of the text
     names = ("max_length", "stride", "max_answer_length", "threshold")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}  # others are saved
     if args.always_answer:
         options["threshold"] = None
     with about(args.model):
         tokenizer, model = open_reader(args.model, args.device)
-        found = answer(
-            model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
-            batch_size=args.batch_size, **options,
-        )  # fmt: skip
+        found = answer(model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
+                       batch_size=args.batch_size, **options)  # fmt: skip
     with writing_output():
         for question, answers in zip(args.question, found, strict=True):
             if args.json:
@@ -108,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     use_utf8()
-    return parser.run(lambda: answer_all(args))
+    return parser.run(lambda: answer_all(args), is_silent=True)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,6 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         if args.without_package:
             block_package()
-        from toolkit.hub import silence_libraries
-
-        silence_libraries()
         with about(args.folder):
             tokenizer, model = open_checkpoint(args.folder, args.without_package, args.trust_remote_code)
             sentences = args.sentences or [sentence for pair in PARAPHRASES for sentence in pair]
@@ -131,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.sentences and not makes_sense(similarities):
             raise CommandError("an unrelated pair is as similar as a paraphrase", exit_code=1)
 
-    return parser.run(work, expected=(RuntimeError,))
+    return parser.run(work, expected=(RuntimeError,), is_silent=True)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ def make_parser() -> Parser:
     data = parser.group("data")
     data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
                       ".csv, .tsv, .json, .jsonl or .parquet, each also .gz or .zst; folders; or patterns")  # fmt: skip
-    data.add_argument(
-        "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
-    )
+    data.add_argument("--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its "
+                      "own; default: text")  # fmt: skip
     data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
                       "text on each line")  # fmt: skip
     data.add_argument("--on_bad_row", choices=("stop", "skip"), default="stop", help="what to do with an invalid row; "
@@ -51,9 +50,8 @@ def make_parser() -> Parser:
     training.add_argument("--limit_alphabet", **number, default=1000, help="maximum number of characters; rarer ones "
                           "are [UNK]")  # fmt: skip
     training.add_argument("--cased", action="store_true", help="keep upper case and, with it, accents")
-    training.add_argument(
-        "--accents", choices=("keep", "strip"), help="what to do with accents; default: strip, or keep with --cased"
-    )
+    training.add_argument("--accents", choices=("keep", "strip"), help="what to do with accents; default: strip, or "
+                          "keep with --cased")  # fmt: skip
     training.add_argument("--pre_split", choices=("bert", "whitespace"), default="bert", help="what a word is: bert "
                           "splits at spaces, punctuation and around each Chinese character; whitespace is for symbols, "
                           "see above")  # fmt: skip

@@ -58,21 +58,18 @@ def open_for_attention(source: str, kind: str | None, target: str | None):
     if kind != "self" and not is_encoder_decoder:
         raise ValueError(f"--kind is {kind}, and it has self-attention only; expected --kind self.")
     if kind == "self" and target is not None:
-        raise ValueError(
-            "--decoder_text is given with self-attention; expected --kind cross or decoder, of an encoder-decoder."
-        )
+        raise ValueError("--decoder_text is given with self-attention; expected --kind cross or decoder, of an "
+                         "encoder-decoder.")  # fmt: skip
     tokenizer = open_tokenizer(source)
     generates = kind != "self" and target is None
     model_class = ScratchBertForConditionalGeneration if generates else ScratchBertModel
     advice = "--decoder_text requires no model head." if generates else "Train it first."
-    model = open_model(model_class, source, optional=("pooler.",), advice=advice, dtype=torch.float32)
-    return tokenizer, model, kind
+    return tokenizer, open_model(model_class, source, optional=("pooler.",), advice=advice, dtype=torch.float32), kind
 
 
 @torch.inference_mode()
-def attention(
-    model, tokenizer, sentence: str, kind: str = "self", target: str | None = None, max_tokens: int = 48
-) -> Attention:
+def attention(model, tokenizer, sentence: str, kind: str = "self", target: str | None = None,
+              max_tokens: int = 48) -> Attention:  # fmt: skip
     """The attention weights of a model for `sentence`.
 
     Args:
@@ -91,8 +88,7 @@ def attention(
         encoder, words = model, "self-attention"
         if model.config.is_encoder_decoder:
             encoder, words = model.get_encoder(), "the encoder's self-attention"
-        maps = encoder(source, output_attentions=True).attentions
-        return Attention(torch.cat(maps), keys, keys, words, sentence)
+        return Attention(torch.cat(encoder(source, output_attentions=True).attentions), keys, keys, words, sentence)
     target_ids = decoder_ids(model, tokenizer, source, target, max_tokens)
     outputs = model(source, decoder_input_ids=torch.tensor([target_ids]), output_attentions=True, use_cache=False)
     queries = tokenizer.convert_ids_to_tokens(target_ids)
@@ -108,10 +104,8 @@ def encode(tokenizer, text: str, what: str, max_tokens: int) -> list[int]:
         raise ValueError(f"The {what} is empty.")
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) > max_tokens:
-        raise ValueError(
-            f"The {what} has {len(ids)} tokens; expected at most {max_tokens}. Shorten it, or give --max_tokens "
-            f"{len(ids)}."
-        )
+        raise ValueError(f"The {what} has {len(ids)} tokens; expected at most {max_tokens}. Shorten it, or give "
+                         f"--max_tokens {len(ids)}.")  # fmt: skip
     return ids
 
 
@@ -152,9 +146,8 @@ def fitted(text: str, size: float, width: float) -> tuple[str, float]:
     return "\n".join(folded), size * min(1, width / max(width_of(folded or [""], size), 1))
 
 
-def draw(
-    attention: Attention, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, title: str = ""
-):
+def draw(attention: Attention, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None,
+         title: str = ""):  # fmt: skip
     """Draws a heat map for each of `layers` and `heads`, in this order; None: all.
 
     Returns:
@@ -183,9 +176,8 @@ def draw(
     height += LINE * title_size * (title.count("\n") + 1)
     with rc_context({"font.size": size, "axes.titlesize": "medium", "figure.labelsize": "medium"}):
         figure = Figure((width / POINTS_PER_INCH, height / POINTS_PER_INCH), DPI, layout="constrained")
-        figure.get_layout_engine().set(
-            w_pad=GAP / 2 / POINTS_PER_INCH, h_pad=GAP / 2 / POINTS_PER_INCH, wspace=0, hspace=0
-        )
+        margin = GAP / 2 / POINTS_PER_INCH
+        figure.get_layout_engine().set(w_pad=margin, h_pad=margin, wspace=0, hspace=0)
         figure.suptitle(title, fontsize=title_size, parse_math=False)
         maps = figure.subplots(len(layers), len(heads), squeeze=False)
         for axes, (layer, head) in zip(maps.flat, itertools.product(layers, heads), strict=True):
@@ -193,10 +185,8 @@ def draw(
             # "nearest" draws cells of many pixels in an SVG as well; viewers would blur cells of one pixel.
             image = axes.imshow(weights, vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-        figure.colorbar(
-            image, ax=maps, label="attention weight", ticks=[0, 0.25, 0.5, 0.75, 1],
-            aspect=grid_height / BAR, fraction=BAR / grid_width, pad=2 * GAP / grid_width,
-        )  # fmt: skip
+        figure.colorbar(image, ax=maps, label="attention weight", ticks=[0, 0.25, 0.5, 0.75, 1],
+                        aspect=grid_height / BAR, fraction=BAR / grid_width, pad=2 * GAP / grid_width)  # fmt: skip
         label(figure, maps, attention, layers, heads, token_size, "vertical" if is_vertical else "horizontal")
     return figure
 
@@ -236,9 +226,7 @@ def save(figure, path: Path) -> None:
 
     width, height = (round(side * DPI) for side in figure.get_size_inches())
     if path.suffix.lower() == ".png" and width * height > MAX_PIXELS:
-        raise ValueError(
-            f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose --layers and "
-            "--heads, shorten the text, or write an SVG."
-        )
+        raise ValueError(f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose "
+                         "--layers and --heads, shorten the text, or write an SVG.")  # fmt: skip
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plot_attention"}), atomic_file(path) as temporary:
         figure.savefig(temporary, metadata={"Date": None})  # the same picture gives the same bytes

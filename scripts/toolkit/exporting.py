@@ -52,21 +52,13 @@ class TensorModel(nn.Module):
         self.model = model
         self.fields = fields
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        token_type_ids: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-    ) -> dict:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None,
+                encoder_hidden_states: torch.Tensor | None = None,
+                encoder_attention_mask: torch.Tensor | None = None) -> dict:  # fmt: skip
         """Of the last three, a decoder with cross-attention has the last two, and other models have the first."""
-        inputs = {
-            "attention_mask": causal_mask(attention_mask) if self.model.config.is_decoder else attention_mask,
-            "token_type_ids": token_type_ids,
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-        }
+        inputs = {"attention_mask": causal_mask(attention_mask) if self.model.config.is_decoder else attention_mask,
+                  "token_type_ids": token_type_ids, "encoder_hidden_states": encoder_hidden_states,
+                  "encoder_attention_mask": encoder_attention_mask}  # fmt: skip
         returned = self.model(input_ids, **{name: value for name, value in inputs.items() if value is not None})
         return {field: returned[field] for field in self.fields}
 
@@ -182,10 +174,9 @@ def open_torch(path: Path, threads: int) -> Run:
 
 def write_onnx(piece: Piece, program: ExportedProgram, path: Path) -> None:
     size = sum(tensor.nbytes for tensor in piece.module.state_dict().values())
-    torch.onnx.export(
-        program, (), path, dynamic_shapes=dynamic_shapes(piece), output_names=list(piece.outputs),
-        opset_version=OPSET, external_data=size > LARGEST_IN_ONE_FILE, verbose=False, dynamo=True,
-    )  # fmt: skip
+    torch.onnx.export(program, (), path, dynamic_shapes=dynamic_shapes(piece), output_names=list(piece.outputs),
+                      opset_version=OPSET, external_data=size > LARGEST_IN_ONE_FILE, verbose=False,
+                      dynamo=True)  # fmt: skip
 
 
 def open_onnx(path: Path, threads: int) -> Run:
@@ -219,11 +210,7 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
     import openvino
 
     # Without the first hint, it computes in bfloat16 if the processor supports that.
-    options = {
-        "INFERENCE_PRECISION_HINT": precision,
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-    }
+    options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.Core().compile_model(path, "CPU", options)
     outputs = {output.any_name: output for output in compiled.outputs}
 
@@ -235,11 +222,9 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
     return run
 
 
-FORMATS = {
-    "torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
-    "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
-    "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino),
-}
+FORMATS = {"torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
+           "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
+           "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino)}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the check
@@ -251,9 +236,8 @@ class Comparison:
 
     file: str
     shapes: list[str]  # of the batches
-    differences: dict[
-        str, list[float]
-    ]  # of each output, the largest for each batch; infinite if it has no result or NaN
+    # Of each output, the largest for each batch; infinite if it has no result or NaN.
+    differences: dict[str, list[float]]
     error: str | None = None  # the runtime's first
 
     @property
@@ -327,10 +311,8 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
             found.append(compare(part, format_name, path))
             print(f"{as_text(found[-1])}\n")
         if wrong := [comparison.file for comparison in found if not comparison.agrees]:
-            raise CommandError(
-                f"{' and '.join(wrong)} would differ from {source} by more than {TOLERANCE:.0e}. Nothing is written.",
-                exit_code=1,
-            )
+            raise CommandError(f"{' and '.join(wrong)} would differ from {source} by more than {TOLERANCE:.0e}. "
+                               "Nothing is written.", exit_code=1)  # fmt: skip
         write_settings(folder, checkpoint)
     difference = max(comparison.largest for comparison in found)
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", *chosen.needs))
@@ -343,9 +325,7 @@ def write_settings(folder: Path, checkpoint: Checkpoint) -> None:
     omitted = ("auto_map", "model_type") if checkpoint.kind == "scratchbert" else ("auto_map",)
     fields = {name: value for name, value in sorted(checkpoint.fields.items()) if name not in omitted}
     write_json(folder / "config.json", fields)
-    generation = find(checkpoint.source, "generation_config.json")
-    if generation:
+    if generation := find(checkpoint.source, "generation_config.json"):
         shutil.copyfile(generation, folder / "generation_config.json")
-    tokenizer = open_tokenizer_if_any(checkpoint.source)
-    if tokenizer is not None:
+    if (tokenizer := open_tokenizer_if_any(checkpoint.source)) is not None:
         tokenizer.save_pretrained(folder)

@@ -79,25 +79,18 @@ def make_plan(model, tokenizer, options: dict, with_scores: bool = False) -> Pla
         raise ValueError("cache_implementation is 'paged', which is for serving; expected a cache of `generate`.")
     # Beam search returns the scores of its outputs only together with those of all tokens.
     arguments |= {"return_dict_in_generate": True, "output_scores": with_scores and (effective.num_beams or 1) > 1}
-    return Plan(
-        arguments=arguments,
-        room=room if continues else min(room, tokenizer.model_max_length),
-        num_beams=effective.num_beams or 1,
-        num_return_sequences=effective.num_return_sequences or 1,
-        one_by_one=effective.get_generation_mode() == GenerationMode.ASSISTED_GENERATION,
-        same_length=continues and (new is None or bool(effective.min_length)),
-    )
+    return Plan(arguments=arguments, room=room if continues else min(room, tokenizer.model_max_length),
+                num_beams=effective.num_beams or 1, num_return_sequences=effective.num_return_sequences or 1,
+                one_by_one=effective.get_generation_mode() == GenerationMode.ASSISTED_GENERATION,
+                same_length=continues and (new is None or bool(effective.min_length)))  # fmt: skip
 
 
 def special_ids(tokenizer, config: GenerationConfig, options: dict) -> dict[str, int]:
     """The tokenizer's end and padding ids, as far as neither the model nor the options set them."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     ids = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
-    return {
-        name: number
-        for name, number in ids.items()
-        if number is not None and name not in options and getattr(config, name) is None
-    }
+    return {name: number for name, number in ids.items()
+            if number is not None and name not in options and getattr(config, name) is None}  # fmt: skip
 
 
 def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
@@ -108,14 +101,8 @@ def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
     return ids[: len(ids) - len(closing)], closing
 
 
-def answer(
-    model,
-    tokenizer,
-    texts: list[str],
-    plan: Plan,
-    batch_size: int,
-    show: Callable[[str], None] | None = None,
-) -> list[Answer]:
+def answer(model, tokenizer, texts: list[str], plan: Plan, batch_size: int,
+           show: Callable[[str], None] | None = None) -> list[Answer]:  # fmt: skip
     """Generates the outputs of each text. Texts of similar length are batched.
 
     Args:
@@ -177,25 +164,15 @@ def answer_batch(model, tokenizer, rows: list[tuple[str, list[int]]], plan: Plan
     # A decoder continues at the end of the text, so its padding is on the left.
     inputs = tokenizer.pad({"input_ids": [ids for _, ids in rows]}, padding_side="right" if is_seq2seq else "left",
                            return_tensors="pt").to(model.device)  # fmt: skip
-    decoders = [
-        partial(decode, tokenizer) if is_seq2seq else partial(decode_continued, tokenizer, text, ids)
-        for text, ids in rows
-    ]
-    result = model.generate(
-        **inputs,
-        streamer=None if show is None else WordStreamer(decoders[0], show),
-        **plan.arguments,
-    )
+    decoders = [partial(decode, tokenizer) if is_seq2seq else partial(decode_continued, tokenizer, text, ids)
+                for text, ids in rows]  # fmt: skip
+    result = model.generate(**inputs, streamer=None if show is None else WordStreamer(decoders[0], show),
+                            **plan.arguments)  # fmt: skip
     sequences = result.sequences[:, 0 if is_seq2seq else inputs.input_ids.shape[1] :].tolist()
     scores = result.sequences_scores.tolist() if plan.arguments["output_scores"] else None
     n = plan.num_return_sequences
-    return [
-        Answer(
-            outputs=[decoders[i](ids) for ids in sequences[i * n : (i + 1) * n]],
-            scores=scores and scores[i * n : (i + 1) * n],
-        )
-        for i in range(len(rows))
-    ]
+    return [Answer(outputs=[decoders[i](ids) for ids in sequences[i * n : (i + 1) * n]],
+                   scores=scores and scores[i * n : (i + 1) * n]) for i in range(len(rows))]  # fmt: skip
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -224,16 +201,15 @@ class WordStreamer(BaseStreamer):
         self.ids += value.flatten().tolist()
         text = self.read(self.ids)
         if text.count(" ") > 1:
-            self._show_to(text, len(text.rsplit(" ", 2)[0]))
+            self._show(text.rsplit(" ", 2)[0])
 
     def end(self) -> None:
-        text = self.read(self.ids)
-        self._show_to(text, len(text))
+        self._show(self.read(self.ids))
 
-    def _show_to(self, text: str, end: int) -> None:
-        if end > self.shown:
-            self.show(text[self.shown : end])
-            self.shown = end
+    def _show(self, text: str) -> None:
+        if len(text) > self.shown:
+            self.show(text[self.shown :])
+            self.shown = len(text)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
@@ -257,10 +233,8 @@ def open_generator(source: str, dtype: str, device: str | None, trust_remote_cod
         raise ValueError(f"Its config.json is missing or has model_type {kind!r}; expected a ScratchBert or a BERT.")
     is_encoder_decoder = fields.get("is_encoder_decoder") or kind == "encoder-decoder"
     if not is_encoder_decoder and not fields.get("is_decoder"):
-        raise ValueError(
-            "It is an encoder, which generates nothing; expected a generator. Make one of its weights with "
-            "ScratchBertForConditionalGeneration.from_bert(…), train it, and save it."
-        )
+        raise ValueError("It is an encoder, which generates nothing; expected a generator. Make one of its weights "
+                         "with ScratchBertForConditionalGeneration.from_bert(…), train it, and save it.")  # fmt: skip
     if is_remote:
         model_class = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
     else:

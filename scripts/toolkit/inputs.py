@@ -16,20 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
+from toolkit import row_files
 from toolkit.input_paths import COMPRESSIONS, endings_of, expand, filesystem_of, name_files
-from toolkit.row_files import (
-    READERS,
-    Rows,
-    errors_about,
-    find_fault,
-    guess_format,
-    label_names,
-    name_labels,
-    parquet_types,
-    types_of,
-)
 
-Readers = Mapping[str, Callable[..., Rows]]
+Readers = Mapping[str, Callable[..., row_files.Rows]]
 Check = Callable[[dict], dict]
 Warn = Callable[[str], None]
 
@@ -96,12 +86,12 @@ class Input(ABC):
         """
         for number, (line, content) in enumerate(self.contents(), 1):
             if isinstance(content, dict):
-                content = find_fault(content) or name_labels(content, self.features)
+                content = row_files.find_fault(content) or row_files.name_labels(content, self.features)
             if content is not None:
                 yield Row(self.name, number, line, content)
 
     @abstractmethod
-    def contents(self) -> Rows:
+    def contents(self) -> row_files.Rows:
         """What a reader of `row_files` yields."""
 
     def types(self) -> dict | None:
@@ -136,8 +126,8 @@ class InputFile(Input):
     def __init__(self, url: str, delimiter: str | None = None, readers: Readers | None = None):
         self.url = self.name = url
         ending, self.compression = endings_of(url)
-        if ending not in READERS:
-            expected = f"{', '.join(READERS)}, or with {' or '.join(COMPRESSIONS)}"
+        if ending not in row_files.READERS:
+            expected = f"{', '.join(row_files.READERS)}, or with {' or '.join(COMPRESSIONS)}"
             raise ValueError(f"{url} has the unknown ending {ending!r}; expected {expected}")
         self.choose_reader(ending, delimiter, readers)
         self.system, self.path = filesystem_of(url)
@@ -155,7 +145,7 @@ class InputFile(Input):
             raise ValueError(f"--delimiter is {delimiter!r}; expected one character, or \\t for a tab")
         ending = ".tsv" if ending == ".txt" and delimiter is not None else ending
         self.is_table = ending in (".csv", ".tsv")
-        self.reader = {**READERS, **(readers or {})}[ending]
+        self.reader = {**row_files.READERS, **(readers or {})}[ending]
 
     def open(self) -> BinaryIO:
         return self.system.open(self.path, "rb") if self.system else open(self.path, "rb")
@@ -164,7 +154,7 @@ class InputFile(Input):
         return self.reader(self)
 
     def types(self):
-        return parquet_types(self) if endings_of(self.url)[0] == ".parquet" else None
+        return row_files.parquet_types(self) if endings_of(self.url)[0] == ".parquet" else None
 
     def fingerprint(self):
         found = {"file": self.name, **({"delimiter": self.delimiter} if self.delimiter else {})}
@@ -203,7 +193,7 @@ class StandardInput(InputFile):
         shutil.copyfileobj(sys.stdin.buffer, self.copy)
         self.copy.flush()
         self.path = self.copy.name
-        self.format = format or guess_format(self, is_table=delimiter is not None)
+        self.format = format or row_files.guess_format(self, is_table=delimiter is not None)
         self.choose_reader(f".{self.format}", delimiter)
 
     def __str__(self):
@@ -232,22 +222,21 @@ class HubDataset(Input):
         """The split, a `Dataset` or an `IterableDataset`. Raises OSError or ValueError if it cannot be read."""
         from datasets import load_dataset
 
-        with errors_about(self):
+        with row_files.errors_about(self):
             try:
                 return load_dataset(self.dataset, self.config, split=self.split, streaming=self.streaming)
             except ConnectionError:
-                raise OSError(
-                    "it is not a folder, and the Hub cannot be reached; expected one of them, or files"
-                ) from None
+                raise OSError("it is not a folder, and the Hub cannot be reached; expected one "
+                              "of them, or files") from None  # fmt: skip
 
     def contents(self):
         self.features = self.table.features or {}
-        with errors_about(self):
+        with row_files.errors_about(self):
             yield from ((None, row) for row in self.table)
 
     def types(self):
         features = self.table.features
-        return features and types_of(features.arrow_schema, features)
+        return features and row_files.types_of(features.arrow_schema, features)
 
     def fingerprint(self):
         return {"file": self.name, "commit": content_hash([self])}
@@ -317,7 +306,7 @@ class Source:
     def label_names(self, column: str) -> list[str]:
         """The names of the labels in a column, in the order of the dataset; none if the dataset has no names, or no row
         has been read."""
-        found = (label_names(each.features.get(column)) or [] for each in self.inputs)
+        found = (row_files.label_names(each.features.get(column)) or [] for each in self.inputs)
         return list(dict.fromkeys(chain.from_iterable(found)))
 
     def valid_rows(self, check: Check, on_bad_row: str, warn: Warn, may_be_empty: bool = False) -> Iterator[dict]:

@@ -67,11 +67,8 @@ def in_saved_order(labels: list[str], saved: list[str] | None) -> list[str]:
 
 def label_fields(labels: list[str]) -> dict:
     """The fields of a model's configuration for these labels."""
-    return {
-        "num_labels": len(labels),
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: i for i, name in enumerate(labels)},
-    }
+    return {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
+            "label2id": {name: i for i, name in enumerate(labels)}}  # fmt: skip
 
 
 def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -> torch.Tensor:
@@ -89,16 +86,14 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         return torch.ones(len(labels))
     if given == ["balanced"]:
         if not counts:
-            raise ValueError(
-                "--class_weights is balanced and metrics.json of --model has no label_counts; expected numbers"
-            )
+            raise ValueError("--class_weights is balanced and metrics.json of --model has no label_counts; "
+                             "expected numbers")  # fmt: skip
         return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
     try:
         weights = torch.tensor([float(each) for each in given])
     except ValueError:
         raise ValueError(f"--class_weights is {' '.join(given)}; expected numbers, or balanced") from None
-    is_valid = len(weights) == len(labels) and (weights >= 0).all() and weights.any() and weights.isfinite().all()
-    if not is_valid:
+    if not (len(weights) == len(labels) and (weights >= 0).all() and weights.any() and weights.isfinite().all()):
         expected = f"{len(labels)} numbers of 0 or more, not all 0"
         raise ValueError(f"--class_weights is {' '.join(given)}; expected {expected}, for {listed(labels)}")
     return weights

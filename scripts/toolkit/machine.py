@@ -12,33 +12,24 @@ from torch import distributed
 from toolkit import cli
 
 CPU_INFO = Path("/proc/cpuinfo")
-FLAGS = (
-    "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
-)  # fmt: skip
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 LIBRARIES = ("torch", "transformers", "sentence-transformers", *cli.LIBRARIES["bench"])
 
 
 def processor() -> dict:
     """The processor: its name, its family, model and stepping (x86 on Linux; None elsewhere), and which of `FLAGS`, its
     instruction sets, it has and lacks. A virtual machine may hide instructions that its model has."""
-    try:
-        text = CPU_INFO.read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        text = ""
+    text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""  # on Linux
 
     def field(name: str) -> str | None:
         found = re.search(rf"^{name}\s*: (.*)$", text, flags=re.MULTILINE)
         return found[1] if found else None
 
     has = (field("flags") or "").split()
-    return {
-        "processor": field("model name") or platform.processor() or platform.machine(),
-        "family": field("cpu family"),
-        "model": field("model"),
-        "stepping": field("stepping"),
-        "flags": [flag for flag in FLAGS if flag in has],
-        "missing_flags": [flag for flag in FLAGS if has and flag not in has],
-    }
+    return {"processor": field("model name") or platform.processor() or platform.machine(),
+            "family": field("cpu family"), "model": field("model"), "stepping": field("stepping"),
+            "flags": [flag for flag in FLAGS if flag in has],
+            "missing_flags": [flag for flag in FLAGS if has and flag not in has]}  # fmt: skip
 
 
 def hardware() -> str:
@@ -59,21 +50,15 @@ def version(library: str) -> str | None:
 
 def identity() -> dict:
     """The processor, its cores, and the versions of Python and of `LIBRARIES`, None for those not installed."""
-    return {
-        **processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {library: version(library) for library in LIBRARIES},
-    }
+    return {**processor(), "cores": os.cpu_count(), "python": platform.python_version(),
+            "versions": {library: version(library) for library in LIBRARIES}}  # fmt: skip
 
 
 def lines(machine: dict) -> list[str]:
     """What `identity` returns, as text."""
     libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     numbers = [f"{name} {machine[name]}" for name in ("family", "model", "stepping") if machine[name] is not None]
-    return [
-        f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
-        f"instructions: {', '.join(machine['flags']) or 'unknown'}; "
-        f"missing: {', '.join(machine['missing_flags']) or 'none'}",
-        f"Python {machine['python']}, {libraries}",
-    ]
+    flags, missing = (", ".join(machine[name]) for name in ("flags", "missing_flags"))
+    return [f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
+            f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
+            f"Python {machine['python']}, {libraries}"]  # fmt: skip

@@ -20,24 +20,18 @@ from toolkit.files import ROOT
 FOLDER = ROOT / "scripts" / "metrics"
 
 # The libraries that each metric requires.
-METRICS = {
-    "error_rate": ("evaluate", "rapidfuzz"),
-    "rouge": ("evaluate", "rouge_score"),
-    "sacrebleu": ("evaluate", "sacrebleu"),
-    "seqeval": ("evaluate", "seqeval"),
-    "squad": ("evaluate",),
-}
+METRICS = {"error_rate": ("evaluate", "rapidfuzz"), "rouge": ("evaluate", "rouge_score"),
+           "sacrebleu": ("evaluate", "sacrebleu"), "seqeval": ("evaluate", "seqeval"),
+           "squad": ("evaluate",)}  # fmt: skip
 SHARES = ("accuracy", "f1", "precision", "recall", "rouge1", "rouge2", "rougeL", "rougeLsum", "item_error_rate",
           "next_sentence_accuracy")  # fmt: skip
 
 # The lowest and the highest value of each metric of a whole set.
-RANGES = (
-    dict.fromkeys(SHARES, (0, 1))
-    | dict.fromkeys(("matthews_correlation", "pearson", "spearman"), (-1, 1))
-    | dict.fromkeys(("exact_match", "bleu", "chrf"), (0, 100))
-    | dict.fromkeys(("mean_squared_error", "token_error_rate", "loss", "next_sentence_loss"), (0, math.inf))
-    | {"perplexity": (1, math.inf)}
-)
+RANGES = {
+    **dict.fromkeys(SHARES, (0, 1)), **dict.fromkeys(("matthews_correlation", "pearson", "spearman"), (-1, 1)),
+    **dict.fromkeys(("exact_match", "bleu", "chrf"), (0, 100)), "perplexity": (1, math.inf),
+    **dict.fromkeys(("mean_squared_error", "token_error_rate", "loss", "next_sentence_loss"), (0, math.inf)),
+}  # fmt: skip
 RANGES_OF_TASKS = {"question-answering": {"f1": (0, 100)}}  # where they differ
 
 
@@ -116,9 +110,7 @@ def matthews_correlation(predictions: Sequence[int], references: Sequence[int]) 
     return {"matthews_correlation": 0.0 if is_one_label else matthews_corrcoef(references, predictions)}
 
 
-def regression_metrics(
-    predictions: Sequence[Sequence[float]], references: Sequence[Sequence[float]]
-) -> dict[str, float]:
+def regression_metrics(predictions: Sequence[Sequence], references: Sequence[Sequence]) -> dict[str, float]:
     """The mean squared error, and Pearson's and Spearman's correlation, from -1 to 1: means over the columns. The
     correlation of a column with one value is 0, because the formulas divide 0 by 0."""
     from scipy.stats import pearsonr, spearmanr

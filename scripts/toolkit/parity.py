@@ -31,13 +31,10 @@ SENTENCES = [
     ("Yes.",),
     ("The cat sat on the mat, and the dog lay down beside it.",),
     ("How many people live in Berlin?", "About 3.7 million people are registered in an area of 891 square kilometres."),
-    (
-        "When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
-        "and found that two had sunk at their moorings.",
-    ),
-    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."),
-    (),
-]
+    ("When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
+     "and found that two had sunk at their moorings.",),
+    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."), (),
+]  # fmt: skip
 RANDOM_LENGTHS = (3, 16, 28, 32, 22, 0)
 SOURCE_LENGTHS = (7, 1, 4)  # of the random encoder outputs that a decoder attends to, in turn
 
@@ -47,16 +44,13 @@ def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None
     names = ["is_encoder_decoder", "add_cross_attention", "vocab_size", "hidden_size", "num_hidden_layers",
              "num_attention_heads", "max_position_embeddings", "type_vocab_size"]  # fmt: skip
     names += ["num_labels"] if parts & {"classifier", "qa_outputs"} else []
-    sizes = [
-        {name: getattr(side.config, name) for name in names}
-        | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
-        for side in (one, other)
-    ]
+    sizes = [{name: getattr(side.config, name) for name in names}
+             | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
+             for side in (one, other)]  # fmt: skip
     for name, here in sizes[0].items():
         if here != sizes[1][name]:
-            raise ValueError(
-                f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} in {other.source}."
-            )
+            raise ValueError(f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} "
+                             f"in {other.source}.")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- the batch
@@ -74,17 +68,14 @@ def encode(checkpoints: list[Checkpoint], seed: int) -> tuple[list[tuple[list[in
             rows = [(row["input_ids"], row["token_type_ids"]) if row else ([], []) for row in encoded]
             return rows, f"sentences, tokenised by {checkpoint.source}"
     generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in RANDOM_LENGTHS:
-        length = min(length, config.max_position_embeddings)
-        ids = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
-        rows.append((ids, [0] * (length // 2) + [1] * (length - length // 2)))
+    lengths = [min(length, config.max_position_embeddings) for length in RANDOM_LENGTHS]
+    ids = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    rows = [(row, [0] * (len(row) // 2) + [1] * (len(row) - len(row) // 2)) for row in ids]
     return rows, f"rows of random ids (seed {seed}), because the checkpoint has no suitable tokenizer"
 
 
-def make_batch(
-    rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig,
+               seed: int = 0) -> dict[str, torch.Tensor]:  # fmt: skip
     """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`. The targets of a seq2seq model are
     the same rows in reverse order; a decoder with cross-attention attends to random encoder outputs."""
 
@@ -92,11 +83,9 @@ def make_batch(
         rows = [torch.tensor(column, dtype=torch.long) for column in columns]
         return torch.cat([pad_sequence(rows, True, value, padding_side=side) for side in ("right", "left")])
 
-    batch = {
-        "input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
-        "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
-        "token_type_ids": padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1),
-    }
+    types = padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1)
+    batch = {"input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
+             "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0), "token_type_ids": types}  # fmt: skip
     if config.is_encoder_decoder:
         batch |= {f"decoder_{name}": batch[name].flip(0) for name in ("input_ids", "attention_mask")}
     if config.add_cross_attention:
@@ -132,10 +121,8 @@ def save_as_two_berts(model, folder: Path) -> None:
         ValueError: BERT cannot express the model, or it has no model head, which an `EncoderDecoderModel` always has.
     """
     if not hasattr(model, "lm_head"):
-        raise ValueError(
-            f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; expected another "
-            "ScratchBert to compare it with."
-        )
+        raise ValueError(f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; "
+                         "expected another ScratchBert to compare it with.")  # fmt: skip
     folders = (folder / "encoder", folder / "decoder")
     model.get_encoder().save_as_bert(folders[0])
     decoder_of(model).save_as_bert(folders[1])
@@ -198,17 +185,12 @@ def check(source: str, other: str | None, seed: int) -> dict:
     ours, theirs = (" and ".join(names) for names in zip(*pairs, strict=True))
     exported = " exported to BERT" if reference is None and subject.kind == "scratchbert" else ""
     padding = f"each padded to {batch['input_ids'].shape[1]} on the right and on the left"
-    return {
-        "model": f"{ours} from {subject.source}",
-        "reference": f"{theirs} from {checkpoints[0].source}{exported}",
-        "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
-        "not_compared": not_compared,
-        "rows": rows,
-        "equal": all(row.equal for row in rows),
-        "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) or "not installed" for name in ("torch", "transformers", "scratchbert")},
-    }
+    versions = {name: version(name) or "not installed" for name in ("torch", "transformers", "scratchbert")}
+    return {"model": f"{ours} from {subject.source}", "reference": f"{theirs} from {checkpoints[0].source}{exported}",
+            "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
+            "not_compared": not_compared, "rows": rows, "equal": all(row.equal for row in rows),
+            "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
+            "versions": {"python": platform.python_version(), **versions}}  # fmt: skip
 
 
 def timed(what: str, function, *args):
@@ -224,18 +206,14 @@ def verdict(rows: list[Row]) -> str:
     if different:
         first = different[0]
         where = f"{first.what} ({first.worst})" if first.worst else first.what
-        return (
-            f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
-            f"{len(different)} of {len(rows)} rows differ"
-        )
+        return (f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
+                f"{len(different)} of {len(rows)} rows differ")  # fmt: skip
     if not any(row.max_abs for row in rows):
         return f"equal: bit for bit, in all {len(rows)} rows"
     value = max((row for row in rows if row.kind != "gradient"), key=lambda row: row.max_abs)
     gradient = max((row for row in rows if row.kind == "gradient"), key=lambda row: row.relative)
-    return (
-        f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of their "
-        f"norm ({gradient.worst})"
-    )
+    return (f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of "
+            f"their norm ({gradient.worst})")  # fmt: skip
 
 
 def as_text(report: dict) -> str:
@@ -248,10 +226,8 @@ def as_text(report: dict) -> str:
     lines += [cells(row, str(row.tensors)) for row in gradients]
     head = [f"model      {report['model']}", f"reference  {report['reference']}", f"batch      {report['batch']}"]
     head += [f"not compared: {name}" for name in report["not_compared"]]
-    legend = (
-        "relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
-        "own error: of the reference, float32 against float64; of gradients, relative"
-    )
+    legend = ("relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
+              "own error: of the reference, float32 against float64; of gradients, relative")  # fmt: skip
     return "\n".join([*head, "", table(lines), "", legend, report["verdict"]])
 
 
@@ -263,11 +239,8 @@ def cells(row: Row, shape: str) -> tuple[str, ...]:
 
 def plot(report: dict, path: Path) -> None:
     """Draws the difference of each layer on a log axis, which is linear below the smallest number, down to zero."""
-    styles = {
-        "hidden state": ("tab:blue", "o", 9),
-        "cross-attention": ("tab:green", "^", 7),
-        "attention": ("tab:orange", "s", 5),
-    }
+    styles = {"hidden state": ("tab:blue", "o", 9), "cross-attention": ("tab:green", "^", 7),
+              "attention": ("tab:orange", "s", 5)}  # fmt: skip
     rows = [row for row in report["rows"] if row.kind in styles]
     places = list(dict.fromkeys(place(row) for row in rows))
     numbers = [number for row in rows for number in (row.max_abs, row.own_error, TOLERANCE) if number > 0]
@@ -282,12 +255,9 @@ def plot(report: dict, path: Path) -> None:
             layers = [places.index(place(row)) for row in chosen]
             differences, own_errors = [row.max_abs for row in chosen], [row.own_error for row in chosen]
             if chosen:
-                axes.plot(
-                    layers, differences, color=colour, marker=marker, markersize=size, label=f"{kind}: difference"
-                )
-                axes.plot(
-                    layers, own_errors, color=colour, linestyle="--", label=f"{kind}: float32 error of the reference"
-                )
+                labels = [f"{kind}: {what}" for what in ("difference", "float32 error of the reference")]
+                axes.plot(layers, differences, color=colour, marker=marker, markersize=size, label=labels[0])
+                axes.plot(layers, own_errors, color=colour, linestyle="--", label=labels[1])
         axes.axhline(TOLERANCE, color="black", linestyle=":", label="1e-5, the tolerance")
         axes.set_ylim(bottom=-smallest / 5)  # so that the markers at zero are whole
         axes.set_xticks(range(len(places)), [name.split()[-1].replace("embeddings", "emb.") for name in places])

@@ -63,10 +63,8 @@ def check_files(source: str, package, advice: str) -> None:
         return
     closest = max(releases, key=lambda release: len(found.items() & release.items()))
     changed = sorted({name for name, _ in found.items() ^ closest.items()})
-    raise ValueError(
-        f"Its code differs from that of the installed {PACKAGE} and of its releases, in {', '.join(changed)}; expected "
-        f"the same code. {advice}."
-    )
+    raise ValueError(f"Its code differs from that of the installed {PACKAGE} and of its releases, in "
+                     f"{', '.join(changed)}; expected the same code. {advice}.")  # fmt: skip
 
 
 def find(source: str, name: str) -> Path | None:
@@ -94,10 +92,8 @@ def import_package():
     try:
         return importlib.import_module(PACKAGE)
     except ImportError as error:
-        raise ImportError(
-            f"{PACKAGE}, which opens it, is not installed: {error}. If it has its own code, and you trust that, {FLAG} "
-            "runs it."
-        ) from error
+        raise ImportError(f"{PACKAGE}, which opens it, is not installed: {error}. If it has its own code, and you "
+                          f"trust that, {FLAG} runs it.") from error  # fmt: skip
 
 
 def record_release(version: str) -> None:

@@ -225,10 +225,8 @@ def guess_format(file, is_table: bool) -> str:
         return "jsonl"
     names = [name for name in re.split(f"[{DELIMITERS}]", first) if name.strip(' "').lower() in TEXTS]
     if names and not is_table:
-        raise ValueError(
-            f"{file} begins as a table with the column {names[0]!r}; expected --stdin_format csv or tsv, or txt if it "
-            "has a text on each line"
-        )
+        raise ValueError(f"{file} begins as a table with the column {names[0]!r}; expected --stdin_format csv or tsv, "
+                         "or txt if it has a text on each line")  # fmt: skip
     return "txt"
 
 
@@ -241,10 +239,7 @@ def read_conll(file) -> Rows:
             if is_blank or not words:
                 continue
             if single := [number for number, columns in words if len(columns) == 1]:
-                yield (
-                    words[0][0],
-                    f"line {single[0]} has one column; expected a word and its tag",
-                )
+                yield (words[0][0], f"line {single[0]} has one column; expected a word and its tag")
             else:
                 tokens, tags = ([columns[i] for _, columns in words] for i in (0, -1))
                 yield words[0][0], {"tokens": tokens, "tags": tags}
@@ -288,10 +283,8 @@ def read_json(file) -> Rows:
             return
         content = start + text.read(LONGEST_ARRAY)
         if text.read(1):
-            raise ValueError(
-                f"{file} is a JSON array of more than {LONGEST_ARRAY:,} characters; expected JSON lines (.jsonl), "
-                "which are not read at once"
-            )
+            raise ValueError(f"{file} is a JSON array of more than {LONGEST_ARRAY:,} characters; expected JSON lines "
+                             "(.jsonl), which are not read at once")  # fmt: skip
     try:
         rows = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -329,8 +322,7 @@ def read_parquet(file) -> Rows:
         OSError, ValueError: it cannot be read.
     """
     with open_parquet(file) as table:
-        names = table.schema_arrow.names
-        chosen = [name for name in names if file.columns is None or name in file.columns]
+        chosen = [name for name in table.schema_arrow.names if file.columns is None or name in file.columns]
         for batch in table.iter_batches(PARQUET_ROWS, columns=chosen):
             yield from ((None, row) for row in batch.to_pylist())
 
@@ -372,13 +364,7 @@ def label_names(feature) -> list[str] | None:
     return getattr(feature, "names", None)
 
 
-READERS = {
-    ".csv": partial(read_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
-    ".tsv": partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE),
-    ".jsonl": read_json_lines,
-    ".ndjson": read_json_lines,
-    ".json": read_json,
-    ".parquet": read_parquet,
-    ".txt": read_text,
-    ".conll": read_conll,
-}
+READERS = {".csv": partial(read_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
+           ".tsv": partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE), ".jsonl": read_json_lines,
+           ".ndjson": read_json_lines, ".json": read_json, ".parquet": read_parquet, ".txt": read_text,
+           ".conll": read_conll}  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit.hub import check_source, open_model, open_tokenizer, to_device
@@ -47,9 +46,8 @@ LENGTHS = {"max_length": 384, "stride": 128, "max_answer_length": 30}
 # ------------------------------------------------------------------------------------------------ texts to windows
 
 
-def context_windows(
-    tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384, stride: int = 128
-) -> list[Feature]:
+def context_windows(tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384,
+                    stride: int = 128) -> list[Feature]:  # fmt: skip
     """Each question with all of its context, in overlapping windows.
 
     Args:
@@ -79,19 +77,15 @@ def context_windows(
             found = split_into_windows(encoding, text, max_length, stride)
         except ValueError as error:
             raise ValueError(f"question {i}: {error}") from error
-        features += [
-            Feature(i, one.input_ids, one.token_type_ids, one.first, offsets[one.tokens.start : one.tokens.stop])
-            for one in found
-        ]
+        features += [Feature(i, one.input_ids, one.token_type_ids, one.first,
+                             offsets[one.tokens.start : one.tokens.stop]) for one in found]  # fmt: skip
     return features
 
 
 def check_texts(tokenizer, questions: Sequence[str], contexts: Sequence[str]) -> None:
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, which "
-            "returns offsets"
-        )
+        raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, "
+                         "which returns offsets")  # fmt: skip
     for name, texts in (("questions", questions), ("contexts", contexts)):
         if isinstance(texts, str):
             raise ValueError(f"{name} is a string, {texts[:40]!r}; expected a list of strings")
@@ -113,9 +107,8 @@ def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, 
     return extended
 
 
-def positions(
-    features: Sequence[Feature], contexts: Sequence[str], answers: Sequence[tuple[str, int] | None]
-) -> list[tuple[int, int]]:
+def positions(features: Sequence[Feature], contexts: Sequence[str],
+              answers: Sequence[tuple[str, int] | None]) -> list[tuple[int, int]]:  # fmt: skip
     """The first and last token of the answer in each window, to train on.
 
     Args:
@@ -179,10 +172,8 @@ def position_in(feature: Feature, span: tuple[int, int] | None, needed: tuple[in
 # ------------------------------------------------------------------------------------------------ logits to answers
 
 
-def best_spans(
-    start_logits, end_logits, features: Sequence[Feature], contexts: Sequence[str], *,
-    max_answer_length: int = 30, n_best: int = 1,
-) -> list[list[Answer]]:  # fmt: skip
+def best_spans(start_logits, end_logits, features: Sequence[Feature], contexts: Sequence[str], *,
+               max_answer_length: int = 30, n_best: int = 1) -> list[list[Answer]]:  # fmt: skip
     """The spans with the highest S·T_i + E·T_j, j >= i, over all windows (Devlin et al. 2018, section 4.2).
 
     The score is that sum minus s_null = S·C + E·C, where C is [CLS] (section 4.3). The lowest s_null of all windows
@@ -205,10 +196,8 @@ def best_spans(
     """
     check_least(max_answer_length=max_answer_length, n_best=n_best)
     if not len(start_logits) == len(end_logits) == len(features):
-        raise ValueError(
-            f"there are {len(start_logits)} rows of start_logits, {len(end_logits)} of end_logits, and {len(features)} "
-            "windows; expected as many"
-        )
+        raise ValueError(f"there are {len(start_logits)} rows of start_logits, {len(end_logits)} of end_logits, and "
+                         f"{len(features)} windows; expected as many")  # fmt: skip
     found = [{} for _ in contexts]  # for each context: (start, end) → S·T_i + E·T_j
     null = [float("inf")] * len(contexts)
     for i, feature in enumerate(features):
@@ -270,12 +259,10 @@ def with_no_answer(spans: Sequence[Answer], threshold: float | None) -> list[Ans
 # ------------------------------------------------------------------------------------------------ questions to answers
 
 
-def answer(
-    model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
-    max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
-    max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1,
-    threshold: float | Literal["saved"] | None = "saved", batch_size: int = 8,
-) -> list[list[Answer]]:  # fmt: skip
+def answer(model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
+           max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
+           max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1, batch_size: int = 8,
+           threshold: float | Literal["saved"] | None = "saved") -> list[list[Answer]]:  # fmt: skip
     """The answers of a model to each question, in the context with the same index.
 
     Args:
@@ -307,7 +294,7 @@ def answer(
     if max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, the positions of the model")
     features = context_windows(tokenizer, questions, contexts, max_length, stride)
-    start_logits, end_logits = logits_of(model, features, tokenizer.pad_token_id, batch_size)
+    start_logits, end_logits = logits_of(model, tokenizer, features, batch_size)
     spans = best_spans(start_logits, end_logits, features, contexts, max_answer_length=max_answer_length, n_best=n_best)
     return [with_no_answer(one, threshold)[:n_best] for one in spans]
 
@@ -325,10 +312,8 @@ def saved_lengths(config) -> dict[str, int]:
         limits = {"max_length": limit, "stride": limit // 3}  # the share of the defaults
         return {name: min(default, limits.get(name, default)) for name, default in LENGTHS.items()}
     if not isinstance(saved, dict) or not all(type(saved.get(name)) is int for name in LENGTHS):
-        raise ValueError(
-            f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. The flags "
-            "of these names, all three, replace it"
-        )
+        raise ValueError(f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. "
+                         "The flags of these names, all three, replace it")  # fmt: skip
     return saved
 
 
@@ -342,15 +327,13 @@ def saved_threshold(config) -> float | None:
     if saved is None or saved == "never":
         return None if saved == "never" else 0.0
     if not isinstance(saved, int | float) or not math.isfinite(saved):
-        raise ValueError(
-            f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
-            "--always_answer replaces it"
-        )
+        raise ValueError(f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
+                         "--always_answer replaces it")  # fmt: skip
     return float(saved)
 
 
 @torch.inference_mode()
-def logits_of(model, features: Sequence[Feature], pad_token_id: int, batch_size: int) -> tuple[list, list]:
+def logits_of(model, tokenizer, features: Sequence[Feature], batch_size: int) -> tuple[list, list]:
     """The start and the end logits of each window, padding included."""
     starts, ends = [None] * len(features), [None] * len(features)
     longest_first = sorted(range(len(features)), key=lambda i: -len(features[i].input_ids))
@@ -359,28 +342,16 @@ def logits_of(model, features: Sequence[Feature], pad_token_id: int, batch_size:
     try:
         for k in range(0, len(features), batch_size):
             chosen = longest_first[k : k + batch_size]
-            outputs = model(**as_batch([features[i] for i in chosen], pad_token_id, model.device))
+            batch = {name: [getattr(features[i], name) for i in chosen] for name in ("input_ids", "token_type_ids")}
+            # On the right whatever the tokenizer's side is, because positions count from the beginning.
+            inputs = tokenizer.pad(batch, padding_side="right", return_attention_mask=True, return_tensors="pt")
+            outputs = model(**inputs.to(model.device))
             rows = (outputs.start_logits.cpu(), outputs.end_logits.cpu())
             for i, start, end in zip(chosen, *rows, strict=True):
                 starts[i], ends[i] = start, end
     finally:
         model.train(was_training)
     return starts, ends
-
-
-def as_batch(features: Sequence[Feature], pad_token_id: int, device) -> dict[str, torch.Tensor]:
-    """The windows as a batch, `(B, T)` each, padded on the right whatever the tokenizer's side is, because positions
-    count from the beginning."""
-
-    def padded(rows, value):
-        tensors = [torch.tensor(row, device=device) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=value)
-
-    return {
-        "input_ids": padded([feature.input_ids for feature in features], pad_token_id),
-        "token_type_ids": padded([feature.token_type_ids for feature in features], 0),
-        "attention_mask": padded([[1] * len(feature.input_ids) for feature in features], 0),
-    }
 
 
 def open_reader(source: str, device: str | None):

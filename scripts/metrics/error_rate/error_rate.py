@@ -16,10 +16,8 @@ class ErrorRate(evaluate.Metric):
     """
 
     def _info(self):
-        text = Value("string")
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=Features({"predictions": text, "references": List(text)})
-        )
+        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         if not all(references):
@@ -27,9 +25,8 @@ class ErrorRate(evaluate.Metric):
         edits = tokens = wrong = 0
         for prediction, texts in zip(predictions, references, strict=True):
             tokens_of_text = prediction.split()
-            distance, length = min(
-                (Levenshtein.distance(tokens_of_text, correct), len(correct)) for correct in map(str.split, texts)
-            )
+            distance, length = min((Levenshtein.distance(tokens_of_text, correct), len(correct))
+                                   for correct in map(str.split, texts))  # fmt: skip
             edits, tokens, wrong = edits + distance, tokens + length, wrong + (distance > 0)
         if tokens == 0:
             raise ValueError("the references have no tokens; expected at least one, because the rate is per token")

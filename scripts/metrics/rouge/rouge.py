@@ -18,10 +18,8 @@ class Rouge(evaluate.Metric):
     """
 
     def _info(self):
-        text = Value("string")
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=Features({"predictions": text, "references": List(text)})
-        )
+        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         if not all(references):

@@ -16,17 +16,12 @@ class Sacrebleu(evaluate.Metric):
     """
 
     def _info(self):
-        text = Value("string")
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=Features({"predictions": text, "references": List(text)})
-        )
+        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         if not all(references):
             raise ValueError(f"item {references.index([]) + 1} has no reference; expected one or more for each")
         # sacrebleu expects a list of all first references, one of all second ones (None if there is none), and so on.
         columns = [list(column) for column in zip_longest(*references)]
-        return {
-            "bleu": corpus_bleu(predictions, columns).score,
-            "chrf": corpus_chrf(predictions, columns).score,
-        }
+        return {"bleu": corpus_bleu(predictions, columns).score, "chrf": corpus_chrf(predictions, columns).score}

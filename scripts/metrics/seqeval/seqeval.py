@@ -19,10 +19,8 @@ class Seqeval(evaluate.Metric):
     """
 
     def _info(self):
-        tags = List(Value("string"))
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=Features({"predictions": tags, "references": tags})
-        )
+        features = Features(dict.fromkeys(("predictions", "references"), List(Value("string"))))
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         for item, (found, right) in enumerate(zip(predictions, references, strict=True), 1):
@@ -30,8 +28,7 @@ class Seqeval(evaluate.Metric):
                 raise ValueError(f"sentence {item} has {len(found)} predicted tags; expected {len(right)}")
         if not any(references):
             raise ValueError("the sentences have no tokens; expected at least one")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the mean over no types, which is not used
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # the mean over no types, not used
             report = classification_report(references, predictions, output_dict=True, zero_division=0)
         total = report.pop("micro avg")
         metrics = {name: total[MEASURES[name]] for name in ("precision", "recall", "f1")}

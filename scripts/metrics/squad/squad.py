@@ -37,10 +37,8 @@ class Squad(evaluate.Metric):
     """
 
     def _info(self):
-        text = Value("string")
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", features=Features({"predictions": text, "references": List(text)})
-        )
+        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         scores = {True: [], False: []}  # of questions that have an answer, and of those that have none

@@ -3,8 +3,7 @@
 # Named here so that `--help` lists them without importing torch.
 ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single-1", "single", "single-32")
 WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity")
-VARIANT_NAMES = (
-    "bert", "bert-eager", "bert-compiled", "bert-bf16", "bert-int8", "onnx", "onnx-int8", "openvino", "openvino-bf16",
-    "openvino-int8", "sentence-transformers", "ctranslate2", "ctranslate2-int8", "bert-cuda", "bert-cuda-flash", "ours",
-    "ours-optimised", "ours-eager", "ours-compiled", "ours-bf16", "ours-int8", "ours-cuda",
-)  # fmt: skip
+VARIANT_NAMES = ("bert", "bert-eager", "bert-compiled", "bert-bf16", "bert-int8", "onnx", "onnx-int8", "openvino",
+                 "openvino-bf16", "openvino-int8", "sentence-transformers", "ctranslate2", "ctranslate2-int8",
+                 "bert-cuda", "bert-cuda-flash", "ours", "ours-optimised", "ours-eager", "ours-compiled", "ours-bf16",
+                 "ours-int8", "ours-cuda")  # fmt: skip

@@ -37,8 +37,7 @@ def warm_up(runs: dict[str, Run], batches: list[Batch]) -> tuple[dict[str, float
         reference = runs["bert"](batch.inputs)
         for name in runs.keys() - {"bert"} - reasons.keys():
             try:
-                found = deviation(runs[name](batch.inputs), reference, batch)
-                deviations[name] = max(deviations[name], found)
+                deviations[name] = max(deviations[name], deviation(runs[name](batch.inputs), reference, batch))
             except Exception as error:  # a runtime can raise any exception
                 reasons[name] = described(error)
     return deviations, reasons
@@ -60,17 +59,11 @@ def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, m
         if name in reasons:
             continue
         total, speed_up = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
-        rows[-1] |= {
-            "seconds_per_batch": total / len(batches),
-            "sequences_per_second": len(lengths) / total,
-            "tokens_per_second": sum(lengths) / total,
-            "vs_bert": speed_up,
-            "vs_bert_times_fill_rate": speed_up * fill_rate,
-            "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
-            "gemm_gflops": None,
-            "lower_bound_share": None,
-            "peak_mib": None,
-        }
+        rows[-1] |= {"seconds_per_batch": total / len(batches), "sequences_per_second": len(lengths) / total,
+                     "tokens_per_second": sum(lengths) / total, "vs_bert": speed_up,
+                     "vs_bert_times_fill_rate": speed_up * fill_rate,
+                     "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
+                     "gemm_gflops": None, "lower_bound_share": None, "peak_mib": None}  # fmt: skip
         if variant.precision != ON_GPU:
             rows[-1]["gemm_gflops"] = machine["gflops"][variant.dtype]
             rows[-1]["lower_bound_share"] = encoder_seconds(config, lengths, machine, variant.dtype) / total
@@ -83,17 +76,9 @@ def linearity_rows(run: Run, config, machine: dict, repetitions: int, seed: int)
     for _, batch in batches:
         run(batch.inputs)
     seconds = interleave({"run": run}, [batch.inputs for _, batch in batches], repetitions)["run"]
-    return [
-        {
-            "series": series,
-            "sequences": len(batch.lengths),
-            "fill_rate": batch.fill_rate,
-            "tokens": batch.tokens,
-            "seconds": took,
-            "lower_bound": encoder_seconds(config, batch.lengths, machine, "float32"),
-        }
-        for (series, batch), took in zip(batches, seconds, strict=True)
-    ]
+    return [{"series": series, "sequences": len(batch.lengths), "fill_rate": batch.fill_rate, "tokens": batch.tokens,
+             "seconds": took, "lower_bound": encoder_seconds(config, batch.lengths, machine, "float32")}
+            for (series, batch), took in zip(batches, seconds, strict=True)]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -109,21 +94,12 @@ def failed(row: dict) -> bool:
 
 def failures(report: dict) -> list[str]:
     """The reasons for exit code 1, in words."""
-    found = [
-        f"{name}: {reason}"
-        for name, reason in report["unavailable"].items()
-        if name.startswith("ours") and missing(name) is None
-    ]
-    found += [
-        f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
-        for row in report["rows"]
-        if failed(row)
-    ]
-    found += [
-        f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
-        for row in report["decoding"]
-        if not row["same_tokens"]
-    ]
+    found = [f"{name}: {reason}" for name, reason in report["unavailable"].items()
+             if name.startswith("ours") and missing(name) is None]  # fmt: skip
+    found += [f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
+              for row in report["rows"] if failed(row)]  # fmt: skip
+    found += [f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
+              for row in report["decoding"] if not row["same_tokens"]]  # fmt: skip
     return found
 
 
@@ -131,25 +107,18 @@ def print_rows(rows: list[dict]) -> None:
     """Prints the rows of a workload."""
     header = ("variant", "seq/s", "tokens/s", "ms/batch", "vs bert", "× fill", "bound", "max abs")
     shape = f"{rows[0]['batches']} × {rows[0]['sequences'] // rows[0]['batches']} sequences"
-    print_lines(
-        f"\n{rows[0]['workload']}: {shape}, fill rate {rows[0]['fill_rate']:.0%}",
-        table([header, *(cells(row) for row in rows if row["error"] is None)]),
-        *(f"{row['variant']}: {row['error']}" for row in rows if row["error"] is not None),
-    )
+    print_lines(f"\n{rows[0]['workload']}: {shape}, fill rate {rows[0]['fill_rate']:.0%}",
+                table([header, *(cells(row) for row in rows if row["error"] is None)]),
+                *(f"{row['variant']}: {row['error']}" for row in rows if row["error"] is not None))  # fmt: skip
 
 
 def cells(row: dict) -> tuple[str, ...]:
     share, peak, difference = (row[name] for name in ("lower_bound_share", "peak_mib", "max_abs"))
-    return (
-        row["variant"] + ("  WRONG" if failed(row) else ""),
-        f"{row['sequences_per_second']:.1f}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{1000 * row['seconds_per_batch']:.1f}",
-        f"{row['vs_bert']:.2f}",
-        f"{row['vs_bert_times_fill_rate']:.2f}",
-        "" if share is None else f"{share:.0%}",
-        ("nan" if difference is None else f"{difference:.1e}") + ("" if peak is None else f"  peak {peak:.0f} MiB"),
-    )
+    max_abs = "nan" if difference is None else f"{difference:.1e}"
+    return (row["variant"] + ("  WRONG" if failed(row) else ""), f"{row['sequences_per_second']:.1f}",
+            f"{row['tokens_per_second']:.0f}", f"{1000 * row['seconds_per_batch']:.1f}", f"{row['vs_bert']:.2f}",
+            f"{row['vs_bert_times_fill_rate']:.2f}", "" if share is None else f"{share:.0%}",
+            max_abs + ("" if peak is None else f"  peak {peak:.0f} MiB"))  # fmt: skip
 
 
 def print_linearity(rows: list[dict]) -> None:
@@ -167,31 +136,25 @@ def print_lines(*lines: str) -> None:
 
 def print_machine(machine: dict) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["gflops"].items())
-    print_lines(
-        *lines(machine),
-        f"threads: {machine['threads']}; matrix multiplication: {rates}; memory: {machine['bandwidth_gb']:.1f} GB/s",
-    )
+    rates += f"; memory: {machine['bandwidth_gb']:.1f} GB/s"
+    print_lines(*lines(machine), f"threads: {machine['threads']}; matrix multiplication: {rates}")
 
 
 def print_training(row: dict) -> None:
     took = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in row["seconds"].items())
-    print_lines(
-        "\ntraining: a step (forward, backward, AdamW) on 32 reviews",
-        f"{took}: speed-up {row['vs_bert']:.2f}; losses differ by at most {row['loss_difference']:.1e}, "
-        f"the gradients of the first step by {row['gradient_difference']:.1e} of their norm",
-    )
+    print_lines(f"\ntraining: a step (forward, backward, AdamW) on 32 reviews\n{took}: speed-up {row['vs_bert']:.2f}; "
+                f"losses differ by at most {row['loss_difference']:.1e}, the gradients of the first step by "
+                f"{row['gradient_difference']:.1e} of their norm")  # fmt: skip
 
 
 def print_decoding(row: dict) -> None:
-    took = "  ".join(
-        f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})" for name, value in row["seconds"].items()
-    )
+    took = "  ".join(f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})"
+                     for name, value in row["seconds"].items())  # fmt: skip
     equal = ", ".join(f"{name} {share:.1%}" for name, share in row["equal_tokens"].items())
-    print_lines(
-        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds in float32: "
-        f"memory {1000 * row['memory_lower_bound']:.1f} ms, GEMM {1000 * row['gemm_lower_bound']:.1f} ms"
-        f"{f'  equal tokens: {equal}' if equal else ''}{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
-    )
+    print_lines(f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds in float32: "
+                f"memory {1000 * row['memory_lower_bound']:.1f} ms, GEMM {1000 * row['gemm_lower_bound']:.1f} ms"
+                f"{f'  equal tokens: {equal}' if equal else ''}"
+                f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -224,9 +187,8 @@ def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) 
 
 def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
     if "linearity" in args.workloads and "ours-optimised" in runs:
-        report["linearity"] = linearity_rows(
-            runs["ours-optimised"], config, report["machine"], args.repetitions, args.seed
-        )
+        report["linearity"] = linearity_rows(runs["ours-optimised"], config, report["machine"], args.repetitions,
+                                             args.seed)  # fmt: skip
         print_linearity(report["linearity"])
     runs.clear()  # the steps below open their own models
     if "training" in args.workloads:

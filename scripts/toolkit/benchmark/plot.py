@@ -9,19 +9,9 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 STRONG, TEXT = "#d1410c", "#404040"
 # The bars of a group in their order. Ours: one hue, strong for the optimised model, lighter for the others; the others:
 # greys, one for each runtime. A variant is drawn like the longest of these names that its own begins with.
-LOOKS = {
-    "ours-": STRONG,
-    "ours": "#f0a07a",
-    "ours-eager": "#f5b896",
-    "ours-compiled": "#f9d3c0",
-    "openvino": "#5c5c5c",
-    "ctranslate2": "#757575",
-    "onnx": "#8f8f8f",
-    "sentence-transformers": "#a3a3a3",
-    "bert": "#b3b3b3",
-    "bert-compiled": "#cccccc",
-    "bert-eager": "#e0e0e0",
-}
+LOOKS = {"ours-": STRONG, "ours": "#f0a07a", "ours-eager": "#f5b896", "ours-compiled": "#f9d3c0", "openvino": "#5c5c5c",
+         "ctranslate2": "#757575", "onnx": "#8f8f8f", "sentence-transformers": "#a3a3a3", "bert": "#b3b3b3",
+         "bert-compiled": "#cccccc", "bert-eager": "#e0e0e0"}  # fmt: skip
 
 
 def plot(report: dict, path: Path) -> None:
@@ -83,10 +73,8 @@ def label(workload: str, rows: list[dict]) -> str:
 
 def lines(axis, title: str, rows: list[dict]) -> None:
     """Draws time against non-padding tokens, with the GEMM lower bound."""
-    looks = {
-        "sequences": (STRONG, "o", "1 to 256 sequences of mixed lengths"),
-        "fill_rate": (LOOKS["ours"], "s", "32 × 128 tokens, fill rate 10 to 100 %"),
-    }
+    looks = {"sequences": (STRONG, "o", "1 to 256 sequences of mixed lengths"),
+             "fill_rate": (LOOKS["ours"], "s", "32 × 128 tokens, fill rate 10 to 100 %")}  # fmt: skip
     for series, (color, marker, text) in looks.items():
         points = sorted((row["tokens"], row["seconds"]) for row in rows if row["series"] == series)
         axis.loglog(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=text)

@@ -54,12 +54,9 @@ def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
     difference = gradient_difference(models)
     seconds = interleave(runs, [batches[i % len(batches)] for i in range(1, repetitions + 1)], 1)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {
-        "seconds": medians,
-        "vs_bert": medians["bert"] / medians["ours"],
-        "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
-        "gradient_difference": difference,
-    }
+    return {"seconds": medians, "vs_bert": medians["bert"] / medians["ours"],
+            "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
+            "gradient_difference": difference}  # fmt: skip
 
 
 class Clock(StoppingCriteria):
@@ -79,9 +76,8 @@ def generators(folder: Path, variants: Iterable[str], seed: int) -> dict[str, to
     pair = folder / "encoder-decoder"
     model = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder)
     special = {"decoder_start_token_id": 101, "eos_token_id": 102, "pad_token_id": 0}
-    for name, value in special.items():
-        setattr(model.config, name, value)
-        setattr(model.generation_config, name, value)
+    model.config.update(special)
+    model.generation_config.update(**special)
     model.save_pretrained(pair)
     # All are opened from the file: how weights got into memory changes times by a few per cent.
     models = {"bert": EncoderDecoderModel.from_pretrained(pair).eval()}
@@ -126,13 +122,8 @@ def decode(folder: Path, variants, cases: list[tuple[int, str]], tokens: int, re
                 seconds[name] += took if repetition else []  # the first one warms up
             same = same and all(torch.equal(ids[name], ids["bert"]) for name in ids.keys() - rounded)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
-        yield {
-            "batch": batch_size,
-            "decoding": way,
-            "seconds": medians,
-            "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
-            "memory_lower_bound": reading,
-            "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]),
-            "same_tokens": same,
-            "equal_tokens": {name: share_of_equal(ids[name], ids["bert"]) for name in rounded},
-        }
+        yield {"batch": batch_size, "decoding": way, "seconds": medians,
+               "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
+               "memory_lower_bound": reading,
+               "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]), "same_tokens": same,
+               "equal_tokens": {name: share_of_equal(ids[name], ids["bert"]) for name in rounded}}  # fmt: skip

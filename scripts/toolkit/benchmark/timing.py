@@ -40,8 +40,7 @@ def seconds(run: Callable[[], object], repetitions: int = 5) -> list[float]:
 
 def bandwidth(size: int = 2**28) -> float:
     """The bytes per second at which this machine reads `size` float32 numbers, many more than fit into a cache."""
-    numbers = torch.ones(size)
-    return 4 * size / statistics.median(seconds(numbers.sum))
+    return 4 * size / statistics.median(seconds(torch.ones(size).sum))
 
 
 def linear_layers(weight: torch.Tensor, bias: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
@@ -108,10 +107,8 @@ def decoding_step_seconds(config, rows: int) -> float:
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = ([(hidden, hidden)] * 6 + [(inner, hidden), (hidden, inner)]) * config.num_hidden_layers
     shapes += [(hidden, hidden), (config.vocab_size, hidden)]
-    layers = [
-        partial(linear_layers(torch.rand(out, width), torch.rand(out))[-1], torch.rand(rows, width))
-        for out, width in shapes
-    ]
+    layers = [partial(linear_layers(torch.rand(out, width), torch.rand(out))[-1], torch.rand(rows, width))
+              for out, width in shapes]  # fmt: skip
     return statistics.median(seconds(lambda: [layer() for layer in layers]))
 
 
@@ -119,9 +116,6 @@ def decoding_step_bytes(model) -> int:
     """The bytes of weights that an `EncoderDecoderModel` reads to decode one token: those of the decoder, except for
     the keys and values of the cross-attention, which are computed once, and those of the language-model head."""
     once = ("crossattention.self.key.", "crossattention.self.value.")
-    weights = [
-        weight
-        for name, weight in model.decoder.bert.encoder.named_parameters()
-        if not any(part in name for part in once)
-    ]
+    weights = [weight for name, weight in model.decoder.bert.encoder.named_parameters()
+               if not any(part in name for part in once)]  # fmt: skip
     return sum(weight.nbytes for weight in [*weights, *model.decoder.cls.parameters()])

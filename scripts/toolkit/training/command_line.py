@@ -26,7 +26,7 @@ METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL",
                                            "dataset": "DATASET", "push_to_hub": "REPO"}  # fmt: skip
 
 
-def train(file: str, description: str, settings_class: type[Settings], argv: list[str] | None) -> int:
+def train(file: str, description: str, settings_class: type[Settings], argv: list[str] | None = None) -> int:
     """The `main` of a training command: reads its settings and runs the training. Returns the exit code.
 
     Args:
