@@ -159,21 +159,18 @@ class PadOrFlatten:
                 raise ValueError(f"{name} has {values} values; expected {tokens}, one per token")
         columns = {name: [example[name] for example in examples] for name in [*inputs, *per_token]}
         batch = self._flatten(columns) if self.flatten else self._pad(columns, inputs)
-        return batch | {
-            name: torch.tensor([example[name] for example in examples]) for name in existing(self.per_sequence)
-        }
+        for name in existing(self.per_sequence):
+            batch[name] = torch.tensor([example[name] for example in examples])
+        return batch
 
     def _pad(self, columns: dict[str, list], inputs: list[str]) -> dict[str, torch.Tensor]:
         """Rows that are padded to the same length."""
-        padded = self.tokenizer.pad({name: columns[name] for name in inputs}, return_tensors="pt")
+        padded = {**self.tokenizer.pad({name: columns[name] for name in inputs}, return_tensors="pt")}
         side = self.tokenizer.padding_side
-        return {**padded} | {
-            name: nn.utils.rnn.pad_sequence(
-                [torch.tensor(values) for values in rows], batch_first=True, padding_value=-100, padding_side=side
-            )
-            for name, rows in columns.items()
-            if name not in inputs
-        }
+        for name in (name for name in columns if name not in inputs):
+            values = [torch.tensor(each) for each in columns[name]]
+            padded[name] = nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=-100, padding_side=side)
+        return padded
 
     def _flatten(self, columns: dict[str, list]) -> dict[str, torch.Tensor | int]:
         """One row without padding."""
@@ -181,15 +178,9 @@ class PadOrFlatten:
         starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         positions = torch.cat([torch.arange(length) for length in lengths])
         longest = int(lengths.max())
-        return {
-            name: torch.tensor([value for row in rows for value in row])[None] for name, rows in columns.items()
-        } | {
-            "position_ids": positions[None],
-            "cu_seq_lens_q": starts,
-            "cu_seq_lens_k": starts,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        flat = {name: torch.tensor([value for row in rows for value in row])[None] for name, rows in columns.items()}
+        bounds = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return {**flat, "position_ids": positions[None], **bounds}
 
 
 def unpadded(batch: dict, values: torch.Tensor) -> list[torch.Tensor]:

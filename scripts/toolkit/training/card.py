@@ -93,13 +93,9 @@ def dataset_of(settings: Settings, split: str) -> dict[str, str | None]:
         given = settings.train_file if held_out else getattr(settings, f"{split}_file")
         files = listed([public_path(file, is_file=True) for file in given])
         return {"dataset_type": files, "dataset_name": files, "dataset_split": part}
-    name = public_path(settings.dataset, is_file=False)
-    return {
-        "dataset_type": name,
-        "dataset_name": name,
-        "dataset_config": settings.dataset_config,
-        "dataset_split": part if held_out else getattr(settings, f"{split}_split"),
-    }
+    name, part = public_path(settings.dataset, is_file=False), part if held_out else getattr(settings, f"{split}_split")
+    names = {"dataset_type": name, "dataset_name": name}
+    return {**names, "dataset_config": settings.dataset_config, "dataset_split": part}
 
 
 def base_metadata(source: str | None) -> dict:
@@ -109,10 +105,10 @@ def base_metadata(source: str | None) -> dict:
         return {}
     on_hub = is_hub_id(source)
     try:
-        found = metadata_load(try_to_load_from_cache(source, "README.md") if on_hub else Path(source, "README.md"))
+        path = try_to_load_from_cache(source, "README.md") if on_hub else Path(source, "README.md")
+        found = metadata_load(path) or {}
     except (OSError, TypeError, ValueError, yaml.YAMLError):  # there is none, or it cannot be read
-        found = None
-    found = found or {}
+        found = {}
     base = source if on_hub else found.get("base_model")
     if isinstance(base, list) and len(base) == 1:
         base = base[0]

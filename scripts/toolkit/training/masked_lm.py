@@ -18,7 +18,7 @@ from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.checks import check_lengths, check_vocabulary, config_file_fields, tokenizer_of
 from toolkit.training.fingerprint import fingerprint, tokenizer_fingerprint
 from toolkit.training.rows import load_rows, map_rows, stream_rows
-from toolkit.training.task import Evaluation, FineTuning, sources
+from toolkit.training.task import Evaluation, Task, sources, without
 from toolkit.training.task_settings import PretrainingSettings
 
 TEXTS = ("text", "sentence", "content", "document")
@@ -66,10 +66,8 @@ class Masking:
         if tokenizer.mask_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no mask token")
         if whole_words and not continued:
-            name = tokenizer.name_or_path
-            raise ValueError(
-                f"the tokenizer {name} has no ## token; expected a WordPiece tokenizer for --whole_word_masking"
-            )
+            expected = "a WordPiece tokenizer for --whole_word_masking"
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no ## token; expected {expected}")
         self.whole_words, self.mask_id = whole_words, tokenizer.mask_token_id
         self.is_special, self.continues = torch.zeros(2, max(vocabulary.values()) + 1, dtype=torch.bool)
         self.is_special[tokenizer.all_special_ids] = True
@@ -147,8 +145,7 @@ def sentence_pairs(
     start = 0
     while start < len(document) - 1:
         sizes = np.cumsum([len(sentence) for sentence in document[start : start + room]])
-        stop = start + max(2, int((sizes < room).sum()) + 1)
-        stop = min(stop, len(document))
+        stop = min(start + max(2, int((sizes < room).sum()) + 1), len(document))
         middle = int(random.integers(start + 1, stop))
         first, second, label = document[start:middle], document[middle:stop], int(random.random() < 0.5)
         start = stop
@@ -164,7 +161,7 @@ def sentence_pairs(
 # ---------------------------------------------------------------------------------------------------------------- task
 
 
-class Pretraining(FineTuning):
+class Pretraining(Task):
     """Texts, without labels."""
 
     name = "fill-mask"
@@ -275,10 +272,8 @@ class Pretraining(FineTuning):
         room = self.settings.max_length - 2
         tokenized = zip(self.tokenize(documents["text"]), documents["place"], strict=True)
         found = [(ids, place) for ids, place in tokenized if ids]
-        if self.settings.line_by_line:
-            found = [(ids[:room], place) for ids, place in found]
-        else:
-            found = concatenate(found, room, self.tokenizer.sep_token_id)
+        is_cut, separator = self.settings.line_by_line, self.tokenizer.sep_token_id
+        found = [(ids[:room], place) for ids, place in found] if is_cut else concatenate(found, room, separator)
         return (piece for piece in found if self.masking.can_mask(piece[0]))
 
     def pairs(self, documents: dict[str, list], number: int) -> Iterator[tuple[list[int], list[int], int, str]]:
@@ -318,9 +313,8 @@ class Pretraining(FineTuning):
         where each word of the vocabulary counts once more than it occurs."""
         counts = (~self.masking.is_special).double()
         for batch in counted.iter(1000):
-            counts += torch.bincount(
-                torch.tensor([i for ids in batch["input_ids"] for i in ids]), minlength=len(counts)
-            )
+            ids = torch.tensor([i for ids in batch["input_ids"] for i in ids])
+            counts += torch.bincount(ids, minlength=len(counts))
         counts[self.masking.is_special] = 0
         labels = [label for labels in masked["labels"] for label in labels if label != -100]
         return -(counts / counts.sum())[labels].log().mean().item()
@@ -343,7 +337,7 @@ class Pretraining(FineTuning):
             yield places, batch
 
     def streamed(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
-        """As `FineTuning.batches`: each process takes its share of a step's sequences. The remainder makes a smaller
+        """As `Task.batches`: each process takes its share of a step's sequences. The remainder makes a smaller
         step."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.train_set.set_epoch(epoch)
@@ -376,7 +370,7 @@ class Pretraining(FineTuning):
         labels, follows = batch["labels"], batch.get("next_sentence_label")
         ours = self.settings.implementation == "scratchbert"
         not_given = ("next_sentence_label",) if ours else ("next_sentence_label", "labels")
-        outputs = model(**{name: value for name, value in batch.items() if name not in not_given})
+        outputs = model(**without(batch, *not_given))
         scores = outputs.logits if follows is None else outputs.prediction_logits
         labelled = labels != -100
         scores = (scores if ours else scores[labelled]).float()
@@ -410,11 +404,7 @@ class Pretraining(FineTuning):
         examples = self.splits[split].select_columns(["input_ids", "labels", "place"])
         words = self.tokenizer.convert_ids_to_tokens
         return [
-            {
-                "text": self.tokenizer.decode(example["input_ids"]),
-                "masked_words": words([label for label in example["labels"] if label != -100]),
-                "prediction": words(own),
-                "place": example["place"],
-            }
+            {"text": self.tokenizer.decode(example["input_ids"]), "prediction": words(own), "place": example["place"],
+             "masked_words": words([label for label in example["labels"] if label != -100])}
             for example, own in zip(examples, predicted, strict=True)
-        ]
+        ]  # fmt: skip

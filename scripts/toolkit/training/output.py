@@ -56,7 +56,10 @@ class OutputFolder:
         if not is_empty and not recipe.exists():
             raise ValueError(f"--resume: {path} holds no run; {RECIPE} is missing there")
         if has_checkpoint(settings):
-            check_flags(settings)
+            other = changed_flags(settings, recipe)
+            if other and not (other.keys() <= EXTENDING and (path / "metrics.json").exists()):  # may be extended
+                changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
+                raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
         elif (path / "metrics.json").exists():
             raise ValueError(
                 f"--resume: the run in {path} is finished, and its checkpoints were removed; expected a run with a "
@@ -112,15 +115,6 @@ def has_checkpoint(settings: Settings) -> bool:
     """Whether the run continues from a checkpoint. Without one it starts from the beginning, and may have other
     flags."""
     return settings.resume and any((Path(settings.output) / CHECKPOINTS).glob("step-*"))
-
-
-def check_flags(settings: Settings) -> None:
-    """Raises ValueError if flags differ from those of the run to continue. A finished run may be extended."""
-    path = Path(settings.output)
-    other = changed_flags(settings, path / RECIPE)
-    if other and not (other.keys() <= EXTENDING and (path / "metrics.json").exists()):
-        changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
-        raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
 
 
 def existing_folder(path: Path) -> Path:

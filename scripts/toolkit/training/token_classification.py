@@ -5,26 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import nn
 from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
-from toolkit.labels import (
-    check_known,
-    class_weights,
-    in_saved_order,
-    label_fields,
-    label_order,
-    saved_labels,
-    trained_labels,
-)
+from toolkit.labels import check_known, class_weights, in_saved_order, label_order, saved_labels, trained_labels
 from toolkit.metrics import compute, label_metrics, load, mean_loss
 from toolkit.row_files import find_column, read_conll
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.checks import tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task import Evaluation, Task
 from toolkit.training.task_settings import TokenClassificationSettings, is_iob_tag
 from toolkit.windows import split_into_windows
 
@@ -141,7 +132,7 @@ def empty_window(tokenizer) -> WordWindow:
 # ---------------------------------------------------------------------------------------------------------------- task
 
 
-class TokenClassification(FineTuning):
+class TokenClassification(Task):
     """Words and their tags."""
 
     name = "token-classification"
@@ -160,14 +151,10 @@ class TokenClassification(FineTuning):
         self.saved_labels = saved_labels(settings.model)
         if settings.evaluate_only:
             self.labels = trained_labels(settings.model, "ForTokenClassification")
-        for split, rows in self.read_splits():  # the training set first
-            self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
-        self.train_set = self.splits.pop("train", None)
-        if self.train_set is None:
-            self.label_counts = self.saved_label_counts()
-        else:
-            self.label_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
-        self.model = self.make_model()
+        train_rows = self.encode_splits()
+        tags = None if train_rows is None else Counter(tag for tags in train_rows["tags"] for tag in tags)
+        self.label_counts = self.saved_label_counts() if tags is None else tags
+        self.model = self.open_labelled(CLASSES[settings.implementation])
         self.weights = class_weights(settings.class_weights, self.labels, self.label_counts).to(accelerator.device)
         self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"])
 
@@ -193,8 +180,8 @@ class TokenClassification(FineTuning):
             return {"words": words, "tags": tags}
 
         rows = self.load(source, check)
-        names = source.label_names(tags_column)
-        self.labels = self.labels or in_saved_order(self.find_labels(rows, names), self.saved_labels)
+        if not self.labels:
+            self.labels = in_saved_order(self.find_labels(rows, source.label_names(tags_column)), self.saved_labels)
         return rows
 
     def find_labels(self, rows, names: list[str]) -> list[str]:
@@ -222,23 +209,15 @@ class TokenClassification(FineTuning):
         empty = [] if has_windows else [empty_window(self.tokenizer)]
 
         def encode(batch: dict, numbers: list[int]) -> dict:
+            rows = zip(numbers, batch["place"], batch["words"], batch["tags"], strict=True)
             found = [
-                (number, place, tags, window)
-                for number, place, words, tags in zip(
-                    numbers, batch["place"], batch["words"], batch["tags"], strict=True
-                )
+                {**vars(window), "labels": self.targets(window, tags), "row": number, "place": place}
+                for number, place, words, tags in rows
                 for window in word_windows(self.tokenizer, words, length, stride) or empty
             ]
-            return {
-                "input_ids": [window.input_ids for *_, window in found],
-                "token_type_ids": [window.token_type_ids for *_, window in found],
-                "labels": [self.targets(window, tags) for *_, tags, window in found],
-                "words": [window.words for *_, window in found],
-                "positions": [window.positions for *_, window in found],
-                "row": [number for number, *_ in found],
-                "place": [place for _, place, *_ in found],
-                "length": [len(window.input_ids) for *_, window in found],
-            }
+            names = ("input_ids", "token_type_ids", "labels", "words", "positions", "row", "place")
+            columns = {name: [each[name] for each in found] for name in names}
+            return columns | {"length": [len(ids) for ids in columns["input_ids"]]}
 
         return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
 
@@ -263,15 +242,6 @@ class TokenClassification(FineTuning):
         tags = [f"/{self.labels[label]}" if label != IGNORED else "" for label in example["labels"]]
         return " ".join(map("".join, zip(tokens, tags, strict=True)))
 
-    # -- model
-
-    def make_model(self):
-        return self.open_model(
-            CLASSES[self.settings.implementation].from_pretrained,
-            new_head=self.saved_labels not in (None, self.labels),
-            **label_fields(self.labels),
-        )
-
     # -- loss and metrics
 
     def counts(self, batch):
@@ -280,19 +250,10 @@ class TokenClassification(FineTuning):
         return self.weights[labels[labels != IGNORED]].sum()[None]
 
     def losses_of(self, logits, batch):
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1),
-            batch["labels"].flatten(),
-            self.weights,
-            reduction="sum",
-            ignore_index=IGNORED,
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), self.weights, reduction="sum", ignore_index=IGNORED,
             label_smoothing=self.settings.label_smoothing,
-        )
-        return loss[None]
-
-    def logits(self, model, batch) -> torch.Tensor:
-        """`(B, T, L)`, or `(1, N, L)` of a batch without padding."""
-        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
+        )[None]  # fmt: skip
 
     def predict_tags(self, model, split: str) -> tuple[list[list[str]], float]:
         """A tag for each word of each row, and the mean loss."""
