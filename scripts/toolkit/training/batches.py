@@ -11,9 +11,6 @@ from torch.utils.data import Sampler
 BATCHES_SORTED_TOGETHER = 50
 
 
-# ----------------------------------------------------------------------------------------------- rows of a batch
-
-
 class LengthGroupedBatches(Sampler[list[int]]):
     """Batches of rows of similar length, or of any rows, in an order that depends on the seed and the epoch only.
 
@@ -39,10 +36,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
         self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world: int = 1, grouped: bool = True
     ):
         if batch_size < 1 or not 0 <= rank < world:
-            raise ValueError(
-                f"batch_size is {batch_size} and rank is {rank} of {world}; expected at least 1, and a rank from 0 to "
-                f"{world - 1}"
-            )
+            raise ValueError(f"batch_size is {batch_size} and rank is {rank} of {world}; "
+                             f"expected at least 1, and a rank from 0 to {world - 1}")  # fmt: skip
         if len(lengths) < world:
             raise ValueError(f"there are {len(lengths)} rows for {world} processes; expected at least one for each")
         self.lengths = np.asarray(lengths)
@@ -118,9 +113,6 @@ def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, w
     steps = np.array_split(order, max(1, -(-len(order) // (batch_size * world))))
     shares = [step[rank::world].tolist() for step in steps]
     return [share for share in shares if share]
-
-
-# ---------------------------------------------------------------------------------------------------------- tensors
 
 
 class PadOrFlatten:

@@ -97,10 +97,9 @@ class Classification(Task):
         values, are_texts, _ = zip(*map(label_order, found), strict=True)
         if self.settings.problem == "single_label" and not any(are_texts) and any(value % 1 for value in values):
             decimal = next(name for name, value in zip(found, values, strict=True) if value % 1)
-            raise ValueError(
-                f"the labels are numbers such as {decimal}; expected --problem regression, which predicts a number. If "
-                f"they are names of {len(found)} classes, give them: --labels {' '.join(found[:3])} …"
-            )
+            raise ValueError(f"the labels are numbers such as {decimal}; expected --problem regression, which predicts "
+                             f"a number. If they are names of {len(found)} classes, give them: --labels "
+                             f"{' '.join(found[:3])} …")  # fmt: skip
         return found
 
     def strata(self, rows):
@@ -185,18 +184,16 @@ class Classification(Task):
         """The rows with the predicted label and its probability; several labels, or the numbers."""
         problem, rows = self.settings.problem, self.rows[split]
         if problem == "regression":
-            found = [{"prediction": numbers} for numbers in logits.tolist()]
-        elif problem == "multi_label":
-            scores = [dict(zip(self.labels, row, strict=True)) for row in logits.sigmoid().tolist()]
+            return self.joined(rows, [{"prediction": numbers} for numbers in logits.tolist()])
+        probabilities = logits.sigmoid() if problem == "multi_label" else logits.softmax(-1)
+        scores = [dict(zip(self.labels, row, strict=True)) for row in probabilities.tolist()]
+        if problem == "multi_label":
             found = [{"prediction": [name for name in row if row[name] > 0.5], "scores": row} for row in scores]
-        else:
-            scores = [dict(zip(self.labels, row, strict=True)) for row in logits.softmax(-1).tolist()]
-            best = [self.labels[label] for label in logits.argmax(-1)]
-            found = [
-                {"label": row["label"][0], "prediction": label, "score": own[label]}
-                | ({"scores": own} if self.settings.all_scores else {})
-                for row, label, own in zip(rows, best, scores, strict=True)
-            ]
+            return self.joined(rows, found)
+        best = [self.labels[label] for label in logits.argmax(-1)]
+        found = [{"label": row["label"][0], "prediction": label, "score": own[label]}
+                 | ({"scores": own} if self.settings.all_scores else {})
+                 for row, label, own in zip(rows, best, scores, strict=True)]  # fmt: skip
         return self.joined(rows, found)
 
     def write_predictions(self, folder, predictions):

@@ -42,10 +42,8 @@ def describe_lengths(examples: Dataset, maximum: int) -> str:
     low, median, high, longest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest")
     full = int((lengths >= maximum).sum())
     cut = f"; {full:,} fill --max_length {maximum} and may be cut or split" if full else ""
-    return (
-        f"{len(lengths):,} examples, {lengths.sum():,} tokens; lengths {low} (minimum), {median} (median), {high} "
-        f"(95 %), {longest} (maximum){cut}"
-    )
+    return (f"{len(lengths):,} examples, {lengths.sum():,} tokens; "
+            f"lengths {low} (minimum), {median} (median), {high} (95 %), {longest} (maximum){cut}")  # fmt: skip
 
 
 def time_updates(training) -> float:

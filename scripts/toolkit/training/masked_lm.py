@@ -158,9 +158,6 @@ def sentence_pairs(
         yield first, second[: room - len(first)], label
 
 
-# ---------------------------------------------------------------------------------------------------------------- task
-
-
 class Pretraining(Task):
     """Texts, without labels."""
 
@@ -211,10 +208,8 @@ class Pretraining(Task):
             model = model_class(config_class(**fitting | given | options))
         if model.config.is_decoder:
             name = "model" if settings.config_file is None else "config_file"
-            raise ValueError(
-                f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, because a decoder does "
-                "not see the words after a masked one"
-            )
+            raise ValueError(f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, "
+                             "because a decoder does not see the words after a masked one")  # fmt: skip
         check_vocabulary(len(self.masking.is_special), model.config)
         check_lengths(settings, ["max_length"], model.config)
         return model
@@ -248,19 +243,15 @@ class Pretraining(Task):
     def report_without_pair(self, split: str) -> None:
         """Prints how many of the documents that were read give no pair."""
         if self.without_pair:
-            self.accelerator.print(
-                f"{self.without_pair} of {self.documents_read} documents of the {split} set give no pair of passages; "
-                "a document requires two sentences"
-            )
+            self.accelerator.print(f"{self.without_pair} of {self.documents_read} documents of the {split} set give no "
+                                   "pair of passages; a document requires two sentences")  # fmt: skip
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """The columns of the sequences made of some documents."""
         start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         if self.settings.next_sentence:
-            made = [
-                ([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
-                for a, b, label, place in self.pairs(documents, numbers[0])
-            ]
+            made = [([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
+                    for a, b, label, place in self.pairs(documents, numbers[0])]  # fmt: skip
         else:
             made = [([start, *piece, end], place) for piece, place in self.pieces(documents)]
         columns = list(zip(*made, strict=True)) or [[]] * (len(self.features) - 1)

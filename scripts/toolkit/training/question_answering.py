@@ -27,9 +27,6 @@ CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuesti
 COLUMNS = ("question", "context", "answers")
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
-
-
 def read_squad(file: InputFile) -> Rows:
     """The questions of a file in SQuAD's nested form; or the rows of another JSON file.
 
@@ -71,9 +68,8 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
     else:
         texts = starts = None
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
-        raise ValueError(
-            f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, two lists of one length"
-        )
+        raise ValueError(f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, "
+                         "two lists of one length")  # fmt: skip
     for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
         if not isinstance(text, str) or not isinstance(start, int):
             raise ValueError(f"answer {i} is {text!r} at {start!r}; expected a text at an integer")
@@ -81,9 +77,6 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
     if texts and row.get("is_impossible") is True:
         raise ValueError(f"'is_impossible' is True and 'answers' is {given!r}; expected no answers, or False")
     return list(zip(texts, starts, strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------------------- task
 
 
 class QuestionAnswering(Task):
@@ -117,9 +110,8 @@ class QuestionAnswering(Task):
         """
         given = self.settings.null_threshold
         if given == "best" and "validation" not in self.splits:
-            raise ValueError(
-                "--null_threshold is best and there is no validation set; expected one, on which it is chosen"
-            )
+            raise ValueError("--null_threshold is best and there is no validation set; "
+                             "expected one, on which it is chosen")  # fmt: skip
         if given is None and rows is None:
             return spans.saved_threshold(self.model.config)
         if given is None:
@@ -143,13 +135,8 @@ class QuestionAnswering(Task):
             # Raises here, where the row can still be skipped. The windows are computed again in `encode`: to keep them
             # all as rows would take gigabytes.
             spans.positions(self.windows([question], [context]), [context], [first])
-            return {
-                "id": "" if row.get("id") is None else str(row["id"]),
-                "question": question,
-                "context": context,
-                "answers": [text for text, _ in answers],
-                "start": first[1] if first else -1,
-            }
+            found = {"id": "" if row.get("id") is None else str(row["id"]), "question": question, "context": context}
+            return {**found, "answers": [text for text, _ in answers], "start": first[1] if first else -1}
 
         columns = source.columns()
         for name in COLUMNS:
@@ -219,9 +206,7 @@ class QuestionAnswering(Task):
         both = (unpadded(batch, logits.float()) for logits in (outputs.start_logits, outputs.end_logits))
         return list(zip(*both, strict=True))
 
-    def best_answers(self, model, split: str) -> tuple[list[spans.Answer], float]:
-        """The best span of each row, whatever its score, and the mean loss."""
-
+    def evaluate(self, model, split):
         def forward(model, batch):
             logits = self.logits(model, batch)
             sums = [self.losses_of(logits, batch).item(), self.counts(batch).item()]
@@ -229,27 +214,20 @@ class QuestionAnswering(Task):
 
         logits, sums = self.predict(model, split, forward)
         starts, ends = zip(*logits, strict=True)
-        features = [
-            spans.Feature(each["row"], each["input_ids"], each["token_type_ids"], each["first"], each["offsets"])
-            for each in self.splits[split]
-        ]
-        contexts, longest = self.rows[split]["context"], self.settings.max_answer_length
-        best = spans.best_spans(starts, ends, features, contexts, max_answer_length=longest)
-        return [each[0] for each in best], mean_loss(*sums)
-
-    def evaluate(self, model, split):
-        (answers, loss), golds = self.best_answers(model, split), list(self.rows[split]["answers"])
-        best = self.settings.null_threshold == "best"
-        if best and split == "validation":
+        fields = ("row", "input_ids", "token_type_ids", "first", "offsets")
+        features = [spans.Feature(*(window[name] for name in fields)) for window in self.splits[split]]
+        contexts, golds = self.rows[split]["context"], list(self.rows[split]["answers"])
+        best = spans.best_spans(starts, ends, features, contexts, max_answer_length=self.settings.max_answer_length)
+        answers = [spans_of_row[0] for spans_of_row in best]  # whatever their scores
+        is_chosen = self.settings.null_threshold == "best"
+        if is_chosen and split == "validation":
             self.set_threshold(best_threshold(answers, golds))
         texts = [spans.with_no_answer([span], self.threshold)[0].text for span in answers]
-        threshold = {"null_threshold": self.threshold} if best else {}
-        found = [
-            {"id": each, "prediction": text, "score": span.score}
-            for each, text, span in zip(self.ids[split], texts, answers, strict=True)
-        ]
+        threshold = {"null_threshold": self.threshold} if is_chosen else {}
+        found = [{"id": each, "prediction": text, "score": span.score}
+                 for each, text, span in zip(self.ids[split], texts, answers, strict=True)]  # fmt: skip
         predictions = self.joined(self.rows[split].remove_columns("start"), found)
-        return Evaluation({"loss": loss} | compute("squad", texts, golds) | threshold, predictions)
+        return Evaluation({"loss": mean_loss(*sums)} | compute("squad", texts, golds) | threshold, predictions)
 
     def write_predictions(self, folder, predictions):
         """Also writes the answers in the form that SQuAD's evaluation script reads."""
@@ -267,9 +245,8 @@ def ids_of(rows: Dataset) -> list[str]:
     ids, seen = [given or place for given, place in zip(rows["id"], rows["place"], strict=True)], {}
     for each, place in zip(ids, rows["place"], strict=True):
         if each in seen:
-            raise ValueError(
-                f"{place}: its id is {each!r}, like that of {seen[each]}; expected an id for each question"
-            )
+            raise ValueError(f"{place}: its id is {each!r}, like that of {seen[each]}; "
+                             "expected an id for each question")  # fmt: skip
         seen[each] = place
     return ids
 
@@ -283,10 +260,8 @@ def best_threshold(answers: Sequence[spans.Answer], golds: Sequence[list[str]]) 
     """The threshold with the highest F1 (the lowest of several), as in SQuAD 2.0's evaluation script; but between two
     scores, so that rounding errors change no answer."""
     squad = load("squad")
-    gains = [
-        squad._compute([answer.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
-        for answer, gold in zip(answers, golds, strict=True)
-    ]
+    gains = [squad._compute([answer.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
+             for answer, gold in zip(answers, golds, strict=True)]  # fmt: skip
     scores = np.sort([answer.score for answer in answers])
     starts = np.diff(scores, prepend=-np.inf) >= LEAST_DIFFERENCE  # where a level begins
     between = (scores[1:] + scores[:-1])[starts[1:]] / 2

@@ -67,9 +67,8 @@ class Seq2Seq(Task):
             if getattr(tokenizer, role) is None:
                 raise ValueError(f"the tokenizer {named} has no {role}; expected BERT's special tokens")
         if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
-            raise ValueError(
-                f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; expected one like BERT's"
-            )
+            raise ValueError(f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; "
+                             "expected one like BERT's")  # fmt: skip
         # With which it is saved: generate.py cuts sources as the evaluations do.
         tokenizer.model_max_length = self.settings.max_length
         return tokenizer
@@ -136,13 +135,11 @@ class Seq2Seq(Task):
         decoder = {name: getattr(settings, name) for name in names if getattr(settings, name)}
         is_generator = settings.config_file is None and is_encoder_decoder(settings.model)
         if is_generator and decoder:
-            raise ValueError(
-                f"--{next(iter(decoder))} is given and {settings.model} has a decoder; expected an encoder"
-            )
+            raise ValueError(f"--{next(iter(decoder))} is given and {settings.model} has a decoder; "
+                             "expected an encoder")  # fmt: skip
         if not is_generator and settings.lora_rank:
-            raise ValueError(
-                "--lora_rank is given and --model is not a generator, so the cross-attention would stay random"
-            )
+            raise ValueError("--lora_rank is given and --model is not a generator, "
+                             "so the cross-attention would stay random")  # fmt: skip
         if settings.config_file is not None and settings.freeze is not None:
             raise ValueError("--freeze is given with --config_file, whose weights are random; expected --model")
         # --tokenizer may have other ids than the generator was trained with.
@@ -165,10 +162,8 @@ class Seq2Seq(Task):
         """
         fields = named_values("config_overrides", self.settings.config_overrides)
         if fixed := sorted(fields.keys() & {"is_decoder", "is_encoder_decoder", "model_type"}):
-            raise ValueError(
-                f"--config_overrides has {fixed[0]!r}; expected other fields, because the model is always an "
-                "encoder-decoder"
-            )
+            raise ValueError(f"--config_overrides has {fixed[0]!r}; expected other fields, "
+                             "because the model is always an encoder-decoder")  # fmt: skip
         if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
             raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
@@ -225,10 +220,8 @@ class Seq2Seq(Task):
         return Evaluation(found | metrics, self.joined(rows, [{"prediction": text} for text in texts]))
 
     def samples(self, predictions):
-        return [
-            f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
-            for row in predictions[:SAMPLES]
-        ]
+        return [f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
+                for row in predictions[:SAMPLES]]  # fmt: skip
 
     def generate(self, model, batch: dict) -> list[str]:
         """The text that the model generates for each source."""

@@ -105,19 +105,15 @@ class Task(ABC):
             model, info = open_checkpoint(self.settings.model, **options, **fields)
         for name, stored, expected in info["mismatched_keys"]:
             if name.startswith(f"{model.base_model_prefix}."):
-                raise ValueError(
-                    f"--model {self.settings.model} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
-                    "as its configuration says"
-                )
+                raise ValueError(f"--model {self.settings.model} has {name} of shape {tuple(stored)}; "
+                                 f"expected {tuple(expected)}, as its configuration says")  # fmt: skip
         self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
         if new_head:
             self.new_weights |= initialise_head(model)
         new = ", ".join(modules_of(self.new_weights))
         if new and self.settings.evaluate_only:
-            raise ValueError(
-                f"--model {self.settings.model} has no weights of {new}; expected a model trained for this task, with "
-                "--evaluate_only"
-            )
+            raise ValueError(f"--model {self.settings.model} has no weights of {new}; "
+                             "expected a model trained for this task, with --evaluate_only")  # fmt: skip
         if new and not has_checkpoint(self.settings):
             self.accelerator.print(
                 f"{self.settings.model} has no weights of {new}; they are random before the training"
@@ -169,14 +165,12 @@ class Task(ABC):
             if split != "train" or fraction is None:
                 yield split, rows
                 continue
-            drawn = {"random_state": self.settings.split_seed, "stratify": self.strata(rows)}
+            options = {"test_size": fraction, "random_state": self.settings.split_seed, "stratify": self.strata(rows)}
             try:
-                kept, held_out = map(sorted, train_test_split(range(len(rows)), test_size=fraction, **drawn))
+                kept, held_out = map(sorted, train_test_split(range(len(rows)), **options))
             except ValueError as error:
-                raise ValueError(
-                    f"--validation_fraction is {fraction}, of {len(rows)} rows; expected at least a row of each label "
-                    f"in both sets: {error}"
-                ) from error
+                raise ValueError(f"--validation_fraction is {fraction}, of {len(rows)} rows; "
+                                 f"expected at least a row of each label in both sets: {error}") from error  # fmt: skip
             yield "train", rows.select(kept)
             yield "validation", rows.select(held_out[: self.settings.max_eval_samples])
 
@@ -204,11 +198,9 @@ class Task(ABC):
         joined = []
         for row, own in zip(rows, found, strict=True):
             ours = {**row, **own}
-            given = {
-                f"input_{name}" if name in ours else name: value
-                for name, value in json.loads(ours.pop("columns")).items()
-                if name not in ours or str(ours[name]) != str(value)
-            }
+            given = {f"input_{name}" if name in ours else name: value
+                     for name, value in json.loads(ours.pop("columns")).items()
+                     if name not in ours or str(ours[name]) != str(value)}  # fmt: skip
             joined.append(given | ours)
         return joined
 
@@ -262,9 +254,7 @@ class Task(ABC):
         return DataLoader(examples, batch_sampler=batches, collate_fn=collate, generator=torch.Generator())
 
     @torch.no_grad()
-    def predict(
-        self, model, split: str, forward: Callable[[torch.nn.Module, dict], tuple[list, list[float]]]
-    ) -> tuple[list, list[float]]:
+    def predict(self, model, split: str, forward: Callable[..., tuple[list, list[float]]]) -> tuple[list, list[float]]:
         """Evaluates a split with `forward(model, batch)`, which returns a value for each row, and sums over the batch.
 
         All processes make the same number of calls, because a sharded model requires all of them in each.
@@ -340,10 +330,8 @@ def without(batch: dict, *names: str) -> dict:
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
+    return {name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()}  # fmt: skip
 
 
 def is_finite(value) -> bool:

@@ -26,9 +26,6 @@ OUTSIDE = "O"
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
 
-# ------------------------------------------------------------------------------------------------------- words to tags
-
-
 def check_iob2(tags: Sequence[str]) -> None:
     """Raises ValueError unless every entity begins with B- and continues with I- of the same type (IOB2: Tjong Kim
     Sang & Veenstra 1999, section 2)."""
@@ -37,19 +34,16 @@ def check_iob2(tags: Sequence[str]) -> None:
         if not is_iob_tag(tag):
             raise ValueError(f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE (or --scheme plain)")
         if tag.startswith("I-") and before[2:] != tag[2:]:
-            raise ValueError(
-                f"tag {number} is {tag} after {before}; expected B-{tag[2:]}, with which an IOB2 entity begins"
-            )
+            raise ValueError(f"tag {number} is {tag} after {before}; "
+                             f"expected B-{tag[2:]}, with which an IOB2 entity begins")  # fmt: skip
         before = tag
 
 
 def to_iob2(tags: Sequence[str]) -> list[str]:
     """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
     before = [OUTSIDE, *tags[:-1]]
-    return [
-        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-        for last, tag in zip(before, tags, strict=True)
-    ]
+    return [f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+            for last, tag in zip(before, tags, strict=True)]  # fmt: skip
 
 
 def iob_tags(tags: set[str]) -> list[str]:
@@ -67,10 +61,8 @@ def list_of(row: dict, column: str) -> list[str]:
     value = row.get(column)
     if isinstance(value, str):
         if value.strip()[:1] == "[" and value.strip()[-1:] == "]":
-            raise ValueError(
-                f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
-                "JSON lines (.jsonl) can have lists"
-            )
+            raise ValueError(f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
+                             "JSON lines (.jsonl) can have lists")  # fmt: skip
         value = [part for part in value.split(" ") if part]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column!r} is {'empty' if value in (None, []) else repr(value)}; expected a list")
@@ -129,9 +121,6 @@ def empty_window(tokenizer) -> WordWindow:
     return WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])
 
 
-# ---------------------------------------------------------------------------------------------------------------- task
-
-
 class TokenClassification(Task):
     """Words and their tags."""
 
@@ -144,9 +133,8 @@ class TokenClassification(Task):
             load("seqeval")  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
         if not self.tokenizer.is_fast:
-            raise ValueError(
-                f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
-            )
+            raise ValueError(f"--model {settings.model} has a slow tokenizer; "
+                             "expected a fast one, which returns the words of pieces")  # fmt: skip
         self.metric, self.labels = settings.metric, settings.labels
         self.saved_labels = saved_labels(settings.model)
         if settings.evaluate_only:
@@ -210,11 +198,9 @@ class TokenClassification(Task):
 
         def encode(batch: dict, numbers: list[int]) -> dict:
             rows = zip(numbers, batch["place"], batch["words"], batch["tags"], strict=True)
-            found = [
-                {**vars(window), "labels": self.targets(window, tags), "row": number, "place": place}
-                for number, place, words, tags in rows
-                for window in word_windows(self.tokenizer, words, length, stride) or empty
-            ]
+            found = [{**vars(window), "labels": self.targets(window, tags), "row": number, "place": place}
+                     for number, place, words, tags in rows
+                     for window in word_windows(self.tokenizer, words, length, stride) or empty]  # fmt: skip
             names = ("input_ids", "token_type_ids", "labels", "words", "positions", "row", "place")
             columns = {name: [each[name] for each in found] for name in names}
             return columns | {"length": [len(ids) for ids in columns["input_ids"]]}
@@ -228,14 +214,10 @@ class TokenClassification(Task):
         for i, word in enumerate(window.word_of):
             tag = None if word is None else tags[word]
             if i not in firsts and tag is not None:
-                tag = self.tag_inside(tag) if self.settings.label_all_pieces else None
+                inside = f"I-{tag[2:]}" if tag.startswith("B-") else tag
+                tag = (inside if inside in self.labels else tag) if self.settings.label_all_pieces else None
             targets.append(IGNORED if tag is None else self.labels.index(tag))
         return targets
-
-    def tag_inside(self, tag: str) -> str:
-        """The tag of the other pieces of a word with this tag."""
-        inside = f"I-{tag[2:]}"
-        return inside if tag.startswith("B-") and inside in self.labels else tag
 
     def shown(self, example):
         tokens = super().shown(example).split(" ")

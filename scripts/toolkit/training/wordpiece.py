@@ -116,10 +116,8 @@ def alphabet(words: Iterable[str], limit: int) -> list[str]:
 def check_size(vocab_size: int, tokens: int, description: str) -> None:
     """Raises ValueError unless the special tokens and so many others fit into the vocabulary."""
     if vocab_size < len(SPECIAL) + tokens:
-        raise ValueError(
-            f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, for {len(SPECIAL)} special "
-            f"tokens and {description}"
-        )
+        raise ValueError(f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, "
+                         f"for {len(SPECIAL)} special tokens and {description}")  # fmt: skip
 
 
 def train_symbols(
