@@ -99,7 +99,9 @@ class Checkpoints:
                 (unfinished / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
                 (unfinished / SCHEDULE).write_text(json.dumps(self.schedule.state_dict()), encoding="utf-8")
                 (unfinished / CHECKSUMS).write_text(json.dumps(checksums(unfinished)), encoding="utf-8")
-                flush(unfinished)
+                for file in files_in(unfinished):
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
         if self.accelerator.is_main_process:
             unfinished.rename(path)
             for old in self.complete()[: -self.keep]:
@@ -181,13 +183,6 @@ def read_progress(path: Path) -> Progress:
         return Progress(**read_json_object(path / PROGRESS))
     except TypeError as error:
         raise ValueError(f"{path / PROGRESS} is of another version of this project: {error}") from error
-
-
-def flush(folder: Path) -> None:
-    """Writes the files of a folder to the disk."""
-    for path in files_in(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def files_in(folder: Path) -> list[Path]:

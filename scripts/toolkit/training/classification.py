@@ -122,9 +122,8 @@ class Classification(Task):
             labels = [self.target(names) for names in batch["label"]]
             return {**encoded, "labels": labels, "length": [len(ids) for ids in encoded["input_ids"]]}
 
-        return map_rows(
-            rows, encode, batched=True, remove_columns=[name for name in rows.column_names if name != "place"]
-        )
+        return map_rows(rows, encode, batched=True,
+                        remove_columns=[name for name in rows.column_names if name != "place"])  # fmt: skip
 
     def target(self, names: list):
         """A row's labels as the loss expects them."""

@@ -251,9 +251,8 @@ class Training:
         window = self.progress.window
         window.append((loss, tokens, seconds))
         rate = sum(tokens for _, tokens, _ in window) / sum(seconds for *_, seconds in window)
-        bar.set_postfix(
-            loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s", refresh=False
-        )
+        bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s",
+                        refresh=False)  # fmt: skip
         bar.update()
         if self.progress.step % self.settings.log_steps == 0:
             self.log()

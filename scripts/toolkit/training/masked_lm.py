@@ -43,9 +43,6 @@ FEATURES = {"input_ids": List(Value("int32")), "place": Value("string"), "length
 PAIR_FEATURES = {"token_type_ids": List(Value("int8")), "next_sentence_label": Value("int64")}
 
 
-# ------------------------------------------------------------------------------------------------------------- masking
-
-
 class Masking:
     """Chooses words for the model to predict, and masks them (Devlin et al. 2018, section 3.1, task 1).
 
@@ -102,9 +99,6 @@ class Masking:
 def generator_of(*numbers: int) -> torch.Generator:
     """A generator seeded by these numbers; for other numbers an independent one."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
-
-
-# --------------------------------------------------------------------------------------- from documents to sequences
 
 
 def concatenate(documents: list[tuple[list[int], str]], room: int, separator: int) -> Iterator[tuple[list[int], str]]:
@@ -183,9 +177,8 @@ class Pretraining(Task):
                 self.splits[split] = self.mask_once(sequences, split)
                 if (counted := sequences if settings.streaming else self.train_set) is not None:
                     self.loss_by_frequency[split] = self.frequency_loss(counted, self.splits[split])
-        self.collate = PadOrFlatten(
-            self.tokenizer, settings.padding_free_collation, per_token=["labels"], per_sequence=["next_sentence_label"]
-        )
+        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"],
+                                    per_sequence=["next_sentence_label"])  # fmt: skip
 
     # -- model
 
@@ -283,9 +276,8 @@ class Pretraining(Task):
             self.without_pair += not found
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                              verbose=False)["input_ids"]  # fmt: skip
 
     def mask_once(self, sequences: Dataset, split: str) -> Dataset:
         """Masks held-out sequences, each seeded by its number: the same for every --seed and number of processes."""

@@ -37,8 +37,7 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
             groups[blocks + 1 - depth(name, blocks), name in decayed].append(parameter)
     return [
         {"params": each, "lr": learning_rate * layer_decay**distance, "weight_decay": weight_decay if decays else 0.0}
-        for (distance, decays), each in groups.items()
-    ]
+        for (distance, decays), each in groups.items()]  # fmt: skip
 
 
 def make_optimizer(model: nn.Module, settings) -> torch.optim.Optimizer:

@@ -97,9 +97,8 @@ class QuestionAnswering(Task):
         self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
         self.set_threshold(self.make_threshold(training_rows))
         self.model.config.question_answering = {name: getattr(settings, name) for name in spans.LENGTHS}
-        self.collate = PadOrFlatten(
-            self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
-        )
+        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation,
+                                    per_sequence=["start_positions", "end_positions"])  # fmt: skip
 
     def make_threshold(self, rows: Dataset | None) -> float | None:
         """The score that an answer must exceed; None: there always is an answer. For "best" it is 0 until the first
@@ -179,9 +178,8 @@ class QuestionAnswering(Task):
         lengths = f"--max_length {self.settings.max_length} and --stride {self.settings.stride}"
         if lost == answers:
             raise ValueError(f"no answer fits in a window of {lengths}; expected larger values, in which answers fit")
-        self.accelerator.print(
-            f"{lost} of {answers} answers fit in no window of {lengths}; their questions are trained as without answer"
-        )
+        self.accelerator.print(f"{lost} of {answers} answers fit in no window of {lengths}; "
+                               "their questions are trained as without answer")  # fmt: skip
 
     def shown(self, example):
         answer = super().shown(example).split(" ")[example["start_positions"] : example["end_positions"] + 1]

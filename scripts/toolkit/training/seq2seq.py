@@ -108,8 +108,7 @@ class Seq2Seq(Task):
             target, decoded = map(shortened, changed[0])
             self.accelerator.print(
                 f"{len(changed)} of {len(examples)} validation targets differ from their decoded tokens, e.g. "
-                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written"
-            )
+                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written")  # fmt: skip
 
     def decode(self, ids) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -189,8 +188,7 @@ class Seq2Seq(Task):
         if dropped and not has_checkpoint(settings):
             self.accelerator.print(
                 f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model "
-                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
-            )
+                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens")  # fmt: skip
 
     # -- loss and metrics
 

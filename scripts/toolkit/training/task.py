@@ -31,9 +31,8 @@ from toolkit.training.settings import Settings
 METRICS = "metrics.json"
 
 # The end of the messages about numbers that are not finite.
-AFTER_DIVERGENCE = (
-    "The last checkpoint has the weights from before; a lower --learning_rate or --mixed_precision no may help."
-)
+AFTER_DIVERGENCE = ("The last checkpoint has the weights from before; "
+                    "a lower --learning_rate or --mixed_precision no may help.")  # fmt: skip
 
 
 class TrainingError(CommandError):
@@ -101,23 +100,22 @@ class Task(ABC):
         """
         # Updates are too small for weights in half precision: --mixed_precision keeps the weights in float32 as well.
         options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        source = self.settings.model
         with without_loading_reports():
-            model, info = open_checkpoint(self.settings.model, **options, **fields)
+            model, info = open_checkpoint(source, **options, **fields)
         for name, stored, expected in info["mismatched_keys"]:
             if name.startswith(f"{model.base_model_prefix}."):
-                raise ValueError(f"--model {self.settings.model} has {name} of shape {tuple(stored)}; "
-                                 f"expected {tuple(expected)}, as its configuration says")  # fmt: skip
+                raise ValueError(f"--model {source} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
+                                 "as its configuration says")  # fmt: skip
         self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
         if new_head:
             self.new_weights |= initialise_head(model)
         new = ", ".join(modules_of(self.new_weights))
         if new and self.settings.evaluate_only:
-            raise ValueError(f"--model {self.settings.model} has no weights of {new}; "
-                             "expected a model trained for this task, with --evaluate_only")  # fmt: skip
+            raise ValueError(f"--model {source} has no weights of {new}; expected a model trained for this task, "
+                             "with --evaluate_only")  # fmt: skip
         if new and not has_checkpoint(self.settings):
-            self.accelerator.print(
-                f"{self.settings.model} has no weights of {new}; they are random before the training"
-            )
+            self.accelerator.print(f"{source} has no weights of {new}; they are random before the training")
         return model
 
     @abstractmethod

@@ -115,12 +115,6 @@ def word_windows(tokenizer, words: list[str], max_length: int, stride: int) -> l
     return tagged
 
 
-def empty_window(tokenizer) -> WordWindow:
-    """A window of special tokens only, in which no word is tagged."""
-    [encoding] = tokenizer([""], verbose=False).encodings
-    return WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])
-
-
 class TokenClassification(Task):
     """Words and their tags."""
 
@@ -190,11 +184,14 @@ class TokenClassification(Task):
             ValueError: no word of the training set has a token.
         """
         length, stride = self.settings.max_length, self.settings.stride
-        has_windows = any(word_windows(self.tokenizer, words, length, stride) for words in rows["words"])
-        if not has_windows and not self.splits:
-            raise ValueError("no word of the training set has a token; expected words that the tokenizer does not drop")
-        # An evaluation requires a window; it is empty if there is no other.
-        empty = [] if has_windows else [empty_window(self.tokenizer)]
+        empty = []
+        if not any(word_windows(self.tokenizer, words, length, stride) for words in rows["words"]):
+            if not self.splits:
+                expected = "words that the tokenizer does not drop"
+                raise ValueError(f"no word of the training set has a token; expected {expected}")
+            # An evaluation requires a window: one of special tokens only, in which no word is tagged.
+            [encoding] = self.tokenizer([""], verbose=False).encodings
+            empty = [WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])]
 
         def encode(batch: dict, numbers: list[int]) -> dict:
             rows = zip(numbers, batch["place"], batch["words"], batch["tags"], strict=True)

@@ -24,9 +24,6 @@ MEASURED = 10_000
 Texts = Callable[[], Iterator[str]]  # returns an iterator from the first text on
 
 
-# --------------------------------------------------------------------------------------------------------------- texts
-
-
 class Corpus:
     """The texts of files, read from the files each time.
 
@@ -56,9 +53,6 @@ class Corpus:
         for number, row in enumerate(self.source.valid_rows(texts_of, self.on_bad_row, warn), 1):
             if held_out == (self.held_out > 0 and number % self.held_out == 0):
                 yield from row["texts"]
-
-
-# ---------------------------------------------------------------------------------------------------------- vocabulary
 
 
 def train_bert(
@@ -150,9 +144,6 @@ def train_symbols(
         tokenizer_object=backend, model_max_length=model_max_length, model_input_names=BertTokenizer.model_input_names,
         **{f"{token[1:-1].lower()}_token": token for token in SPECIAL},
     )  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------------- report
 
 
 def print_report(tokenizer, corpus: Corpus, output: Path) -> None:
