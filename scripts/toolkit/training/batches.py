@@ -11,9 +11,6 @@ from torch.utils.data import Sampler
 BATCHES_SORTED_TOGETHER = 50
 
 
-# ----------------------------------------------------------------------------------------------- rows of a batch
-
-
 class LengthGroupedBatches(Sampler[list[int]]):
     """Batches of rows of similar length, or of any rows, in an order that depends on the seed and the epoch only.
 
@@ -39,10 +36,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
         self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world: int = 1, grouped: bool = True
     ):
         if batch_size < 1 or not 0 <= rank < world:
-            raise ValueError(
-                f"batch_size is {batch_size} and rank is {rank} of {world}; expected at least 1, and a rank from 0 to "
-                f"{world - 1}"
-            )
+            raise ValueError(f"batch_size is {batch_size} and rank is {rank} of {world}; "
+                             f"expected at least 1, and a rank from 0 to {world - 1}")  # fmt: skip
         if len(lengths) < world:
             raise ValueError(f"there are {len(lengths)} rows for {world} processes; expected at least one for each")
         self.lengths = np.asarray(lengths)
@@ -120,9 +115,6 @@ def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, w
     return [share for share in shares if share]
 
 
-# ---------------------------------------------------------------------------------------------------------- tensors
-
-
 class PadOrFlatten:
     """Collates examples into a batch: padded, `(B, T)`; or flattened, the sequences concatenated in one row, `(1, N)`,
     with their boundaries, `cu_seq_lens_q` and `cu_seq_lens_k`, `(B + 1,)`, and positions that restart at 0 in each.
@@ -159,21 +151,18 @@ class PadOrFlatten:
                 raise ValueError(f"{name} has {values} values; expected {tokens}, one per token")
         columns = {name: [example[name] for example in examples] for name in [*inputs, *per_token]}
         batch = self._flatten(columns) if self.flatten else self._pad(columns, inputs)
-        return batch | {
-            name: torch.tensor([example[name] for example in examples]) for name in existing(self.per_sequence)
-        }
+        for name in existing(self.per_sequence):
+            batch[name] = torch.tensor([example[name] for example in examples])
+        return batch
 
     def _pad(self, columns: dict[str, list], inputs: list[str]) -> dict[str, torch.Tensor]:
         """Rows that are padded to the same length."""
-        padded = self.tokenizer.pad({name: columns[name] for name in inputs}, return_tensors="pt")
+        padded = {**self.tokenizer.pad({name: columns[name] for name in inputs}, return_tensors="pt")}
         side = self.tokenizer.padding_side
-        return {**padded} | {
-            name: nn.utils.rnn.pad_sequence(
-                [torch.tensor(values) for values in rows], batch_first=True, padding_value=-100, padding_side=side
-            )
-            for name, rows in columns.items()
-            if name not in inputs
-        }
+        for name in (name for name in columns if name not in inputs):
+            values = [torch.tensor(each) for each in columns[name]]
+            padded[name] = nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=-100, padding_side=side)
+        return padded
 
     def _flatten(self, columns: dict[str, list]) -> dict[str, torch.Tensor | int]:
         """One row without padding."""
@@ -181,15 +170,9 @@ class PadOrFlatten:
         starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         positions = torch.cat([torch.arange(length) for length in lengths])
         longest = int(lengths.max())
-        return {
-            name: torch.tensor([value for row in rows for value in row])[None] for name, rows in columns.items()
-        } | {
-            "position_ids": positions[None],
-            "cu_seq_lens_q": starts,
-            "cu_seq_lens_k": starts,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        flat = {name: torch.tensor([value for row in rows for value in row])[None] for name, rows in columns.items()}
+        bounds = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return {**flat, "position_ids": positions[None], **bounds}
 
 
 def unpadded(batch: dict, values: torch.Tensor) -> list[torch.Tensor]:

@@ -38,13 +38,10 @@ def write_card(folder: Path, task: Task, progress: Progress, metrics: Metrics, *
     """
     settings, metrics, config = task.settings, to_json(metrics), read_if_any(folder / "config.json")
     problem = config.get("problem_type") if task.name == "text-classification" else None  # else of an earlier task
+    has_labels = task.name in ("text-classification", "token-classification")
     trained_on = dataset_of(settings, "train")["dataset_name"]
-    results = [
-        EvalResult(task_type=task.name, metric_type=metric, metric_value=value, **dataset_of(settings, split))
-        for split, own in metrics.items()
-        for metric, value in own.items()
-        if value is not None
-    ]
+    results = [EvalResult(task_type=task.name, metric_type=metric, metric_value=value, **dataset_of(settings, split))
+               for split, own in metrics.items() for metric, value in own.items() if value is not None]  # fmt: skip
     data = ModelCardData(
         **base_metadata(settings.model),
         library_name="transformers",
@@ -59,29 +56,18 @@ def write_card(folder: Path, task: Task, progress: Progress, metrics: Metrics, *
     speeds = [point["tokens_per_second"] for point in progress.history if point.get("tokens_per_second")]
     versions = {library: version(library) for library in LIBRARIES}
     card = render(
-        data,
-        title=name,
-        own=is_own(model_class),
-        model_class=model_class,
-        trained_on=trained_on,
+        data, title=name, own=is_own(model_class), model_class=model_class, trained_on=trained_on,
         initial=settings.model and public_path(settings.model, is_file=False),
-        labels=label_names(config) if task.name in ("text-classification", "token-classification") else "",
-        problem=problem,
-        results=results_table(metrics),
+        labels=label_names(config) if has_labels else "", problem=problem, results=results_table(metrics),
         generation=generation_settings(folder) if task.name == "text2text-generation" else "",
-        confusion_matrix=(folder / "confusion_matrix.png").exists(),
-        use=use(name, model_class, config),
-        max_length=settings.max_length,
-        evaluated=[split for split in metrics if metrics[split]],
-        rows=task.row_counts,
-        last=progress.history[-1] if progress.history else None,
-        checkpoint=checkpoint_in_words(progress, task.metric),
-        speed=statistics.median(speeds) if speeds else None,
-        hardware=hardware(),
+        confusion_matrix=(folder / "confusion_matrix.png").exists(), curves=(folder / "curves.png").exists(),
+        use=use(name, model_class, config), max_length=settings.max_length,
+        evaluated=[split for split in metrics if metrics[split]], rows=task.row_counts,
+        last=progress.history[-1] if progress.history else None, checkpoint=checkpoint_in_words(progress, task.metric),
+        speed=statistics.median(speeds) if speeds else None, hardware=hardware(),
         versions=", ".join(f"{library} {number}" for library, number in versions.items() if number),
         settings=table(["setting", "value"], public_settings(settings).items()),
-        curves=(folder / "curves.png").exists(),
-    )
+    )  # fmt: skip
     card.save(folder / "README.md")
 
 
@@ -93,13 +79,9 @@ def dataset_of(settings: Settings, split: str) -> dict[str, str | None]:
         given = settings.train_file if held_out else getattr(settings, f"{split}_file")
         files = listed([public_path(file, is_file=True) for file in given])
         return {"dataset_type": files, "dataset_name": files, "dataset_split": part}
-    name = public_path(settings.dataset, is_file=False)
-    return {
-        "dataset_type": name,
-        "dataset_name": name,
-        "dataset_config": settings.dataset_config,
-        "dataset_split": part if held_out else getattr(settings, f"{split}_split"),
-    }
+    name, part = public_path(settings.dataset, is_file=False), part if held_out else getattr(settings, f"{split}_split")
+    names = {"dataset_type": name, "dataset_name": name}
+    return {**names, "dataset_config": settings.dataset_config, "dataset_split": part}
 
 
 def base_metadata(source: str | None) -> dict:
@@ -109,10 +91,10 @@ def base_metadata(source: str | None) -> dict:
         return {}
     on_hub = is_hub_id(source)
     try:
-        found = metadata_load(try_to_load_from_cache(source, "README.md") if on_hub else Path(source, "README.md"))
+        path = try_to_load_from_cache(source, "README.md") if on_hub else Path(source, "README.md")
+        found = metadata_load(path) or {}
     except (OSError, TypeError, ValueError, yaml.YAMLError):  # there is none, or it cannot be read
-        found = None
-    found = found or {}
+        found = {}
     base = source if on_hub else found.get("base_model")
     if isinstance(base, list) and len(base) == 1:
         base = base[0]

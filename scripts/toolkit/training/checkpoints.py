@@ -89,32 +89,26 @@ class Checkpoints:
         earlier = [each.name for each in self.complete()]
         advice = f"--resume continues from {earlier[-1]}" if earlier else "start again in a new --output"
         with writing(unfinished, path, advice):
-            self.write(unfinished, progress)
+            if self.accelerator.is_main_process:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.discard_unfinished()
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(unfinished)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                (unfinished / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+                (unfinished / SCHEDULE).write_text(json.dumps(self.schedule.state_dict()), encoding="utf-8")
+                (unfinished / CHECKSUMS).write_text(json.dumps(checksums(unfinished)), encoding="utf-8")
+                for file in files_in(unfinished):
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
         if self.accelerator.is_main_process:
             unfinished.rename(path)
             for old in self.complete()[: -self.keep]:
                 if old.name != progress.best_checkpoint:
-                    self.remove(old)
+                    # It is renamed first, so that a partly removed one is not taken for complete.
+                    shutil.rmtree(old.rename(old.with_name(f".unfinished-removed-{old.name}")))
         self.accelerator.wait_for_everyone()
-
-    def write(self, folder: Path, progress: Progress) -> None:
-        if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.discard_unfinished()
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(folder)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            (folder / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-            (folder / SCHEDULE).write_text(json.dumps(self.schedule.state_dict()), encoding="utf-8")
-            (folder / CHECKSUMS).write_text(json.dumps(checksums(folder)), encoding="utf-8")
-            flush(folder)
-
-    def remove(self, path: Path) -> None:
-        """Removes a checkpoint. It is renamed first, so that a partly removed one is not taken for complete."""
-        removed = path.with_name(f".unfinished-removed-{path.name}")
-        path.rename(removed)
-        shutil.rmtree(removed)
 
     # -- reading
 
@@ -122,11 +116,9 @@ class Checkpoints:
     def runs_code(self) -> bool:
         """Whether code in a checkpoint could run when it is read: DeepSpeed and torch's sharded state dicts unpickle
         any object."""
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        return self.accelerator.distributed_type == DistributedType.DEEPSPEED or (
-            self.accelerator.distributed_type == DistributedType.FSDP
-            and plugin.state_dict_type != StateDictType.FULL_STATE_DICT
-        )
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            return self.accelerator.state.fsdp_plugin.state_dict_type != StateDictType.FULL_STATE_DICT
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def last_intact(self) -> Path:
         """The last intact checkpoint, the same on all processes. Moves damaged ones after it out of the way.
@@ -138,14 +130,18 @@ class Checkpoints:
         for path in reversed(self.complete()):
             # All processes take the same one, even if only one of them cannot read a file.
             if not any(problems := gather_object([self.damage(path)])):
-                self.move_damaged(damaged)
-                return path
+                break
             damaged[path] = next(filter(None, problems))
-        reasons = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
-        raise ValueError(
-            f"--resume: no checkpoint in {self.folder} is intact ({reasons}); expected one. Start again in a new "
-            "--output"
-        )
+        else:
+            reasons = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            raise ValueError(f"--resume: no checkpoint in {self.folder} is intact ({reasons}); expected one. "
+                             "Start again in a new --output")  # fmt: skip
+        for bad, problem in damaged.items() if self.accelerator.is_main_process else ():
+            moved = bad.with_name(f"damaged-{bad.name}")  # the run will write it again
+            shutil.rmtree(moved, ignore_errors=True)
+            bad.rename(moved)
+            print(f"{bad} is not used: {problem}. It is now {moved.name}", file=sys.stderr)
+        return path
 
     def damage(self, path: Path) -> str | None:
         """What is damaged in a checkpoint, or in the best one, which the end of the run loads; None if nothing is."""
@@ -154,16 +150,6 @@ class Checkpoints:
         best = read_progress(path).best_checkpoint
         problem = None if best in (None, path.name) else damage(self.folder / best)
         return problem and f"in the best checkpoint, {best}, {problem}"
-
-    def move_damaged(self, damaged: dict[Path, str]) -> None:
-        """Renames these checkpoints, which the run will write again, and reports them."""
-        if not self.accelerator.is_main_process:
-            return
-        for path, problem in damaged.items():
-            moved = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(moved, ignore_errors=True)
-            path.rename(moved)
-            print(f"{path} is not used: {problem}. It is now {moved.name}", file=sys.stderr)
 
     def load(self, path: Path) -> Progress:
         """Loads an intact checkpoint. Raises ValueError if it cannot be loaded."""
@@ -197,18 +183,6 @@ def read_progress(path: Path) -> Progress:
         return Progress(**read_json_object(path / PROGRESS))
     except TypeError as error:
         raise ValueError(f"{path / PROGRESS} is of another version of this project: {error}") from error
-
-
-def megabytes(folder: Path) -> float:
-    """The size of the files in a folder, in units of 10^6 bytes."""
-    return sum(path.stat().st_size for path in files_in(folder)) / 1e6
-
-
-def flush(folder: Path) -> None:
-    """Writes the files of a folder to the disk."""
-    for path in files_in(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def files_in(folder: Path) -> list[Path]:

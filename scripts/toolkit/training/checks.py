@@ -45,16 +45,12 @@ def config_file_fields(path: str, config_class: type) -> dict:
     known = {*config_class().to_dict(), *UNUSED_FIELDS, *(each.name for each in dataclasses.fields(config_class))}
     if unknown := sorted(given.keys() - known):
         close = [f", perhaps {each!r}" for each in get_close_matches(unknown[0], known, n=1)]
-        raise ValueError(
-            f"--config_file {path} has the field {unknown[0]!r}; expected fields of {config_class.__name__}"
-            f"{''.join(close)}"
-        )
+        raise ValueError(f"--config_file {path} has the field {unknown[0]!r}; "
+                         f"expected fields of {config_class.__name__}{''.join(close)}")  # fmt: skip
     for name, expected in {"position_embedding_type": "absolute", "is_encoder_decoder": False}.items():
         if config_class is BertConfig and given.get(name, expected) != expected:
-            raise ValueError(
-                f"--config_file {path} has {name} {given[name]!r}, which --implementation bert does not support; "
-                f"expected {expected!r}"
-            )
+            raise ValueError(f"--config_file {path} has {name} {given[name]!r}, "
+                             f"which --implementation bert does not support; expected {expected!r}")  # fmt: skip
     return {name: value for name, value in given.items() if name != "model_type"}
 
 

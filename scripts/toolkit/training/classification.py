@@ -10,28 +10,20 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.cli import require
 from toolkit.confusion_matrix import plot_confusion
-from toolkit.labels import (
-    class_weights,
-    in_saved_order,
-    label_fields,
-    label_order,
-    read_labels,
-    saved_labels,
-    trained_labels,
-)
+from toolkit.labels import class_weights, in_saved_order, label_order, read_labels, saved_labels, trained_labels
 from toolkit.metrics import classification_metrics, mean_loss
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
 from toolkit.training.batches import PadOrFlatten
 from toolkit.training.checks import check_room, tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task import Evaluation, Task
 from toolkit.training.task_settings import ClassificationSettings
 
 LABELS = ("label", "labels", "score")
 CLASSES = {"scratchbert": ScratchBertForSequenceClassification, "bert": BertForSequenceClassification}
 
 
-class Classification(FineTuning):
+class Classification(Task):
     """Texts, or pairs of texts, and their labels."""
 
     name = "text-classification"
@@ -40,17 +32,12 @@ class Classification(FineTuning):
         super().__init__(settings, accelerator)
         require("sklearn")  # raises before the training if it is missing
         self.tokenizer = tokenizer_of(settings)
-        self.labels, self.saved_labels = settings.labels, None
-        if settings.problem != "regression":
-            self.saved_labels = saved_labels(settings.model)
+        self.labels = settings.labels
+        self.saved_labels = None if settings.problem == "regression" else saved_labels(settings.model)
         if settings.evaluate_only:
             self.labels = trained_labels(settings.model, "ForSequenceClassification", self.problem_type)
-        for split, rows in self.read_splits():  # the training set first
-            self.rows[split], self.splits[split] = rows, self.encode(rows)
-            self.row_counts[split] = len(rows)
-        self.train_set = self.splits.pop("train", None)
-        self.rows.pop("train", None)
-        self.model = self.make_model()
+        self.encode_splits()
+        self.model = self.open_labelled(CLASSES[settings.implementation], problem_type=self.problem_type)
         if self.train_set is None:
             self.label_counts = self.saved_label_counts()
         elif settings.problem == "single_label":
@@ -81,8 +68,8 @@ class Classification(FineTuning):
             return kept | {"label": read_labels(row[label], settings.problem, self.labels, settings.label_separator)}
 
         rows = self.load(source, check)
-        names = source.label_names(label)
-        self.labels = self.labels or in_saved_order(self.find_labels(rows, names), self.saved_labels)
+        if not self.labels:
+            self.labels = in_saved_order(self.find_labels(rows, source.label_names(label)), self.saved_labels)
         return rows
 
     def default_pair_column(self, columns: Iterable[str]) -> str | None:
@@ -110,10 +97,9 @@ class Classification(FineTuning):
         values, are_texts, _ = zip(*map(label_order, found), strict=True)
         if self.settings.problem == "single_label" and not any(are_texts) and any(value % 1 for value in values):
             decimal = next(name for name, value in zip(found, values, strict=True) if value % 1)
-            raise ValueError(
-                f"the labels are numbers such as {decimal}; expected --problem regression, which predicts a number. If "
-                f"they are names of {len(found)} classes, give them: --labels {' '.join(found[:3])} …"
-            )
+            raise ValueError(f"the labels are numbers such as {decimal}; expected --problem regression, which predicts "
+                             f"a number. If they are names of {len(found)} classes, give them: --labels "
+                             f"{' '.join(found[:3])} …")  # fmt: skip
         return found
 
     def strata(self, rows):
@@ -136,9 +122,8 @@ class Classification(FineTuning):
             labels = [self.target(names) for names in batch["label"]]
             return {**encoded, "labels": labels, "length": [len(ids) for ids in encoded["input_ids"]]}
 
-        return map_rows(
-            rows, encode, batched=True, remove_columns=[name for name in rows.column_names if name != "place"]
-        )
+        return map_rows(rows, encode, batched=True,
+                        remove_columns=[name for name in rows.column_names if name != "place"])  # fmt: skip
 
     def target(self, names: list):
         """A row's labels as the loss expects them."""
@@ -164,24 +149,12 @@ class Classification(FineTuning):
         problem = self.settings.problem
         return problem if problem == "regression" else f"{problem}_classification"
 
-    def make_model(self):
-        return self.open_model(
-            CLASSES[self.settings.implementation].from_pretrained,
-            new_head=self.saved_labels not in (None, self.labels),
-            **label_fields(self.labels),
-            problem_type=self.problem_type,
-        )
-
     # -- loss and metrics
 
     def counts(self, batch):
         """The sum of the class weights, as in the mean of torch's losses."""
         labels = batch["labels"]
         return (self.weights[labels] if labels.ndim == 1 else torch.ones_like(labels)).sum()[None]
-
-    def logits(self, model, batch) -> torch.Tensor:
-        """`(B, L)`."""
-        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
 
     def losses_of(self, logits, batch):
         labels = batch["labels"]
@@ -210,18 +183,16 @@ class Classification(FineTuning):
         """The rows with the predicted label and its probability; several labels, or the numbers."""
         problem, rows = self.settings.problem, self.rows[split]
         if problem == "regression":
-            found = [{"prediction": numbers} for numbers in logits.tolist()]
-        elif problem == "multi_label":
-            scores = [dict(zip(self.labels, row, strict=True)) for row in logits.sigmoid().tolist()]
+            return self.joined(rows, [{"prediction": numbers} for numbers in logits.tolist()])
+        probabilities = logits.sigmoid() if problem == "multi_label" else logits.softmax(-1)
+        scores = [dict(zip(self.labels, row, strict=True)) for row in probabilities.tolist()]
+        if problem == "multi_label":
             found = [{"prediction": [name for name in row if row[name] > 0.5], "scores": row} for row in scores]
-        else:
-            scores = [dict(zip(self.labels, row, strict=True)) for row in logits.softmax(-1).tolist()]
-            best = [self.labels[label] for label in logits.argmax(-1)]
-            found = [
-                {"label": row["label"][0], "prediction": label, "score": own[label]}
-                | ({"scores": own} if self.settings.all_scores else {})
-                for row, label, own in zip(rows, best, scores, strict=True)
-            ]
+            return self.joined(rows, found)
+        best = [self.labels[label] for label in logits.argmax(-1)]
+        found = [{"label": row["label"][0], "prediction": label, "score": own[label]}
+                 | ({"scores": own} if self.settings.all_scores else {})
+                 for row, label, own in zip(rows, best, scores, strict=True)]  # fmt: skip
         return self.joined(rows, found)
 
     def write_predictions(self, folder, predictions):

@@ -84,8 +84,7 @@ def make_parser(file: str, description: str, settings_class: type[Settings]) -> 
                 spellings = [f"--{each}" for each in (name, metadata["alias"]) if each]
                 options = argument_of(name, types_of[name])
                 parser.group(title).add_argument(
-                    *spellings, default=by_name[name].default, help=metadata["help"], **options
-                )
+                    *spellings, default=by_name[name].default, help=metadata["help"], **options)  # fmt: skip
     return parser
 
 

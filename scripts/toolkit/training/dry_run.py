@@ -27,7 +27,7 @@ def rehearse(training) -> None:
     for split, examples in {"train": task.train_set, **task.splits}.items():
         counted = examples if isinstance(examples, Dataset) else Dataset.from_list(first)
         remark = "" if counted is examples else f", of which the first {len(counted):,} are counted"
-        say(f"{split}: {describe_lengths(lengths_of(counted), training.settings.max_length)}{remark}")
+        say(f"{split}: {describe_lengths(counted, training.settings.max_length)}{remark}")
     for example in first[:SHOWN]:
         say(f"{example['place']}: {shortened(task.shown(example), WIDTH)}")
     seconds = time_updates(training)
@@ -36,21 +36,14 @@ def rehearse(training) -> None:
     say(f"{training.steps:,} updates of about {seconds:.2f} s: {duration}. Nothing was written.")
 
 
-def lengths_of(examples: Dataset) -> np.ndarray:
-    """The number of tokens of each example."""
-    ids = examples.with_format("arrow")[:]["input_ids"]
-    return pyarrow.compute.list_value_length(ids).to_numpy()
-
-
-def describe_lengths(lengths: np.ndarray, maximum: int) -> str:
+def describe_lengths(examples: Dataset, maximum: int) -> str:
     """The number of examples, and the quantiles of their lengths."""
+    lengths = pyarrow.compute.list_value_length(examples.with_format("arrow")[:]["input_ids"]).to_numpy()
     low, median, high, longest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest")
     full = int((lengths >= maximum).sum())
     cut = f"; {full:,} fill --max_length {maximum} and may be cut or split" if full else ""
-    return (
-        f"{len(lengths):,} examples, {lengths.sum():,} tokens; lengths {low} (minimum), {median} (median), {high} "
-        f"(95 %), {longest} (maximum){cut}"
-    )
+    return (f"{len(lengths):,} examples, {lengths.sum():,} tokens; "
+            f"lengths {low} (minimum), {median} (median), {high} (95 %), {longest} (maximum){cut}")  # fmt: skip
 
 
 def time_updates(training) -> float:

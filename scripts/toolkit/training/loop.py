@@ -27,7 +27,7 @@ from toolkit.metrics import main_metrics
 from toolkit.model_card import is_own, opening
 from toolkit.progress import LogLines
 from toolkit.training.card import write_card
-from toolkit.training.checkpoints import Checkpoints, Progress, damage, megabytes, read_progress
+from toolkit.training.checkpoints import Checkpoints, Progress, damage, files_in, read_progress
 from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
 from toolkit.training.output import CHECKPOINTS, moved_when_complete
 from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, rank
@@ -60,9 +60,8 @@ class Training:
         self.schedule = make_schedule(optimizer, self.settings, self.steps)
         self.model, self.optimizer = prepare(self.accelerator, model, optimizer)
         # The schedule is not prepared, because Accelerate would step it once per process.
-        self.checkpoints = Checkpoints(
-            output / CHECKPOINTS, self.accelerator, self.schedule, self.settings.keep_checkpoints
-        )
+        keep = self.settings.keep_checkpoints
+        self.checkpoints = Checkpoints(output / CHECKPOINTS, self.accelerator, self.schedule, keep)
         self.progress = Progress(processes=self.accelerator.num_processes, data=task.fingerprints(), steps=self.steps)
         set_seed(self.settings.seed + self.accelerator.process_index)  # dropout differs between processes
         self.stop_signal: int | None = None
@@ -127,10 +126,8 @@ class Training:
     def not_finite(self, what: str, value: float, batches: list[list[str]]) -> str:
         rows = [row for batch in batches for row in batch]
         more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-        return (
-            f"the {what} is {value} at step {self.progress.step + 1}, batch {self.progress.batch + 1} of epoch "
-            f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. {AFTER_DIVERGENCE}"
-        )
+        return (f"the {what} is {value} at step {self.progress.step + 1}, batch {self.progress.batch + 1} of epoch "
+                f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. {AFTER_DIVERGENCE}")  # fmt: skip
 
     def check_weights(self) -> None:
         """Raises TrainingError, on all processes, if a weight is not finite. The loss of the last update is computed
@@ -138,10 +135,8 @@ class Training:
         parts = [each.to_local() if hasattr(each, "to_local") else each for each in self.model.parameters()]
         bad = torch.stack([~each.detach().isfinite().all() for each in parts]).float()
         if bad_tensors := int((self.accelerator.reduce(bad, "sum") > 0).sum()):
-            raise TrainingError(
-                f"{bad_tensors} of {len(parts)} tensors of the model are not finite after step {self.progress.step}. "
-                f"{AFTER_DIVERGENCE}"
-            )
+            share = f"{bad_tensors} of {len(parts)} tensors of the model"
+            raise TrainingError(f"{share} are not finite after step {self.progress.step}. {AFTER_DIVERGENCE}")
 
     # -- the run
 
@@ -217,8 +212,7 @@ class Training:
         evaluation = task.evaluate(self.model, "validation")
         metrics = evaluation.metrics
         own = rank(metrics[task.metric], metrics["loss"], task.greater_is_better)
-        earlier = progress.best, progress.best_loss
-        best = None if progress.best is None else rank(*earlier, task.greater_is_better)
+        best = None if progress.best is None else rank(progress.best, progress.best_loss, task.greater_is_better)
         # The loss chooses between checkpoints with an equal metric. A lower one is no reason to continue.
         progress.without_better = 0 if best is None or own[0] > best[0] else progress.without_better + 1
         progress.finished |= progress.without_better >= (self.settings.early_stopping or math.inf)
@@ -228,8 +222,7 @@ class Training:
         progress.history.append({"step": progress.step, "epoch": self.epochs_done(), "validation": metrics})
         self.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
         if self.accelerator.is_main_process:
-            epochs = self.epochs_done()
-            epoch = "" if epochs is None else f", epoch {epochs:.2f}"
+            epoch = "" if (epochs := self.epochs_done()) is None else f", epoch {epochs:.2f}"
             bar.write(f"step {progress.step}{epoch}: {in_words(metrics)}{'  (best)' if is_best else ''}")
             for sample in task.samples(evaluation.predictions):
                 bar.write(f"  {sample}")
@@ -249,23 +242,17 @@ class Training:
     def bar(self) -> tqdm:
         is_terminal = sys.stderr.isatty()
         return (tqdm if is_terminal else LogLines)(
-            total=self.steps,
-            initial=self.progress.step,
-            unit="step",
-            mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
-            miniters=1,
-            dynamic_ncols=is_terminal,
-            disable=not self.accelerator.is_main_process,
-        )
+            total=self.steps, initial=self.progress.step, unit="step",
+            mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES, miniters=1, dynamic_ncols=is_terminal,
+            disable=not self.accelerator.is_main_process)  # fmt: skip
 
     def note(self, bar, loss: float, tokens: int, seconds: float) -> None:
         """Shows an update, and adds a point to the curves every `log_steps` updates."""
         window = self.progress.window
         window.append((loss, tokens, seconds))
         rate = sum(tokens for _, tokens, _ in window) / sum(seconds for *_, seconds in window)
-        bar.set_postfix(
-            loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s", refresh=False
-        )
+        bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s",
+                        refresh=False)  # fmt: skip
         bar.update()
         if self.progress.step % self.settings.log_steps == 0:
             self.log()
@@ -296,8 +283,12 @@ class Training:
             return
         if self.checkpoints.runs_code:
             self.check_trust()
-        checkpoint = self.checkpoints.last_intact()
-        self.check_same(checkpoint)
+        checkpoint, processes = self.checkpoints.last_intact(), self.progress.processes
+        earlier = read_progress(checkpoint)
+        if earlier.processes != processes:
+            raise ValueError(f"--resume: {checkpoint} is of a run on {earlier.processes} processes; "
+                             f"expected {processes}, as in this run")  # fmt: skip
+        self.check_data(earlier.data, checkpoint.name)
         self.progress = self.checkpoints.load(checkpoint)
         self.accelerator.print(f"resuming at step {self.progress.step} of {self.steps}")
         if self.steps != self.progress.steps:
@@ -311,27 +302,13 @@ class Training:
         """
         progress = self.progress
         if self.steps <= progress.step:
-            raise ValueError(
-                f"--resume: the run to extend has made {progress.step} updates, and --epochs or --max_steps give "
-                f"{self.steps}; expected more"
-            )
-        self.accelerator.print(
-            f"the run of {progress.steps} updates is extended; the learning rate follows the schedule of {self.steps} "
-            f"updates from step {progress.step} on"
-        )
+            raise ValueError(f"--resume: the run to extend has made {progress.step} updates, "
+                             f"and --epochs or --max_steps give {self.steps}; expected more")  # fmt: skip
+        self.accelerator.print(f"the run of {progress.steps} updates is extended; the learning rate follows the "
+                               f"schedule of {self.steps} updates from step {progress.step} on")  # fmt: skip
         progress.steps, progress.finished, progress.without_better = self.steps, False, 0
         self.schedule.last_epoch -= 1
         self.schedule.step()  # sets the learning rates of the longer schedule
-
-    def check_same(self, checkpoint: Path) -> None:
-        """Raises ValueError if a checkpoint is of another number of processes, or of other data."""
-        earlier, present = read_progress(checkpoint), self.progress
-        if earlier.processes != present.processes:
-            raise ValueError(
-                f"--resume: {checkpoint} is of a run on {earlier.processes} processes; expected {present.processes}, "
-                "as in this run"
-            )
-        self.check_data(earlier.data, checkpoint.name)
 
     def check_data(self, earlier: dict[str, str], what_has_them: str) -> None:
         """Raises ValueError if the fingerprints of the data are not the earlier ones."""
@@ -340,21 +317,16 @@ class Training:
             # If the tokenizer has changed, so have the tokens of the rows.
             source = sources(self.settings).get(changed[0])
             what = "tokenizer has" if "tokenizer" in changed else f"{changed[0]} rows ({source}) have"
-            raise ValueError(
-                f"--resume: the {what} changed since {what_has_them} was saved; expected no change. Restore the "
-                "earlier state, or start a new run in another --output"
-            )
+            raise ValueError(f"--resume: the {what} changed since {what_has_them} was saved; expected no change. "
+                             "Restore the earlier state, or start a new run in another --output")  # fmt: skip
 
     def check_trust(self) -> None:
         """Warns that code in the checkpoints could run, with --trust_checkpoints. Raises ValueError without it."""
-        reason = (
-            f"the checkpoints in {self.checkpoints.folder} are in a format of DeepSpeed or of sharded FSDP, which can "
-            "run code when it is read"
-        )
+        reason = (f"the checkpoints in {self.checkpoints.folder} are in a format of DeepSpeed or of sharded FSDP, "
+                  "which can run code when it is read")  # fmt: skip
         if not self.settings.trust_checkpoints:
-            raise ValueError(
-                f"--resume: {reason}; expected --trust_checkpoints. Give it if nobody else can write to the folder"
-            )
+            raise ValueError(f"--resume: {reason}; expected --trust_checkpoints. "
+                             "Give it if nobody else can write to the folder")  # fmt: skip
         self.accelerator.print(f"warning: {reason}", file=sys.stderr)
 
     def finish(self) -> None:
@@ -390,25 +362,21 @@ class Training:
             tracker.finish()
 
     def write(self, model, weights: dict | None, report: dict, predictions: dict[str, list[dict]]) -> None:
-        """Writes the model and its files, all or none."""
+        """Writes the model, its tokenizer, predictions, metrics, curves and model card: all or none."""
         with moved_when_complete(self.output, "--resume writes it") as folder:
-            self.task.write_predictions(folder, predictions)
-            self.write_files(folder, model, weights, report)  # the card shows the confusion matrix
+            self.task.write_predictions(folder, predictions)  # first: the card shows the confusion matrix
+            model.save_pretrained(folder, state_dict=weights)
+            self.task.tokenizer.save_pretrained(folder)
+            write_json(folder / METRICS, report)
+            names = main_metrics(report.get("validation", {}), first=self.task.metric)
+            plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
+            metrics = {split: report[split] for split in self.task.splits}
+            write_card(folder, self.task, self.progress, metrics, model_class=self.model_class, name=self.name)
         if self.settings.keep_checkpoints == 0:
             shutil.rmtree(self.checkpoints.folder)  # with what earlier interruptions left in it
         print(self.summary(report))
         if self.settings.push_to_hub:
             push(self.output, self.settings)
-
-    def write_files(self, folder: Path, model, weights: dict | None, report: dict) -> None:
-        """Writes the model, its tokenizer, the metrics, the curves and the model card."""
-        model.save_pretrained(folder, state_dict=weights)
-        self.task.tokenizer.save_pretrained(folder)
-        write_json(folder / METRICS, report)
-        names = main_metrics(report.get("validation", {}), first=self.task.metric)
-        plot_curves(folder / "curves.png", self.progress.history, names, self.task.name)
-        metrics = {split: report[split] for split in self.task.splits}
-        write_card(folder, self.task, self.progress, metrics, model_class=self.model_class, name=self.name)
 
     def summary(self, report: dict) -> str:
         """What is printed at the end: the metrics, whose weights the model has, how to open it, and the space that the
@@ -419,11 +387,10 @@ class Training:
         call = f'{code["auto_class"]}.from_pretrained("{code["name"]}"{code["trust"]})'
         lines.append(f"  {call} opens it; README.md has an example")
         if self.checkpoints.complete():
-            size = f"{megabytes(self.checkpoints.folder):,.1f} MB"
-            lines.append(
-                f"{self.checkpoints.folder} takes {size} and can be removed, unless the run will be extended; "
-                "--keep_checkpoints 0 does so"
-            )
+            folder = self.checkpoints.folder
+            megabytes = sum(path.stat().st_size for path in files_in(folder)) / 1e6
+            lines.append(f"{folder} takes {megabytes:,.1f} MB and can be removed, unless the run will be extended; "
+                         "--keep_checkpoints 0 does so")  # fmt: skip
         return "\n".join(lines)
 
 

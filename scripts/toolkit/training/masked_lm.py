@@ -18,7 +18,7 @@ from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.checks import check_lengths, check_vocabulary, config_file_fields, tokenizer_of
 from toolkit.training.fingerprint import fingerprint, tokenizer_fingerprint
 from toolkit.training.rows import load_rows, map_rows, stream_rows
-from toolkit.training.task import Evaluation, FineTuning, sources
+from toolkit.training.task import Evaluation, Task, sources, without
 from toolkit.training.task_settings import PretrainingSettings
 
 TEXTS = ("text", "sentence", "content", "document")
@@ -43,9 +43,6 @@ FEATURES = {"input_ids": List(Value("int32")), "place": Value("string"), "length
 PAIR_FEATURES = {"token_type_ids": List(Value("int8")), "next_sentence_label": Value("int64")}
 
 
-# ------------------------------------------------------------------------------------------------------------- masking
-
-
 class Masking:
     """Chooses words for the model to predict, and masks them (Devlin et al. 2018, section 3.1, task 1).
 
@@ -66,10 +63,8 @@ class Masking:
         if tokenizer.mask_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no mask token")
         if whole_words and not continued:
-            name = tokenizer.name_or_path
-            raise ValueError(
-                f"the tokenizer {name} has no ## token; expected a WordPiece tokenizer for --whole_word_masking"
-            )
+            expected = "a WordPiece tokenizer for --whole_word_masking"
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no ## token; expected {expected}")
         self.whole_words, self.mask_id = whole_words, tokenizer.mask_token_id
         self.is_special, self.continues = torch.zeros(2, max(vocabulary.values()) + 1, dtype=torch.bool)
         self.is_special[tokenizer.all_special_ids] = True
@@ -104,9 +99,6 @@ class Masking:
 def generator_of(*numbers: int) -> torch.Generator:
     """A generator seeded by these numbers; for other numbers an independent one."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
-
-
-# --------------------------------------------------------------------------------------- from documents to sequences
 
 
 def concatenate(documents: list[tuple[list[int], str]], room: int, separator: int) -> Iterator[tuple[list[int], str]]:
@@ -147,8 +139,7 @@ def sentence_pairs(
     start = 0
     while start < len(document) - 1:
         sizes = np.cumsum([len(sentence) for sentence in document[start : start + room]])
-        stop = start + max(2, int((sizes < room).sum()) + 1)
-        stop = min(stop, len(document))
+        stop = min(start + max(2, int((sizes < room).sum()) + 1), len(document))
         middle = int(random.integers(start + 1, stop))
         first, second, label = document[start:middle], document[middle:stop], int(random.random() < 0.5)
         start = stop
@@ -161,10 +152,7 @@ def sentence_pairs(
         yield first, second[: room - len(first)], label
 
 
-# ---------------------------------------------------------------------------------------------------------------- task
-
-
-class Pretraining(FineTuning):
+class Pretraining(Task):
     """Texts, without labels."""
 
     name = "fill-mask"
@@ -189,9 +177,8 @@ class Pretraining(FineTuning):
                 self.splits[split] = self.mask_once(sequences, split)
                 if (counted := sequences if settings.streaming else self.train_set) is not None:
                     self.loss_by_frequency[split] = self.frequency_loss(counted, self.splits[split])
-        self.collate = PadOrFlatten(
-            self.tokenizer, settings.padding_free_collation, per_token=["labels"], per_sequence=["next_sentence_label"]
-        )
+        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"],
+                                    per_sequence=["next_sentence_label"])  # fmt: skip
 
     # -- model
 
@@ -214,10 +201,8 @@ class Pretraining(FineTuning):
             model = model_class(config_class(**fitting | given | options))
         if model.config.is_decoder:
             name = "model" if settings.config_file is None else "config_file"
-            raise ValueError(
-                f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, because a decoder does "
-                "not see the words after a masked one"
-            )
+            raise ValueError(f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, "
+                             "because a decoder does not see the words after a masked one")  # fmt: skip
         check_vocabulary(len(self.masking.is_special), model.config)
         check_lengths(settings, ["max_length"], model.config)
         return model
@@ -251,19 +236,15 @@ class Pretraining(FineTuning):
     def report_without_pair(self, split: str) -> None:
         """Prints how many of the documents that were read give no pair."""
         if self.without_pair:
-            self.accelerator.print(
-                f"{self.without_pair} of {self.documents_read} documents of the {split} set give no pair of passages; "
-                "a document requires two sentences"
-            )
+            self.accelerator.print(f"{self.without_pair} of {self.documents_read} documents of the {split} set give no "
+                                   "pair of passages; a document requires two sentences")  # fmt: skip
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """The columns of the sequences made of some documents."""
         start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         if self.settings.next_sentence:
-            made = [
-                ([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
-                for a, b, label, place in self.pairs(documents, numbers[0])
-            ]
+            made = [([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
+                    for a, b, label, place in self.pairs(documents, numbers[0])]  # fmt: skip
         else:
             made = [([start, *piece, end], place) for piece, place in self.pieces(documents)]
         columns = list(zip(*made, strict=True)) or [[]] * (len(self.features) - 1)
@@ -275,10 +256,8 @@ class Pretraining(FineTuning):
         room = self.settings.max_length - 2
         tokenized = zip(self.tokenize(documents["text"]), documents["place"], strict=True)
         found = [(ids, place) for ids, place in tokenized if ids]
-        if self.settings.line_by_line:
-            found = [(ids[:room], place) for ids, place in found]
-        else:
-            found = concatenate(found, room, self.tokenizer.sep_token_id)
+        is_cut, separator = self.settings.line_by_line, self.tokenizer.sep_token_id
+        found = [(ids[:room], place) for ids, place in found] if is_cut else concatenate(found, room, separator)
         return (piece for piece in found if self.masking.can_mask(piece[0]))
 
     def pairs(self, documents: dict[str, list], number: int) -> Iterator[tuple[list[int], list[int], int, str]]:
@@ -297,9 +276,8 @@ class Pretraining(FineTuning):
             self.without_pair += not found
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                              verbose=False)["input_ids"]  # fmt: skip
 
     def mask_once(self, sequences: Dataset, split: str) -> Dataset:
         """Masks held-out sequences, each seeded by its number: the same for every --seed and number of processes."""
@@ -318,9 +296,8 @@ class Pretraining(FineTuning):
         where each word of the vocabulary counts once more than it occurs."""
         counts = (~self.masking.is_special).double()
         for batch in counted.iter(1000):
-            counts += torch.bincount(
-                torch.tensor([i for ids in batch["input_ids"] for i in ids]), minlength=len(counts)
-            )
+            ids = torch.tensor([i for ids in batch["input_ids"] for i in ids])
+            counts += torch.bincount(ids, minlength=len(counts))
         counts[self.masking.is_special] = 0
         labels = [label for labels in masked["labels"] for label in labels if label != -100]
         return -(counts / counts.sum())[labels].log().mean().item()
@@ -343,7 +320,7 @@ class Pretraining(FineTuning):
             yield places, batch
 
     def streamed(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
-        """As `FineTuning.batches`: each process takes its share of a step's sequences. The remainder makes a smaller
+        """As `Task.batches`: each process takes its share of a step's sequences. The remainder makes a smaller
         step."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.train_set.set_epoch(epoch)
@@ -376,7 +353,7 @@ class Pretraining(FineTuning):
         labels, follows = batch["labels"], batch.get("next_sentence_label")
         ours = self.settings.implementation == "scratchbert"
         not_given = ("next_sentence_label",) if ours else ("next_sentence_label", "labels")
-        outputs = model(**{name: value for name, value in batch.items() if name not in not_given})
+        outputs = model(**without(batch, *not_given))
         scores = outputs.logits if follows is None else outputs.prediction_logits
         labelled = labels != -100
         scores = (scores if ours else scores[labelled]).float()
@@ -410,11 +387,7 @@ class Pretraining(FineTuning):
         examples = self.splits[split].select_columns(["input_ids", "labels", "place"])
         words = self.tokenizer.convert_ids_to_tokens
         return [
-            {
-                "text": self.tokenizer.decode(example["input_ids"]),
-                "masked_words": words([label for label in example["labels"] if label != -100]),
-                "prediction": words(own),
-                "place": example["place"],
-            }
+            {"text": self.tokenizer.decode(example["input_ids"]), "prediction": words(own), "place": example["place"],
+             "masked_words": words([label for label in example["labels"] if label != -100])}
             for example, own in zip(examples, predicted, strict=True)
-        ]
+        ]  # fmt: skip

@@ -56,20 +56,20 @@ class OutputFolder:
         if not is_empty and not recipe.exists():
             raise ValueError(f"--resume: {path} holds no run; {RECIPE} is missing there")
         if has_checkpoint(settings):
-            check_flags(settings)
+            other = changed_flags(settings, recipe)
+            if other and not (other.keys() <= EXTENDING and (path / "metrics.json").exists()):  # may be extended
+                changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
+                raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
         elif (path / "metrics.json").exists():
-            raise ValueError(
-                f"--resume: the run in {path} is finished, and its checkpoints were removed; expected a run with a "
-                "checkpoint. Start a new run in another --output, from this --model if it is to be trained further"
-            )
+            raise ValueError(f"--resume: the run in {path} is finished, and its checkpoints were removed; expected a "
+                             "run with a checkpoint. Start a new run in another --output, from this --model if it is "
+                             "to be trained further")  # fmt: skip
         if path.is_dir():
             try:
                 self.lock.acquire()
             except Timeout:
-                raise ValueError(
-                    f"--output {path} is in use by another run; expected a folder of its own. Wait for the other run, "
-                    "or stop it"
-                ) from None
+                raise ValueError(f"--output {path} is in use by another run; expected a folder of its own. "
+                                 "Wait for the other run, or stop it") from None  # fmt: skip
 
     def prepare(self) -> None:
         """Creates and locks the folder. Raises as `check` does, because another run may have created it since."""
@@ -85,10 +85,8 @@ class OutputFolder:
         keep = max(1, self.settings.keep_checkpoints)
         needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
         if (free := shutil.disk_usage(existing_folder(self.path)).free) < needed:
-            raise OSError(
-                f"--output {self.path} is on a disk with {size_str(free)} free; expected {size_str(needed)}, which the "
-                f"run may need. A smaller --keep_checkpoints than {keep} needs less"
-            )
+            raise OSError(f"--output {self.path} is on a disk with {size_str(free)} free; expected {size_str(needed)}, "
+                          f"which the run may need. A smaller --keep_checkpoints than {keep} needs less")  # fmt: skip
 
 
 @contextmanager
@@ -112,15 +110,6 @@ def has_checkpoint(settings: Settings) -> bool:
     """Whether the run continues from a checkpoint. Without one it starts from the beginning, and may have other
     flags."""
     return settings.resume and any((Path(settings.output) / CHECKPOINTS).glob("step-*"))
-
-
-def check_flags(settings: Settings) -> None:
-    """Raises ValueError if flags differ from those of the run to continue. A finished run may be extended."""
-    path = Path(settings.output)
-    other = changed_flags(settings, path / RECIPE)
-    if other and not (other.keys() <= EXTENDING and (path / "metrics.json").exists()):
-        changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
-        raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
 
 
 def existing_folder(path: Path) -> Path:

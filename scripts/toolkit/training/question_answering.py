@@ -12,32 +12,19 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BertForQuestionAnswering
 
 from modeling_scratchbert import ScratchBertForQuestionAnswering
+from toolkit import spans
 from toolkit.files import write_json
 from toolkit.inputs import InputFile, Source
 from toolkit.metrics import compute, load, mean_loss
 from toolkit.row_files import Rows, find_column, open_text, read_json, text_of
-from toolkit.spans import (
-    LENGTHS,
-    Answer,
-    Feature,
-    best_spans,
-    context_windows,
-    positions,
-    saved_threshold,
-    span_of,
-    with_no_answer,
-)
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.checks import tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task import Evaluation, Task, without
 from toolkit.training.task_settings import QuestionAnsweringSettings
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
 COLUMNS = ("question", "context", "answers")
-
-
-# ---------------------------------------------------------------------------------------------------------------- rows
 
 
 def read_squad(file: InputFile) -> Rows:
@@ -81,22 +68,18 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
     else:
         texts = starts = None
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
-        raise ValueError(
-            f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, two lists of one length"
-        )
+        raise ValueError(f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, "
+                         "two lists of one length")  # fmt: skip
     for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
         if not isinstance(text, str) or not isinstance(start, int):
             raise ValueError(f"answer {i} is {text!r} at {start!r}; expected a text at an integer")
-        span_of(i, row["context"], (text, start))
+        spans.span_of(i, row["context"], (text, start))
     if texts and row.get("is_impossible") is True:
         raise ValueError(f"'is_impossible' is True and 'answers' is {given!r}; expected no answers, or False")
     return list(zip(texts, starts, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------- task
-
-
-class QuestionAnswering(FineTuning):
+class QuestionAnswering(Task):
     """Questions, texts, and answers that are spans of the texts."""
 
     name = "question-answering"
@@ -106,20 +89,16 @@ class QuestionAnswering(FineTuning):
         super().__init__(settings, accelerator)
         load("squad")  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
-        self.metric, self.rows = settings.metric, {}
-        for split, rows in self.read_splits():
-            self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
-        if "train" in self.rows:
-            self.check_answers(self.rows["train"], self.splits["train"])
-            self.train_set = self.splits.pop("train").remove_columns(["first", "offsets", "row"])
-        training_rows = self.rows.pop("train", None)
+        self.metric, training_rows = settings.metric, self.encode_splits()
+        if training_rows is not None:
+            self.check_answers(training_rows, self.train_set)
+            self.train_set = self.train_set.remove_columns(["first", "offsets", "row"])
         self.ids = {split: ids_of(rows) for split, rows in self.rows.items()}
         self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
         self.set_threshold(self.make_threshold(training_rows))
-        self.model.config.question_answering = {name: getattr(settings, name) for name in LENGTHS}
-        self.collate = PadOrFlatten(
-            self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
-        )
+        self.model.config.question_answering = {name: getattr(settings, name) for name in spans.LENGTHS}
+        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation,
+                                    per_sequence=["start_positions", "end_positions"])  # fmt: skip
 
     def make_threshold(self, rows: Dataset | None) -> float | None:
         """The score that an answer must exceed; None: there always is an answer. For "best" it is 0 until the first
@@ -130,11 +109,10 @@ class QuestionAnswering(FineTuning):
         """
         given = self.settings.null_threshold
         if given == "best" and "validation" not in self.splits:
-            raise ValueError(
-                "--null_threshold is best and there is no validation set; expected one, on which it is chosen"
-            )
+            raise ValueError("--null_threshold is best and there is no validation set; "
+                             "expected one, on which it is chosen")  # fmt: skip
         if given is None and rows is None:
-            return saved_threshold(self.model.config)
+            return spans.saved_threshold(self.model.config)
         if given is None:
             given = "never" if all(rows["answers"]) else "0"
         return None if given == "never" else 0.0 if given == "best" else float(given)
@@ -148,7 +126,6 @@ class QuestionAnswering(FineTuning):
 
     def read(self, source: Source):
         """The rows of a split: id, question, context, the answers, and where the first starts."""
-        settings = self.settings
 
         def check(row: dict) -> dict:
             question, context = text_of(row, "question"), text_of(row, "context")
@@ -156,40 +133,31 @@ class QuestionAnswering(FineTuning):
             first = answers[0] if answers else None
             # Raises here, where the row can still be skipped. The windows are computed again in `encode`: to keep them
             # all as rows would take gigabytes.
-            features = context_windows(self.tokenizer, [question], [context], settings.max_length, settings.stride)
-            positions(features, [context], [first])
-            return {
-                "id": "" if row.get("id") is None else str(row["id"]),
-                "question": question,
-                "context": context,
-                "answers": [text for text, _ in answers],
-                "start": first[1] if first else -1,
-            }
+            spans.positions(self.windows([question], [context]), [context], [first])
+            found = {"id": "" if row.get("id") is None else str(row["id"]), "question": question, "context": context}
+            return {**found, "answers": [text for text, _ in answers], "start": first[1] if first else -1}
 
         columns = source.columns()
         for name in COLUMNS:
             find_column(columns, None, [name], f"the {name}")
         return self.load(source, check)
 
+    def windows(self, questions: list[str], contexts: list[str]) -> list[spans.Feature]:
+        settings = self.settings
+        return spans.context_windows(self.tokenizer, questions, contexts, settings.max_length, settings.stride)
+
     def encode(self, rows):
         """The windows of the rows as inputs of the model, each with the number of its row."""
 
         def encode(batch: dict, numbers: list[int]) -> dict:
-            features = context_windows(
-                self.tokenizer, batch["question"], batch["context"], self.settings.max_length, self.settings.stride
-            )
-            firsts = [
-                (texts[0], start) if texts else None
-                for texts, start in zip(batch["answers"], batch["start"], strict=True)
-            ]
-            targets = positions(features, batch["context"], firsts)
-            return {
-                "input_ids": [feature.input_ids for feature in features],
-                "token_type_ids": [feature.token_type_ids for feature in features],
+            features = self.windows(batch["question"], batch["context"])
+            answers = zip(batch["answers"], batch["start"], strict=True)
+            firsts = [(texts[0], start) if texts else None for texts, start in answers]
+            targets = spans.positions(features, batch["context"], firsts)
+            names = ("input_ids", "token_type_ids", "first", "offsets")
+            return {name: [getattr(feature, name) for feature in features] for name in names} | {
                 "start_positions": [start for start, _ in targets],
                 "end_positions": [end for _, end in targets],
-                "first": [feature.first for feature in features],
-                "offsets": [feature.offsets for feature in features],
                 "row": [numbers[feature.example] for feature in features],
                 "place": [batch["place"][feature.example] for feature in features],
                 "length": [len(feature.input_ids) for feature in features],
@@ -210,9 +178,8 @@ class QuestionAnswering(FineTuning):
         lengths = f"--max_length {self.settings.max_length} and --stride {self.settings.stride}"
         if lost == answers:
             raise ValueError(f"no answer fits in a window of {lengths}; expected larger values, in which answers fit")
-        self.accelerator.print(
-            f"{lost} of {answers} answers fit in no window of {lengths}; their questions are trained as without answer"
-        )
+        self.accelerator.print(f"{lost} of {answers} answers fit in no window of {lengths}; "
+                               "their questions are trained as without answer")  # fmt: skip
 
     def shown(self, example):
         answer = super().shown(example).split(" ")[example["start_positions"] : example["end_positions"] + 1]
@@ -233,14 +200,11 @@ class QuestionAnswering(FineTuning):
 
     def logits(self, model, batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The start and the end logits, `(T,)` each, of each window."""
-        names = ("start_positions", "end_positions")
-        outputs = model(**{name: value for name, value in batch.items() if name not in names})
+        outputs = model(**without(batch, "start_positions", "end_positions"))
         both = (unpadded(batch, logits.float()) for logits in (outputs.start_logits, outputs.end_logits))
         return list(zip(*both, strict=True))
 
-    def best_answers(self, model, split: str) -> tuple[list[Answer], float]:
-        """The best span of each row, whatever its score, and the mean loss."""
-
+    def evaluate(self, model, split):
         def forward(model, batch):
             logits = self.logits(model, batch)
             sums = [self.losses_of(logits, batch).item(), self.counts(batch).item()]
@@ -248,27 +212,20 @@ class QuestionAnswering(FineTuning):
 
         logits, sums = self.predict(model, split, forward)
         starts, ends = zip(*logits, strict=True)
-        features = [
-            Feature(each["row"], each["input_ids"], each["token_type_ids"], each["first"], each["offsets"])
-            for each in self.splits[split]
-        ]
-        contexts, longest = self.rows[split]["context"], self.settings.max_answer_length
-        spans = best_spans(starts, ends, features, contexts, max_answer_length=longest)
-        return [each[0] for each in spans], mean_loss(*sums)
-
-    def evaluate(self, model, split):
-        (spans, loss), golds = self.best_answers(model, split), list(self.rows[split]["answers"])
-        best = self.settings.null_threshold == "best"
-        if best and split == "validation":
-            self.set_threshold(best_threshold(spans, golds))
-        texts = [with_no_answer([span], self.threshold)[0].text for span in spans]
-        threshold = {"null_threshold": self.threshold} if best else {}
-        found = [
-            {"id": each, "prediction": text, "score": span.score}
-            for each, text, span in zip(self.ids[split], texts, spans, strict=True)
-        ]
+        fields = ("row", "input_ids", "token_type_ids", "first", "offsets")
+        features = [spans.Feature(*(window[name] for name in fields)) for window in self.splits[split]]
+        contexts, golds = self.rows[split]["context"], list(self.rows[split]["answers"])
+        best = spans.best_spans(starts, ends, features, contexts, max_answer_length=self.settings.max_answer_length)
+        answers = [spans_of_row[0] for spans_of_row in best]  # whatever their scores
+        is_chosen = self.settings.null_threshold == "best"
+        if is_chosen and split == "validation":
+            self.set_threshold(best_threshold(answers, golds))
+        texts = [spans.with_no_answer([span], self.threshold)[0].text for span in answers]
+        threshold = {"null_threshold": self.threshold} if is_chosen else {}
+        found = [{"id": each, "prediction": text, "score": span.score}
+                 for each, text, span in zip(self.ids[split], texts, answers, strict=True)]  # fmt: skip
         predictions = self.joined(self.rows[split].remove_columns("start"), found)
-        return Evaluation({"loss": loss} | compute("squad", texts, golds) | threshold, predictions)
+        return Evaluation({"loss": mean_loss(*sums)} | compute("squad", texts, golds) | threshold, predictions)
 
     def write_predictions(self, folder, predictions):
         """Also writes the answers in the form that SQuAD's evaluation script reads."""
@@ -286,9 +243,8 @@ def ids_of(rows: Dataset) -> list[str]:
     ids, seen = [given or place for given, place in zip(rows["id"], rows["place"], strict=True)], {}
     for each, place in zip(ids, rows["place"], strict=True):
         if each in seen:
-            raise ValueError(
-                f"{place}: its id is {each!r}, like that of {seen[each]}; expected an id for each question"
-            )
+            raise ValueError(f"{place}: its id is {each!r}, like that of {seen[each]}; "
+                             "expected an id for each question")  # fmt: skip
         seen[each] = place
     return ids
 
@@ -298,19 +254,17 @@ def ids_of(rows: Dataset) -> list[str]:
 LEAST_DIFFERENCE = 1e-4
 
 
-def best_threshold(spans: Sequence[Answer], golds: Sequence[list[str]]) -> float:
+def best_threshold(answers: Sequence[spans.Answer], golds: Sequence[list[str]]) -> float:
     """The threshold with the highest F1 (the lowest of several), as in SQuAD 2.0's evaluation script; but between two
     scores, so that rounding errors change no answer."""
     squad = load("squad")
-    gains = [
-        squad._compute([span.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
-        for span, gold in zip(spans, golds, strict=True)
-    ]
-    scores = np.sort([span.score for span in spans])
+    gains = [squad._compute([answer.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
+             for answer, gold in zip(answers, golds, strict=True)]  # fmt: skip
+    scores = np.sort([answer.score for answer in answers])
     starts = np.diff(scores, prepend=-np.inf) >= LEAST_DIFFERENCE  # where a level begins
     between = (scores[1:] + scores[:-1])[starts[1:]] / 2
     thresholds = [scores[0] - 1, *between, scores[-1] + 1]
     # The F1 gained by answering above a threshold: below the first level, below the second, …, above the last.
-    level_of = np.searchsorted(between, [span.score for span in spans])
+    level_of = np.searchsorted(between, [answer.score for answer in answers])
     gained = [*np.bincount(level_of, gains)[::-1].cumsum()[::-1], 0.0]
     return float(thresholds[int(np.argmax(gained))])

@@ -61,8 +61,7 @@ class RecipeLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # fmt: skip
 
 
 def read_recipe(path: Path, loader: type = yaml.SafeLoader) -> dict:

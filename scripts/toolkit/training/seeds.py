@@ -27,8 +27,10 @@ def run_seeds(settings: Settings, run_one: Callable, is_main_process: bool) -> N
     Raises:
         ValueError: --output is not empty and there is no --resume; or it holds something else.
     """
-    output = Path(settings.output)
-    runs = {seed: settings_of(settings, seed) for seed in map(int, settings.seeds)}
+    output, runs = Path(settings.output), {}
+    for seed in map(int, settings.seeds):
+        folder = str(output / f"seed-{seed}")
+        runs[seed] = replace(settings, seeds=None, seed=seed, output=folder, push_to_hub=None, hub_private=False)
     if is_main_process:
         check_output(output, settings.resume)
     data = next((report_of(run)["data"] for run in runs.values() if is_finished(run)), None)
@@ -42,12 +44,6 @@ def run_seeds(settings: Settings, run_one: Callable, is_main_process: bool) -> N
         data = report_of(run)["data"]
     if is_main_process:
         write_best(settings, {seed: report_of(run) for seed, run in runs.items()})
-
-
-def settings_of(settings: Settings, seed: int) -> Settings:
-    """The settings of the run with this seed."""
-    folder = str(Path(settings.output) / f"seed-{seed}")
-    return replace(settings, seeds=None, seed=seed, output=folder, push_to_hub=None, hub_private=False)
 
 
 def check_output(output: Path, resume: bool) -> None:
@@ -101,19 +97,14 @@ def summarise(metrics: list[dict]) -> dict[str, dict]:
     """The mean and the standard deviation of each metric, over the runs; None if a run has no value."""
     values = {name: [own.get(name) for own in metrics] for name in metrics[0]}
     functions = {"mean": statistics.mean, "sd": statistics.stdev}
-    return {
-        name: {key: None if None in each else function(each) for key, function in functions.items()}
-        for name, each in values.items()
-    }
+    return {name: {key: None if None in each else function(each) for key, function in functions.items()}
+            for name, each in values.items()}  # fmt: skip
 
 
 def add_to_card(path: Path, best: int, runs: dict[int, dict], summary: dict) -> None:
     """Adds the metrics of all seeds to the model card of the best run."""
-    rows = [
-        [split, name, each["mean"], each["sd"], *(run[split].get(name) for run in runs.values())]
-        for split, own in summary.items()
-        for name, each in headline(own).items()
-    ]
+    rows = [[split, name, each["mean"], each["sd"], *(run[split].get(name) for run in runs.values())]
+            for split, own in summary.items() for name, each in headline(own).items()]  # fmt: skip
     columns = ["set", "metric", "mean", "standard deviation", *(f"seed {seed}" for seed in runs)]
     card = ModelCard.load(path)
     card.text += f"""

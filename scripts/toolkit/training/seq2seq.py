@@ -14,7 +14,7 @@ from toolkit.training.checks import check_lengths, check_room, check_vocabulary,
 from toolkit.training.output import has_checkpoint
 from toolkit.training.rows import map_rows
 from toolkit.training.settings import named_values
-from toolkit.training.task import Evaluation, FineTuning, sources
+from toolkit.training.task import Evaluation, Task, sources, without
 from toolkit.training.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 SOURCES = ("source", "text", "article", "document", "en")
@@ -25,7 +25,7 @@ SAMPLES = 3  # outputs that each evaluation prints
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
 
-class Seq2Seq(FineTuning):
+class Seq2Seq(Task):
     """Pairs of texts."""
 
     name = "text2text-generation"
@@ -67,9 +67,8 @@ class Seq2Seq(FineTuning):
             if getattr(tokenizer, role) is None:
                 raise ValueError(f"the tokenizer {named} has no {role}; expected BERT's special tokens")
         if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
-            raise ValueError(
-                f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; expected one like BERT's"
-            )
+            raise ValueError(f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; "
+                             "expected one like BERT's")  # fmt: skip
         # With which it is saved: generate.py cuts sources as the evaluations do.
         tokenizer.model_max_length = self.settings.max_length
         return tokenizer
@@ -109,8 +108,7 @@ class Seq2Seq(FineTuning):
             target, decoded = map(shortened, changed[0])
             self.accelerator.print(
                 f"{len(changed)} of {len(examples)} validation targets differ from their decoded tokens, e.g. "
-                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written"
-            )
+                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written")  # fmt: skip
 
     def decode(self, ids) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -120,8 +118,7 @@ class Seq2Seq(FineTuning):
         return {**self.pad([{name: example[name] for name in ("input_ids", "labels")} for example in examples])}
 
     def shown(self, example):
-        target = super().shown({"input_ids": example["labels"]})
-        return f"{super().shown(example)} → {target}"
+        return f"{super().shown(example)} → {super().shown({'input_ids': example['labels']})}"
 
     # -- model
 
@@ -133,35 +130,28 @@ class Seq2Seq(FineTuning):
         """
         settings, cls = self.settings, ScratchBertForConditionalGeneration
         fields = self.overridden_fields()
-        decoder = {"tie_encoder_decoder": settings.tie_encoder_decoder or None,
-                  "num_decoder_layers": settings.num_decoder_layers}  # fmt: skip
-        decoder = {name: value for name, value in decoder.items() if value is not None}
+        names = ("tie_encoder_decoder", "num_decoder_layers")
+        decoder = {name: getattr(settings, name) for name in names if getattr(settings, name)}
         is_generator = settings.config_file is None and is_encoder_decoder(settings.model)
         if is_generator and decoder:
-            raise ValueError(
-                f"--{next(iter(decoder))} is given and {settings.model} has a decoder; expected an encoder"
-            )
+            raise ValueError(f"--{next(iter(decoder))} is given and {settings.model} has a decoder; "
+                             "expected an encoder")  # fmt: skip
         if not is_generator and settings.lora_rank:
-            raise ValueError(
-                "--lora_rank is given and --model is not a generator, so the cross-attention would stay random"
-            )
+            raise ValueError("--lora_rank is given and --model is not a generator, "
+                             "so the cross-attention would stay random")  # fmt: skip
         if settings.config_file is not None and settings.freeze is not None:
             raise ValueError("--freeze is given with --config_file, whose weights are random; expected --model")
         # --tokenizer may have other ids than the generator was trained with.
-        special = {
-            "decoder_start_token_id": self.tokenizer.cls_token_id,
-            "eos_token_id": self.tokenizer.sep_token_id,
-            "pad_token_id": self.tokenizer.pad_token_id,
-        }
-        if settings.config_file is None:  # before its ids become those of the tokenizer
-            check_vocabulary(len(self.tokenizer), ScratchBertConfig.from_pretrained(settings.model))
-        if is_generator:
-            return self.open_model(cls.from_pretrained, **{**special, **fields})
+        tokenizer, roles = self.tokenizer, {"decoder_start": "cls", "eos": "sep", "pad": "pad"}
+        special = {f"{ours}_token_id": getattr(tokenizer, f"{its}_token_id") for ours, its in roles.items()}
+        given = {**special, **decoder, **fields}
         if settings.config_file is None:
-            return self.open_model(cls.from_bert, **{**special, **decoder, **fields})
+            # Before its ids become those of the tokenizer.
+            check_vocabulary(len(tokenizer), ScratchBertConfig.from_pretrained(settings.model))
+            return self.open_model(cls.from_pretrained if is_generator else cls.from_bert, **given)
         config_file_fields(settings.config_file, ScratchBertConfig)  # raises for unknown fields
-        special |= {"is_encoder_decoder": True, "vocab_size": len(self.tokenizer)}
-        return cls(ScratchBertConfig.from_pretrained(settings.config_file, **{**special, **decoder, **fields}))
+        given = {"is_encoder_decoder": True, "vocab_size": len(tokenizer), **given}
+        return cls(ScratchBertConfig.from_pretrained(settings.config_file, **given))
 
     def overridden_fields(self) -> dict:
         """The fields of --config_overrides.
@@ -171,10 +161,8 @@ class Seq2Seq(FineTuning):
         """
         fields = named_values("config_overrides", self.settings.config_overrides)
         if fixed := sorted(fields.keys() & {"is_decoder", "is_encoder_decoder", "model_type"}):
-            raise ValueError(
-                f"--config_overrides has {fixed[0]!r}; expected other fields, because the model is always an "
-                "encoder-decoder"
-            )
+            raise ValueError(f"--config_overrides has {fixed[0]!r}; expected other fields, "
+                             "because the model is always an encoder-decoder")  # fmt: skip
         if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
             raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
@@ -187,29 +175,20 @@ class Seq2Seq(FineTuning):
             ValueError: they contradict each other.
         """
         settings, earlier = self.settings, self.model.generation_config.to_diff_dict()
-        generation = GenerationConfig(
-            **{name: getattr(self.model.config, name) for name in SPECIAL_IDS},
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-            num_beams=settings.num_beams,
-            length_penalty=settings.length_penalty if settings.num_beams > 1 else None,
-        )
+        ids = {name: getattr(self.model.config, name) for name in SPECIAL_IDS}
+        penalty = settings.length_penalty if settings.num_beams > 1 else None
+        generation = GenerationConfig(**ids, max_new_tokens=settings.max_new_tokens, do_sample=False,
+                                      num_beams=settings.num_beams, length_penalty=penalty)  # fmt: skip
         generation.validate(strict=True)  # saving the model raises otherwise, after the training
         self.model.generation_config = generation
         # Of these, each model has its own or they change no output.
         not_named = {*SPECIAL_IDS, "max_length", "max_new_tokens", "transformers_version", "use_cache"}
-        dropped = [
-            name
-            for name, value in earlier.items()
-            if name not in not_named
-            and not name.startswith("_")
-            and value not in (False, getattr(generation, name, None))
-        ]
+        dropped = [name for name, value in earlier.items() if name not in not_named and not name.startswith("_")
+                   and value not in (False, getattr(generation, name, None))]  # fmt: skip
         if dropped and not has_checkpoint(settings):
             self.accelerator.print(
                 f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model "
-                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
-            )
+                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens")  # fmt: skip
 
     # -- loss and metrics
 
@@ -217,14 +196,11 @@ class Seq2Seq(FineTuning):
         return (batch["labels"] != IGNORED).sum()[None]
 
     def losses(self, model, batch):
-        smoothing = self.settings.label_smoothing
-        return self.token_losses(model, batch, label_smoothing=smoothing).sum()[None]
+        return self.token_losses(model, batch, label_smoothing=self.settings.label_smoothing).sum()[None]
 
     def token_losses(self, model, batch: dict, **options) -> torch.Tensor:
         """The cross-entropy of each label, `(B, T)`, 0 for padding."""
-        # Without the labels, with which the model would compute its own loss.
-        logits = model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
-        scores = logits.float().transpose(1, 2)
+        scores = model(**without(batch, "labels"), use_cache=False).logits.float().transpose(1, 2)
         return nn.functional.cross_entropy(scores, batch["labels"], ignore_index=IGNORED, reduction="none", **options)
 
     def evaluate(self, model, split):
@@ -242,21 +218,16 @@ class Seq2Seq(FineTuning):
         return Evaluation(found | metrics, self.joined(rows, [{"prediction": text} for text in texts]))
 
     def samples(self, predictions):
-        return [
-            f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
-            for row in predictions[:SAMPLES]
-        ]
+        return [f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
+                for row in predictions[:SAMPLES]]  # fmt: skip
 
     def generate(self, model, batch: dict) -> list[str]:
         """The text that the model generates for each source."""
         # All processes gather the weights of a sharded model together, so none may finish before the others.
         sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        ids = self.accelerator.unwrap_model(model).generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            synced_gpus=sharded and self.accelerator.num_processes > 1,
-        )
-        return self.decode(ids)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        inputs["synced_gpus"] = sharded and self.accelerator.num_processes > 1
+        return self.decode(self.accelerator.unwrap_model(model).generate(**inputs))
 
 
 def is_encoder_decoder(model: str) -> bool:

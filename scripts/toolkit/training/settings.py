@@ -72,16 +72,14 @@ class Settings:
 
     train_file: list[str] | None = data_flag(
         "files to train on: .csv, .tsv, .json, .jsonl, .txt, .conll or .parquet, each also as .gz or .zst; folders; or "
-        "patterns such as 'data/*.csv'"
-    )
+        "patterns such as 'data/*.csv'")  # fmt: skip
     validation_file: list[str] | None = data_flag("files for evaluations during the training", excludes="dataset")
     test_file: list[str] | None = data_flag("files for one evaluation of the finished model", excludes="dataset")
     dataset: str | None = data_flag("instead of files: the hub id or folder of a dataset", excludes="train_file")
     dataset_config: str | None = data_flag("the configuration of --dataset", requires="dataset")
     train_split: str = data_flag("the training split of --dataset", "train", requires="dataset")
     validation_split: str | None = data_flag(
-        "the validation split of --dataset; none: no evaluation", "validation", requires="dataset"
-    )
+        "the validation split of --dataset; none: no evaluation", "validation", requires="dataset")  # fmt: skip
     test_split: str | None = data_flag("the test split of --dataset", requires="dataset")
     validation_fraction: float | None = data_flag(
         "the share of the training set to use as the validation set, instead of --validation_file; of --problem "
@@ -90,8 +88,7 @@ class Settings:
         "the random seed that draws --validation_fraction", 0, minimum=0, maximum=2**32 - 1,
         requires="validation_fraction")  # fmt: skip
     delimiter: str | None = data_flag(
-        "of .csv, .tsv and .txt; default: comma, tab, and .txt is no table", excludes="dataset"
-    )
+        "of .csv, .tsv and .txt; default: comma, tab, and .txt is no table", excludes="dataset")  # fmt: skip
     on_bad_row: Literal["stop", "skip"] = data_flag("what to do with an invalid row; skipped ones are listed", "stop")
     max_train_samples: int | None = data_flag("use only the first N valid rows of the training set", minimum=1)
     max_eval_samples: int | None = data_flag(
@@ -105,41 +102,32 @@ class Settings:
     batch_size: int = training_flag("sequences per batch, on each process", 32, minimum=1)
     gradient_accumulation_steps: int = training_flag("batches per update, on each process", 1, minimum=1)
     group_by_length: bool = training_flag(
-        "batches of rows of similar length; otherwise drawn at random, which gives more padding", True
-    )
+        "batches of rows of similar length; otherwise drawn at random, which gives more padding", True)  # fmt: skip
     epochs: float = training_flag("passes over the training set; fractions such as 0.5 are supported", 3, above=0)
     max_steps: int | None = training_flag("number of updates, instead of --epochs", minimum=1)
     gradient_checkpointing: bool = training_flag(
-        "compute activations again in the backward pass: less memory, slower", False
-    )
+        "compute activations again in the backward pass: less memory, slower", False)  # fmt: skip
     optimizer: Literal["adamw", "adafactor", "sgd"] = training_flag(
-        "the optimizer of torch.optim; sgd has momentum 0.9", "adamw"
-    )
+        "the optimizer of torch.optim; sgd has momentum 0.9", "adamw")  # fmt: skip
     learning_rate: float = training_flag("the maximum learning rate", 5e-5, minimum=0)
     schedule: Literal[SCHEDULES] = training_flag("the learning-rate schedule, by transformers' name", "linear")
     lr_scheduler_kwargs: list[str] | None = training_flag(
-        "arguments of the schedule, as NAME=VALUE, such as num_cycles=2 for cosine_with_restarts"
-    )
+        "arguments of the schedule, as NAME=VALUE, such as num_cycles=2 for cosine_with_restarts")  # fmt: skip
     warmup_ratio: float = training_flag(
-        "share of the updates during which the learning rate rises", 0.1, minimum=0, maximum=1
-    )
+        "share of the updates during which the learning rate rises", 0.1, minimum=0, maximum=1)  # fmt: skip
     weight_decay: float = training_flag("AdamW's weight decay; not applied to biases and layer norms", 0.01, minimum=0)
-    layer_decay: float = training_flag(
-        "factor of the learning rate per layer away from the model head; 1: none", 1.0, minimum=0, maximum=1
-    )
+    layer_decay: float = training_flag("factor of the learning rate per layer away from the model head; 1: none", 1.0,
+                                       minimum=0, maximum=1)  # fmt: skip
     max_grad_norm: float = training_flag("larger gradients are scaled to this norm; 0: never", 1.0, minimum=0)
-    freeze: str | None = training_flag(
-        "what is not trained: embeddings, encoder, or the number of lowest blocks; in an encoder-decoder, those of its "
-        "encoder and what the decoder shares with it; weights that the checkpoint lacks are always trained"
-    )
-    lora_rank: int = training_flag(
-        "train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights", 0, minimum=0, excludes="freeze"
-    )
+    freeze: str | None = training_flag("what is not trained: embeddings, encoder, or the number of lowest blocks; in "
+                                       "an encoder-decoder, those of its encoder and what the decoder shares with it; "
+                                       "weights that the checkpoint lacks are always trained")  # fmt: skip
+    lora_rank: int = training_flag("train adapters of this rank (PEFT's LoRA) and the model head; 0: all weights", 0,
+                                   minimum=0, excludes="freeze")  # fmt: skip
     lora_alpha: float = training_flag("LoRA scales by this divided by the rank", 16, requires="lora_rank")
     lora_dropout: float = training_flag("dropout before the adapters", 0.0, minimum=0, maximum=1, requires="lora_rank")
     early_stopping: int | None = training_flag(
-        "stop after this many evaluations without a better metric", minimum=1, requires=VALIDATION
-    )
+        "stop after this many evaluations without a better metric", minimum=1, requires=VALIDATION)  # fmt: skip
     mixed_precision: Literal["no", "fp16", "bf16"] | None = training_flag(
         "the precision of the computation; fp16 requires an accelerator device; default: as accelerate is configured"
     )
@@ -150,13 +138,9 @@ class Settings:
 
     evaluate_only: bool = evaluation_flag(
         "train nothing: evaluate --model on the validation and the test set. Flags that say how rows are read are "
-        "those of its recipe.yaml, unless they are given",
-        False,
-        requires="validation_file or test_file",
-    )
-    eval_batch_size: int = evaluation_flag(
-        "sequences per batch of an evaluation, on each process", 64, minimum=1, requires=f"{VALIDATION} or test_file"
-    )
+        "those of its recipe.yaml, unless they are given", False, requires="validation_file or test_file")  # fmt: skip
+    eval_batch_size: int = evaluation_flag("sequences per batch of an evaluation, on each process", 64, minimum=1,
+                                           requires=f"{VALIDATION} or test_file")  # fmt: skip
     eval_steps: int | None = evaluation_flag("updates between evaluations; default: after each epoch", minimum=1)
 
     output: str | None = output_flag("the folder to write; new, empty, or that of the run to --resume")
@@ -167,9 +151,8 @@ class Settings:
     resume: bool = output_flag(
         "continue the run in --output from its last checkpoint, if it has one; a finished run is extended by more "
         "--epochs or --max_steps", False)  # fmt: skip
-    dry_run: bool = output_flag(
-        "check model and data, show three rows, the lengths and an estimate of the time; write nothing", False
-    )
+    dry_run: bool = output_flag("check model and data, show three rows, the lengths and an estimate of the time; write "
+                                "nothing", False)  # fmt: skip
     trust_checkpoints: bool = output_flag(
         "resume from checkpoints of DeepSpeed or sharded FSDP, which can run code when they are read", False,
         requires="resume")  # fmt: skip
@@ -201,13 +184,11 @@ class Settings:
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"--push_to_hub is {self.push_to_hub}; expected user/name")
         for name in ("model", "tokenizer"):
-            value = getattr(self, name, None)
-            if value is not None and looks_like_a_path(value) and not Path(value).is_dir():
+            if (value := getattr(self, name, None)) and looks_like_a_path(value) and not Path(value).is_dir():
                 raise ValueError(f"--{name} {value}: there is no such folder")
         if self.schedule == "constant" and self.warmup_ratio not in (0, defaults_of(self)["warmup_ratio"]):
-            raise ValueError(
-                f"--warmup_ratio is {self.warmup_ratio} with --schedule constant; expected constant_with_warmup"
-            )
+            raise ValueError(f"--warmup_ratio is {self.warmup_ratio} with --schedule constant; "
+                             "expected constant_with_warmup")  # fmt: skip
 
     def check(self, each: Field) -> None:
         """Raises ValueError if the value of a flag is not within its limits, or if the flag is given without one that
@@ -226,9 +207,8 @@ class Settings:
             expected = self.spelled(rules["requires"])
             raise ValueError(f"--{name} is {given} without {expected}; expected {expected} with it")
         if self.evaluate_only and name not in EVALUATED_WITH | EVALUATION_OF:
-            raise ValueError(
-                f"--{name} is {given} with --evaluate_only, which does not use it; expected one of the two"
-            )
+            raise ValueError(f"--{name} is {given} with --evaluate_only, which does not use it; "
+                             "expected one of the two")  # fmt: skip
         for other in rules["excludes"].split(" or ") if rules["excludes"] else ():
             if self.has(other):
                 raise ValueError(f"--{name} and {self.spelled(other)} are both given; expected one of the two")

@@ -1,4 +1,4 @@
-"""The base classes of the training tasks."""
+"""The base class of the training tasks."""
 
 import functools
 import json
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from toolkit.cli import CommandError
 from toolkit.files import read_json_object, to_json, write_text
 from toolkit.inputs import HubDataset, Readers, Source, open_files
+from toolkit.labels import label_fields
 from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
 from toolkit.training.fingerprint import fingerprint
 from toolkit.training.output import has_checkpoint
@@ -30,9 +31,8 @@ from toolkit.training.settings import Settings
 METRICS = "metrics.json"
 
 # The end of the messages about numbers that are not finite.
-AFTER_DIVERGENCE = (
-    "The last checkpoint has the weights from before; a lower --learning_rate or --mixed_precision no may help."
-)
+AFTER_DIVERGENCE = ("The last checkpoint has the weights from before; "
+                    "a lower --learning_rate or --mixed_precision no may help.")  # fmt: skip
 
 
 class TrainingError(CommandError):
@@ -56,25 +56,31 @@ class Evaluation:
 
 
 class Task(ABC):
-    """A training task: a model, data, a loss and metrics.
+    """A training task: a model, data, a loss and metrics. Its examples are in memory, in a `datasets.Dataset` with the
+    columns that `collate` expects, `place`, and `length`, the number of tokens.
 
     Attributes:
         name: the Hub's name of the task, such as "text-classification".
         model, tokenizer: of transformers.
         new_weights: the names of the parameters that the checkpoint lacks. They are random, so no flag freezes them.
-        splits: the examples of "validation" and "test", if there are any.
+        train_set: the examples to train on, if there are any; `splits`: those of "validation" and "test".
         rows: the rows of these splits, if metrics are computed from the rows.
         row_counts: the number of rows of each split and of "train"; empty if the sequences do not follow the rows.
         label_counts: how often each label, of one for each row or word, occurs in the training set.
         metric: the name of the metric that selects the best checkpoint; `greater_is_better`: in which direction. Of
             checkpoints with the same value, the one with the lowest loss is the best.
         evaluates_at_start: whether the model is evaluated before the first update, as step 0.
+        collate: turns examples into a batch, a dict of tensors.
+        readers: of files that this task reads in another way than others; see `InputFile`.
     """
 
     name: str
     metric: str
     greater_is_better = True
     evaluates_at_start = False
+    train_set: Dataset | None = None
+    collate: Callable[[list[dict]], dict]
+    readers: Readers | None = None
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
@@ -94,36 +100,27 @@ class Task(ABC):
         """
         # Updates are too small for weights in half precision: --mixed_precision keeps the weights in float32 as well.
         options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        source = self.settings.model
         with without_loading_reports():
-            model, info = open_checkpoint(self.settings.model, **options, **fields)
+            model, info = open_checkpoint(source, **options, **fields)
         for name, stored, expected in info["mismatched_keys"]:
             if name.startswith(f"{model.base_model_prefix}."):
-                raise ValueError(
-                    f"--model {self.settings.model} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
-                    "as its configuration says"
-                )
+                raise ValueError(f"--model {source} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
+                                 "as its configuration says")  # fmt: skip
         self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
         if new_head:
             self.new_weights |= initialise_head(model)
         new = ", ".join(modules_of(self.new_weights))
         if new and self.settings.evaluate_only:
-            raise ValueError(
-                f"--model {self.settings.model} has no weights of {new}; expected a model trained for this task, with "
-                "--evaluate_only"
-            )
+            raise ValueError(f"--model {source} has no weights of {new}; expected a model trained for this task, "
+                             "with --evaluate_only")  # fmt: skip
         if new and not has_checkpoint(self.settings):
-            self.accelerator.print(
-                f"{self.settings.model} has no weights of {new}; they are random before the training"
-            )
+            self.accelerator.print(f"{source} has no weights of {new}; they are random before the training")
         return model
 
     @abstractmethod
     def counts(self, batch: dict) -> torch.Tensor:
         """The number of labels in a batch, `(k,)`, one for each loss of the task."""
-
-    @abstractmethod
-    def losses(self, model, batch: dict) -> torch.Tensor:
-        """The sums of the losses over these labels, `(k,)`."""
 
     @abstractmethod
     def evaluate(self, model, split: str) -> Evaluation:
@@ -142,38 +139,6 @@ class Task(ABC):
     def samples(self, predictions: list[dict]) -> list[str]:
         """What is printed of the predictions after each evaluation, a line each."""
         return []
-
-    @abstractmethod
-    def fingerprints(self) -> dict[str, str]:
-        """The fingerprint of each split: the same for the same data, whatever their path. A task whose splits are not
-        tokenised beforehand adds that of its "tokenizer"."""
-
-    @abstractmethod
-    def batches_per_epoch(self) -> int | None:
-        """The batches per epoch on each process; None if the number is not known."""
-
-    @abstractmethod
-    def batches(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
-        """The batches of an epoch from number `start` on, each with the places of its rows. They depend on the seed and
-        the arguments only.
-
-        A batch without places holds a row of another process: all processes take part in each update, also where the
-        last rows of the epoch are fewer than the processes. It adds nothing to the loss."""
-
-
-class FineTuning(Task):
-    """A task with all examples in memory, in a `datasets.Dataset` with the columns that `collate` expects, `place`, and
-    `length`, the number of tokens.
-
-    Attributes:
-        train_set: the examples to train on.
-        collate: turns examples into a batch, a dict of tensors.
-        readers: of files that this task reads in another way than others; see `InputFile`.
-    """
-
-    train_set: Dataset | None = None
-    collate: Callable[[list[dict]], dict]
-    readers: Readers | None = None
 
     @abstractmethod
     def read(self, source: Source) -> Dataset:
@@ -198,21 +163,27 @@ class FineTuning(Task):
             if split != "train" or fraction is None:
                 yield split, rows
                 continue
-            drawn = {"random_state": self.settings.split_seed, "stratify": self.strata(rows)}
+            options = {"test_size": fraction, "random_state": self.settings.split_seed, "stratify": self.strata(rows)}
             try:
-                kept, held_out = map(sorted, train_test_split(range(len(rows)), test_size=fraction, **drawn))
+                kept, held_out = map(sorted, train_test_split(range(len(rows)), **options))
             except ValueError as error:
-                raise ValueError(
-                    f"--validation_fraction is {fraction}, of {len(rows)} rows; expected at least a row of each label "
-                    f"in both sets: {error}"
-                ) from error
+                raise ValueError(f"--validation_fraction is {fraction}, of {len(rows)} rows; "
+                                 f"expected at least a row of each label in both sets: {error}") from error  # fmt: skip
             yield "train", rows.select(kept)
             yield "validation", rows.select(held_out[: self.settings.max_eval_samples])
+
+    def encode_splits(self) -> Dataset | None:
+        """Sets the rows and the examples of all splits, by the task's `encode(rows)`. Returns the rows of the training
+        set, the first split, if there is one."""
+        for split, rows in self.read_splits():
+            self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
+        self.train_set = self.splits.pop("train", None)
+        return self.rows.pop("train", None)
 
     def saved_label_counts(self) -> Counter:
         """The `label_counts` of the run that made --model, of its metrics.json; empty if it has none."""
         path = Path(self.settings.model, METRICS)
-        return Counter(read_json_object(path).get("label_counts")) if path.is_file() else Counter()
+        return Counter(read_json_object(path).get("label_counts") if path.is_file() else None)
 
     def strata(self, rows: Dataset) -> list[str] | None:
         """For each row, the group of rows of which --validation_fraction takes the same share as of others; None: there
@@ -225,38 +196,48 @@ class FineTuning(Task):
         joined = []
         for row, own in zip(rows, found, strict=True):
             ours = {**row, **own}
-            given = {
-                f"input_{name}" if name in ours else name: value
-                for name, value in json.loads(ours.pop("columns")).items()
-                if name not in ours or str(ours[name]) != str(value)
-            }
+            given = {f"input_{name}" if name in ours else name: value
+                     for name, value in json.loads(ours.pop("columns")).items()
+                     if name not in ours or str(ours[name]) != str(value)}  # fmt: skip
             joined.append(given | ours)
         return joined
 
-    def losses(self, model, batch):
-        """The losses by the task's `logits(model, batch)` and `losses_of(logits, batch)`."""
+    def open_labelled(self, model_class: type, **fields):
+        """The model of --model for the task's `labels`. Its model head is new if `saved_labels` are others."""
+        is_new = self.saved_labels not in (None, self.labels)
+        return self.open_model(model_class.from_pretrained, new_head=is_new, **label_fields(self.labels), **fields)
+
+    def logits(self, model, batch):
+        """The scores of the labels: `(B, L)` of sequences; of tokens `(B, T, L)`, or `(1, N, L)` without padding."""
+        return model(**without(batch, "labels")).logits.float()
+
+    def losses(self, model, batch: dict) -> torch.Tensor:
+        """The sums of the losses over the labels of `counts`, `(k,)`, by the task's `losses_of(logits, batch)`."""
         return self.losses_of(self.logits(model, batch), batch)
 
     @functools.cached_property
     def sampler(self) -> LengthGroupedBatches:
-        return LengthGroupedBatches(
-            self.train_set["length"],
-            self.settings.batch_size,
-            seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
-            grouped=self.settings.group_by_length,
-        )
+        settings, rank, world = self.settings, self.accelerator.process_index, self.accelerator.num_processes
+        lengths, grouped = self.train_set["length"], settings.group_by_length
+        return LengthGroupedBatches(lengths, settings.batch_size, settings.seed, rank, world, grouped)
 
-    def fingerprints(self):
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each split: the same for the same data, whatever their path. A task whose splits are not
+        tokenised beforehand adds that of its "tokenizer"."""
         rows = {split: [rows] for split, rows in self.rows.items()}
         examples = {"train": self.train_set, **self.splits}
         return {split: fingerprint(each, *rows.get(split, [])) for split, each in examples.items()}
 
-    def batches_per_epoch(self) -> int:
+    def batches_per_epoch(self) -> int | None:
+        """The batches per epoch on each process; None if the number is not known."""
         return self.sampler.batches_per_epoch
 
-    def batches(self, epoch, start):
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[list[str], dict]]:
+        """The batches of an epoch from number `start` on, each with the places of its rows. They depend on the seed and
+        the arguments only.
+
+        A batch without places holds a row of another process: all processes take part in each update, also where the
+        last rows of the epoch are fewer than the processes. It adds nothing to the loss."""
         self.sampler.set_epoch(epoch)
         self.sampler.set_start(start)
         return self.loader(self.train_set, self.sampler)
@@ -271,9 +252,7 @@ class FineTuning(Task):
         return DataLoader(examples, batch_sampler=batches, collate_fn=collate, generator=torch.Generator())
 
     @torch.no_grad()
-    def predict(
-        self, model, split: str, forward: Callable[[torch.nn.Module, dict], tuple[list, list[float]]]
-    ) -> tuple[list, list[float]]:
+    def predict(self, model, split: str, forward: Callable[..., tuple[list, list[float]]]) -> tuple[list, list[float]]:
         """Evaluates a split with `forward(model, batch)`, which returns a value for each row, and sums over the batch.
 
         All processes make the same number of calls, because a sharded model requires all of them in each.
@@ -282,8 +261,8 @@ class FineTuning(Task):
             On every process: the values of all rows, in order, and the sums over all batches.
         """
         examples, accelerator = self.splits[split], self.accelerator
-        sharding = self.settings.eval_batch_size, accelerator.num_processes
-        shards = [evaluation_batches(examples["length"], sharding[0], rank, sharding[1]) for rank in range(sharding[1])]
+        size, world = self.settings.eval_batch_size, accelerator.num_processes
+        shards = [evaluation_batches(examples["length"], size, rank, world) for rank in range(world)]
         own, most = shards[accelerator.process_index], max(map(len, shards))
         filled = own + (own or [[0]])[-1:] * (most - len(own))
         was_training = model.training
@@ -343,11 +322,14 @@ def without_loading_reports() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
+def without(batch: dict, *names: str) -> dict:
+    """The batch without some of its fields, such as the labels, with which a model would compute its own loss."""
+    return {name: value for name, value in batch.items() if name not in names}
+
+
 def to_device(batch: dict, device: torch.device) -> dict:
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
+    return {name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()}  # fmt: skip
 
 
 def is_finite(value) -> bool:
@@ -377,8 +359,7 @@ def sources(settings: Settings, readers: Readers | None = None) -> dict[str, Sou
     for split in ("validation", "test") if settings.evaluate_only else ("train", "validation", "test"):
         most = settings.max_train_samples if split == "train" else settings.max_eval_samples
         if files := getattr(settings, f"{split}_file"):
-            inputs = open_files(files, delimiter=settings.delimiter, readers=readers)
-            found[split] = Source(inputs, most)
+            found[split] = Source(open_files(files, delimiter=settings.delimiter, readers=readers), most)
         elif settings.dataset and (name := getattr(settings, f"{split}_split")) not in (None, "none"):
             streaming = split == "train" and getattr(settings, "streaming", False)
             found[split] = Source([HubDataset(settings.dataset, name, settings.dataset_config, streaming)], most)

@@ -47,19 +47,16 @@ class ClassificationSettings(LabelSettings):
 
     problem: Literal["single_label", "multi_label", "regression"] = data_flag("the kind of labels", "single_label")
     text_column: str | None = data_flag(
-        "the column of the texts; default: text, sentence, sentence1, premise or question1"
-    )
+        "the column of the texts; default: text, sentence, sentence1, premise or question1")  # fmt: skip
     text_pair_column: str | None = data_flag(
         "the column of the second texts; default: sentence2, hypothesis or question2, if there is one and "
-        "--text_column is not given"
-    )
+        "--text_column is not given")  # fmt: skip
     label_column: str | None = data_flag("the column of the labels; default: label, labels or score")
     label_separator: str = data_flag(
         "the separator between the labels of a row, for --problem multi_label in CSV or TSV", "|",
         requires="problem=multi_label")  # fmt: skip
     metric: str | None = evaluation_flag(
-        "the metric that selects the best model; default: accuracy, f1 or pearson", requires=VALIDATION
-    )
+        "the metric that selects the best model; default: accuracy, f1 or pearson", requires=VALIDATION)  # fmt: skip
     all_scores: bool = output_flag(
         "write the scores of all labels into predictions_….jsonl", False,
         requires="problem=single_label or problem=multi_label")  # fmt: skip
@@ -91,15 +88,13 @@ class TokenClassificationSettings(LabelSettings):
 
     max_length: int = data_flag("tokens per window; longer rows are read in several", 128, minimum=1)
     stride: int | None = data_flag(
-        "tokens that two windows of a row share; default: a quarter of --max_length", minimum=0
-    )
+        "tokens that two windows of a row share; default: a quarter of --max_length", minimum=0)  # fmt: skip
     scheme: Literal["iob2", "plain"] = data_flag("the tags: entities as B-TYPE, I-TYPE and O; or any tags", "iob2")
     words_column: str | None = data_flag("the column of the words; default: tokens or words")
     tags_column: str | None = data_flag("the column of the tags; default: tags, ner_tags or labels")
     label_all_pieces: bool = training_flag("train on all pieces of a word (I-PER after B-PER)", False)
     metric: Literal["f1", "accuracy"] = evaluation_flag(
-        "the metric that selects the best model", "f1", requires=VALIDATION
-    )
+        "the metric that selects the best model", "f1", requires=VALIDATION)  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,17 +118,14 @@ class QuestionAnsweringSettings(Settings):
     task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
 
     max_length: int = data_flag(
-        "tokens per window, including the question; longer texts are read in several", 384, minimum=1
-    )
+        "tokens per window, including the question; longer texts are read in several", 384, minimum=1)  # fmt: skip
     stride: int = data_flag("context tokens that two windows share", 128, alias="doc_stride", minimum=0)
     max_answer_length: int = evaluation_flag("maximum tokens of an answer", 30, minimum=1)
     null_threshold: str | None = evaluation_flag(
         "the score that an answer must exceed: a number; best: that with the best F1 on the validation set; never: "
-        "there always is an answer. Default: 0 if training has questions without an answer, else never"
-    )
+        "there always is an answer. Default: 0 if training has questions without an answer, else never")  # fmt: skip
     metric: Literal["f1", "exact_match"] = evaluation_flag(
-        "the metric that selects the best model", "f1", requires=VALIDATION
-    )
+        "the metric that selects the best model", "f1", requires=VALIDATION)  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -154,8 +146,7 @@ class NewModelSettings(Settings):
         "instead of --model: random weights of the size in a file such as configuration/tiny.json",
         excludes="model", requires="tokenizer")  # fmt: skip
     tokenizer: str | None = model_flag(
-        "the tokenizer: a folder, such as train_tokenizer.py writes, or hub id; default: that of --model"
-    )
+        "the tokenizer: a folder, such as train_tokenizer.py writes, or hub id; default: that of --model")  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -179,28 +170,22 @@ class Seq2SeqSettings(NewModelSettings):
     task: ClassVar = "toolkit.training.seq2seq:Seq2Seq"
 
     config_overrides: list[str] | None = model_flag(
-        "fields of the configuration, as NAME=VALUE, such as norm_first=true"
-    )
+        "fields of the configuration, as NAME=VALUE, such as norm_first=true")  # fmt: skip
     num_decoder_layers: int | None = model_flag("blocks of the decoder; default: as many as the encoder has", minimum=1)
     tie_encoder_decoder: bool = model_flag("encoder and decoder share their weights, except cross-attention", False)
     source_column: str | None = data_flag("the column of the sources; default: source, text, article, document or en")
     target_column: str | None = data_flag(
-        "the column of the targets; default: target, summary, highlights, translation or de"
-    )
+        "the column of the targets; default: target, summary, highlights, translation or de")  # fmt: skip
     max_target_length: int = data_flag(
-        "maximum tokens per target, including [SEP]; longer ones are cut", 128, minimum=2
-    )
+        "maximum tokens per target, including [SEP]; longer ones are cut", 128, minimum=2)  # fmt: skip
     label_smoothing: float = training_flag(
-        "share of each label's weight that is spread over the vocabulary", 0.0, minimum=0, below=1
-    )
+        "share of each label's weight that is spread over the vocabulary", 0.0, minimum=0, below=1)  # fmt: skip
     num_beams: int = evaluation_flag("beams in evaluations and in the finished model; 1: greedy decoding", 1, minimum=1)
     length_penalty: float = evaluation_flag(
-        "beam search: a larger value gives longer outputs", 1.0, requires="num_beams"
-    )
+        "beam search: a larger value gives longer outputs", 1.0, requires="num_beams")  # fmt: skip
     max_new_tokens: int | None = evaluation_flag("maximum tokens per output; default: --max_target_length", minimum=1)
     metrics: list[str] | None = evaluation_flag(
-        f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with loss alone nothing is generated"
-    )
+        f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with loss alone nothing is generated")  # fmt: skip
     metric: str | None = evaluation_flag(
         "the value that selects the best model; default: the first of the first of --metrics",
         requires=VALIDATION)  # fmt: skip
@@ -216,9 +201,8 @@ class Seq2SeqSettings(NewModelSettings):
         if self.padding_free_collation:
             raise ValueError("--padding_free_collation is given; expected an encoder, because decoders pad")
         if self.implementation == "bert":
-            raise ValueError(
-                "--implementation is bert; expected scratchbert, because EncoderDecoderModel is not supported"
-            )
+            raise ValueError("--implementation is bert; expected scratchbert, "
+                             "because EncoderDecoderModel is not supported")  # fmt: skip
         if self.max_new_tokens is None:
             self.max_new_tokens = self.max_target_length
 
@@ -231,9 +215,8 @@ class PretrainingSettings(NewModelSettings):
 
     text_column: str | None = data_flag("the column of the texts; default: text, sentence, content or document")
     line_by_line: bool = data_flag("each text is a sequence of its own, instead of concatenated with others", False)
-    next_sentence: bool = training_flag(
-        "also predict whether the second of two passages follows the first", False, excludes="line_by_line"
-    )
+    next_sentence: bool = training_flag("also predict whether the second of two passages follows the first", False,
+                                        excludes="line_by_line")  # fmt: skip
     whole_word_masking: bool = training_flag("mask all tokens of a word, or none", False)
     streaming: bool = data_flag(
         "read the training set while training", False, requires="max_steps",

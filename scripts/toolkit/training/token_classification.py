@@ -5,26 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import nn
 from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
-from toolkit.labels import (
-    check_known,
-    class_weights,
-    in_saved_order,
-    label_fields,
-    label_order,
-    saved_labels,
-    trained_labels,
-)
+from toolkit.labels import check_known, class_weights, in_saved_order, label_order, saved_labels, trained_labels
 from toolkit.metrics import compute, label_metrics, load, mean_loss
 from toolkit.row_files import find_column, read_conll
 from toolkit.training.batches import PadOrFlatten, unpadded
 from toolkit.training.checks import tokenizer_of
 from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, FineTuning
+from toolkit.training.task import Evaluation, Task
 from toolkit.training.task_settings import TokenClassificationSettings, is_iob_tag
 from toolkit.windows import split_into_windows
 
@@ -35,9 +26,6 @@ OUTSIDE = "O"
 IGNORED = -100  # the label that torch's cross-entropy ignores
 
 
-# ------------------------------------------------------------------------------------------------------- words to tags
-
-
 def check_iob2(tags: Sequence[str]) -> None:
     """Raises ValueError unless every entity begins with B- and continues with I- of the same type (IOB2: Tjong Kim
     Sang & Veenstra 1999, section 2)."""
@@ -46,19 +34,16 @@ def check_iob2(tags: Sequence[str]) -> None:
         if not is_iob_tag(tag):
             raise ValueError(f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE (or --scheme plain)")
         if tag.startswith("I-") and before[2:] != tag[2:]:
-            raise ValueError(
-                f"tag {number} is {tag} after {before}; expected B-{tag[2:]}, with which an IOB2 entity begins"
-            )
+            raise ValueError(f"tag {number} is {tag} after {before}; "
+                             f"expected B-{tag[2:]}, with which an IOB2 entity begins")  # fmt: skip
         before = tag
 
 
 def to_iob2(tags: Sequence[str]) -> list[str]:
     """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
     before = [OUTSIDE, *tags[:-1]]
-    return [
-        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-        for last, tag in zip(before, tags, strict=True)
-    ]
+    return [f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+            for last, tag in zip(before, tags, strict=True)]  # fmt: skip
 
 
 def iob_tags(tags: set[str]) -> list[str]:
@@ -76,10 +61,8 @@ def list_of(row: dict, column: str) -> list[str]:
     value = row.get(column)
     if isinstance(value, str):
         if value.strip()[:1] == "[" and value.strip()[-1:] == "]":
-            raise ValueError(
-                f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
-                "JSON lines (.jsonl) can have lists"
-            )
+            raise ValueError(f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
+                             "JSON lines (.jsonl) can have lists")  # fmt: skip
         value = [part for part in value.split(" ") if part]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column!r} is {'empty' if value in (None, []) else repr(value)}; expected a list")
@@ -132,16 +115,7 @@ def word_windows(tokenizer, words: list[str], max_length: int, stride: int) -> l
     return tagged
 
 
-def empty_window(tokenizer) -> WordWindow:
-    """A window of special tokens only, in which no word is tagged."""
-    [encoding] = tokenizer([""], verbose=False).encodings
-    return WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])
-
-
-# ---------------------------------------------------------------------------------------------------------------- task
-
-
-class TokenClassification(FineTuning):
+class TokenClassification(Task):
     """Words and their tags."""
 
     name = "token-classification"
@@ -153,21 +127,16 @@ class TokenClassification(FineTuning):
             load("seqeval")  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
         if not self.tokenizer.is_fast:
-            raise ValueError(
-                f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
-            )
+            raise ValueError(f"--model {settings.model} has a slow tokenizer; "
+                             "expected a fast one, which returns the words of pieces")  # fmt: skip
         self.metric, self.labels = settings.metric, settings.labels
         self.saved_labels = saved_labels(settings.model)
         if settings.evaluate_only:
             self.labels = trained_labels(settings.model, "ForTokenClassification")
-        for split, rows in self.read_splits():  # the training set first
-            self.rows[split], self.splits[split], self.row_counts[split] = rows, self.encode(rows), len(rows)
-        self.train_set = self.splits.pop("train", None)
-        if self.train_set is None:
-            self.label_counts = self.saved_label_counts()
-        else:
-            self.label_counts = Counter(tag for tags in self.rows.pop("train")["tags"] for tag in tags)
-        self.model = self.make_model()
+        train_rows = self.encode_splits()
+        tags = None if train_rows is None else Counter(tag for tags in train_rows["tags"] for tag in tags)
+        self.label_counts = self.saved_label_counts() if tags is None else tags
+        self.model = self.open_labelled(CLASSES[settings.implementation])
         self.weights = class_weights(settings.class_weights, self.labels, self.label_counts).to(accelerator.device)
         self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"])
 
@@ -193,8 +162,8 @@ class TokenClassification(FineTuning):
             return {"words": words, "tags": tags}
 
         rows = self.load(source, check)
-        names = source.label_names(tags_column)
-        self.labels = self.labels or in_saved_order(self.find_labels(rows, names), self.saved_labels)
+        if not self.labels:
+            self.labels = in_saved_order(self.find_labels(rows, source.label_names(tags_column)), self.saved_labels)
         return rows
 
     def find_labels(self, rows, names: list[str]) -> list[str]:
@@ -215,30 +184,23 @@ class TokenClassification(FineTuning):
             ValueError: no word of the training set has a token.
         """
         length, stride = self.settings.max_length, self.settings.stride
-        has_windows = any(word_windows(self.tokenizer, words, length, stride) for words in rows["words"])
-        if not has_windows and not self.splits:
-            raise ValueError("no word of the training set has a token; expected words that the tokenizer does not drop")
-        # An evaluation requires a window; it is empty if there is no other.
-        empty = [] if has_windows else [empty_window(self.tokenizer)]
+        empty = []
+        if not any(word_windows(self.tokenizer, words, length, stride) for words in rows["words"]):
+            if not self.splits:
+                expected = "words that the tokenizer does not drop"
+                raise ValueError(f"no word of the training set has a token; expected {expected}")
+            # An evaluation requires a window: one of special tokens only, in which no word is tagged.
+            [encoding] = self.tokenizer([""], verbose=False).encodings
+            empty = [WordWindow(encoding.ids, encoding.type_ids, [None] * len(encoding.ids), [], [])]
 
         def encode(batch: dict, numbers: list[int]) -> dict:
-            found = [
-                (number, place, tags, window)
-                for number, place, words, tags in zip(
-                    numbers, batch["place"], batch["words"], batch["tags"], strict=True
-                )
-                for window in word_windows(self.tokenizer, words, length, stride) or empty
-            ]
-            return {
-                "input_ids": [window.input_ids for *_, window in found],
-                "token_type_ids": [window.token_type_ids for *_, window in found],
-                "labels": [self.targets(window, tags) for *_, tags, window in found],
-                "words": [window.words for *_, window in found],
-                "positions": [window.positions for *_, window in found],
-                "row": [number for number, *_ in found],
-                "place": [place for _, place, *_ in found],
-                "length": [len(window.input_ids) for *_, window in found],
-            }
+            rows = zip(numbers, batch["place"], batch["words"], batch["tags"], strict=True)
+            found = [{**vars(window), "labels": self.targets(window, tags), "row": number, "place": place}
+                     for number, place, words, tags in rows
+                     for window in word_windows(self.tokenizer, words, length, stride) or empty]  # fmt: skip
+            names = ("input_ids", "token_type_ids", "labels", "words", "positions", "row", "place")
+            columns = {name: [each[name] for each in found] for name in names}
+            return columns | {"length": [len(ids) for ids in columns["input_ids"]]}
 
         return map_rows(rows, encode, batched=True, with_indices=True, remove_columns=rows.column_names)
 
@@ -249,28 +211,15 @@ class TokenClassification(FineTuning):
         for i, word in enumerate(window.word_of):
             tag = None if word is None else tags[word]
             if i not in firsts and tag is not None:
-                tag = self.tag_inside(tag) if self.settings.label_all_pieces else None
+                inside = f"I-{tag[2:]}" if tag.startswith("B-") else tag
+                tag = (inside if inside in self.labels else tag) if self.settings.label_all_pieces else None
             targets.append(IGNORED if tag is None else self.labels.index(tag))
         return targets
-
-    def tag_inside(self, tag: str) -> str:
-        """The tag of the other pieces of a word with this tag."""
-        inside = f"I-{tag[2:]}"
-        return inside if tag.startswith("B-") and inside in self.labels else tag
 
     def shown(self, example):
         tokens = super().shown(example).split(" ")
         tags = [f"/{self.labels[label]}" if label != IGNORED else "" for label in example["labels"]]
         return " ".join(map("".join, zip(tokens, tags, strict=True)))
-
-    # -- model
-
-    def make_model(self):
-        return self.open_model(
-            CLASSES[self.settings.implementation].from_pretrained,
-            new_head=self.saved_labels not in (None, self.labels),
-            **label_fields(self.labels),
-        )
 
     # -- loss and metrics
 
@@ -280,19 +229,10 @@ class TokenClassification(FineTuning):
         return self.weights[labels[labels != IGNORED]].sum()[None]
 
     def losses_of(self, logits, batch):
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1),
-            batch["labels"].flatten(),
-            self.weights,
-            reduction="sum",
-            ignore_index=IGNORED,
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), self.weights, reduction="sum", ignore_index=IGNORED,
             label_smoothing=self.settings.label_smoothing,
-        )
-        return loss[None]
-
-    def logits(self, model, batch) -> torch.Tensor:
-        """`(B, T, L)`, or `(1, N, L)` of a batch without padding."""
-        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
+        )[None]  # fmt: skip
 
     def predict_tags(self, model, split: str) -> tuple[list[list[str]], float]:
         """A tag for each word of each row, and the mean loss."""

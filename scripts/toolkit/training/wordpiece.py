@@ -24,9 +24,6 @@ MEASURED = 10_000
 Texts = Callable[[], Iterator[str]]  # returns an iterator from the first text on
 
 
-# --------------------------------------------------------------------------------------------------------------- texts
-
-
 class Corpus:
     """The texts of files, read from the files each time.
 
@@ -48,17 +45,14 @@ class Corpus:
 
     def texts(self, held_out: bool = False) -> Iterator[str]:
         """The texts of the rows to train on, or of those that are held out."""
+
+        def texts_of(row: dict) -> dict[str, list[str]]:
+            return {"texts": [text_of(row, column) for column in self.columns]}
+
         warn, self.warn = self.warn, lambda message: None
-        rows = self.source.valid_rows(self.texts_of, self.on_bad_row, warn)
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(self.source.valid_rows(texts_of, self.on_bad_row, warn), 1):
             if held_out == (self.held_out > 0 and number % self.held_out == 0):
                 yield from row["texts"]
-
-    def texts_of(self, row: dict) -> dict[str, list[str]]:
-        return {"texts": [text_of(row, column) for column in self.columns]}
-
-
-# ---------------------------------------------------------------------------------------------------------- vocabulary
 
 
 def train_bert(
@@ -92,15 +86,11 @@ def train_bert(
         raise ValueError("there is no text to train on, only spaces and control characters")
     check_size(vocab_size, len(pieces), f"{len(pieces):,} characters, at the beginning of a word and within")
     letters = [piece for piece in pieces if not piece.startswith(PIECE) or piece == PIECE[0]]
+    # Special tokens are the only way to number "##a" as well. The tokens are special for the trainer only.
     trainer = WordPieceTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        initial_alphabet=letters,
-        limit_alphabet=len(letters),
-        # The only way to number "##a" as well. The tokens are special for the trainer only.
-        special_tokens=SPECIAL + pieces,
-        show_progress=sys.stderr.isatty(),
-    )
+        vocab_size=vocab_size, min_frequency=min_frequency, initial_alphabet=letters, limit_alphabet=len(letters),
+        special_tokens=SPECIAL + pieces, show_progress=sys.stderr.isatty(),
+    )  # fmt: skip
     backend.train_from_iterator(texts(), trainer)
     return BertTokenizer(vocab=backend.get_vocab(), **settings)
 
@@ -120,10 +110,8 @@ def alphabet(words: Iterable[str], limit: int) -> list[str]:
 def check_size(vocab_size: int, tokens: int, description: str) -> None:
     """Raises ValueError unless the special tokens and so many others fit into the vocabulary."""
     if vocab_size < len(SPECIAL) + tokens:
-        raise ValueError(
-            f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, for {len(SPECIAL)} special "
-            f"tokens and {description}"
-        )
+        raise ValueError(f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, "
+                         f"for {len(SPECIAL)} special tokens and {description}")  # fmt: skip
 
 
 def train_symbols(
@@ -150,20 +138,12 @@ def train_symbols(
     backend = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=max(map(len, seen))))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.WordPiece(PIECE, cleanup=False)
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
-    )
+    special = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
+    backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=backend, model_max_length=model_max_length, model_input_names=BertTokenizer.model_input_names,
         **{f"{token[1:-1].lower()}_token": token for token in SPECIAL},
-        model_max_length=model_max_length,
-        model_input_names=BertTokenizer.model_input_names,
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------- report
+    )  # fmt: skip
 
 
 def print_report(tokenizer, corpus: Corpus, output: Path) -> None:
