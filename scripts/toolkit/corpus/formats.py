@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-# A fixed number, because the bytes of a Parquet file depend on it.
-ROWS_IN_GROUP = 1024
+# Fixed numbers, because the bytes of a Parquet file depend on them.
+ROWS_IN_GROUP, BYTES_IN_GROUP = 1024, 2**24
 
 Columns = Mapping[str, Sequence]
 Kinds = Mapping[str, object]
@@ -131,7 +131,9 @@ def to_parquet(kinds: Kinds, columns: Columns) -> bytes:
     table = pa.table({name: to_arrow(kind, columns[name]) for name, kind in kinds.items()})
     texts = [name for name, kind in kinds.items() if kind in ("text", pa.string())]
     target = io.BytesIO()
-    parquet.write_table(table, target, row_group_size=ROWS_IN_GROUP, use_dictionary=texts)
+    groups = -(-table.nbytes // BYTES_IN_GROUP)  # of long texts several, because a group is held in memory
+    rows = ROWS_IN_GROUP if groups < 2 else -(-table.num_rows // groups)
+    parquet.write_table(table, target, row_group_size=rows, use_dictionary=texts)
     return target.getvalue()
 
 

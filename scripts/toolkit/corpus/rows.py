@@ -18,7 +18,7 @@ from toolkit.row_files import text_of
 INTEGER = re.compile(r"-?[1-9][0-9]*|0")
 
 # Rows whose columns are looked at together.
-ROWS_AT_ONCE = 1000
+ROWS_AT_ONCE = 100
 
 
 def check_row(job: Job, row: Row) -> dict:

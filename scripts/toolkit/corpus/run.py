@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import islice, takewhile
 
 from tqdm import tqdm
 
@@ -192,18 +192,16 @@ class Run:
             begin: is called when all models are open. Without parts, none is.
         """
         computed = Totals()
-        if (first := next(parts, None)) is None:
-            return computed
+        first = list(islice(parts, 1))
 
         def asked() -> Iterator[Part]:
             self.started = time.perf_counter()
             begin()
-            for part in chain([first], parts):
-                if self.is_interrupted:
-                    return
-                yield part
+            yield first.pop()  # which is not kept in memory
+            yield from takewhile(lambda part: not self.is_interrupted, parts)
 
-        self.follow(self.engine(job, asked()), self.task, computed)
+        if first:
+            self.follow(self.engine(job, asked()), self.task, computed)
         return computed
 
     def follow(self, finished: Iterator[Done], what: str, computed: Totals) -> None:
