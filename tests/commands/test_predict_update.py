@@ -251,7 +251,7 @@ def test_what_is_not_finished_is_not_resumed_as_a_run(model, here, monkeypatch, 
     run(model, "out", rows=rows_of(TEXTS))
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.corpus.update.finish_update", lambda store: None)
-        patch.setattr("toolkit.corpus.update.COMPLETE", "not-the-mark")
+        patch.setattr("toolkit.corpus.update.COMPLETE", "__run__/update/not-the-mark")
         run(model, "out", "--update", rows=rows_of(TEXTS[5:]))
     capsys.readouterr()
     run(model, "out", "--resume", code=2)

@@ -9,13 +9,11 @@ from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column
 QUERIES, DOCUMENTS = ("query", *TEXTS), ("text_pair", "document", "passage", "answer", *SECOND_TEXTS)
 
 # The flags of each task, which are options of its job.
-TASK_FLAGS = {
-    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
-    "classify": ("all_scores", "threshold", "top_k"),
-    "tag": ("aggregation",),
-    "rerank": ("prompt", "prompt_name"),
-    "fill-mask": ("top_k",),
-}
+TASK_FLAGS = {"embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
+              "classify": ("all_scores", "threshold", "top_k"),
+              "tag": ("aggregation",),
+              "rerank": ("prompt", "prompt_name"),
+              "fill-mask": ("top_k",)}  # fmt: skip
 PAIR_TASKS = ("classify", "rerank")
 
 # Columns of results and of places. A column of the input with such a name is renamed.
@@ -84,32 +82,18 @@ def find_kept_columns(args, columns: list[str]) -> dict[str, str]:
         chosen = [find_column(columns, name.strip(), (), "--keep_columns") for name in given.split(",")]
     names = {column: f"input_{column}" if column in RESERVED else column for column in dict.fromkeys(chosen)}
     if twice := [name for name in names.values() if list(names.values()).count(name) > 1]:
-        raise ValueError(
-            f"--keep_columns: two columns are {twice[0]!r} in the output, one of them because results have its name; "
-            "expected a list of columns without one of them"
-        )
+        raise ValueError(f"--keep_columns: two columns are {twice[0]!r} in the output, one of them because results "
+                         "have its name; expected a list of columns without one of them")  # fmt: skip
     return names
 
 
-def shard_of(text: str | None) -> tuple[int, int] | None:
-    """The number of a share of the parts, from 1, and of how many; None if all parts are computed.
+def shard_of(text: str) -> tuple[int, int]:
+    """The number of a share of the parts, from 1, and of how many.
 
     Raises:
         ValueError: it is not such a share.
     """
-    if text is None:
-        return None
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(f"--shard is {text!r}; expected a share such as 3/16, from 1/16 to 16/16")
     return int(found[1]), int(found[2])
-
-
-def run_name(shard: tuple[int, int] | None) -> str:
-    """The name of a run among those that write to one folder."""
-    return "run" if shard is None else f"shard-{shard[0]}-of-{shard[1]}"
-
-
-def in_shard(shard: tuple[int, int] | None, number: int) -> bool:
-    """Whether a share has the part of this number."""
-    return shard is None or number % shard[1] == shard[0] - 1

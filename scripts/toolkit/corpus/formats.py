@@ -41,6 +41,7 @@ def decode_part(name: str, kinds: Kinds, content: bytes) -> dict[str, Sequence]:
     not npy."""
     if name == "parquet":
         return from_parquet(kinds, content)
+    csv.field_size_limit(max(csv.field_size_limit(), len(content)))
     lines = io.StringIO(content.decode(), newline="")
     rows = list(csv.DictReader(lines)) if name == "csv" else [json.loads(line) for line in lines]
     parse = parse_cell if name == "csv" else lambda kind, value: value
@@ -80,9 +81,6 @@ def joined(pieces: Sequence[Sequence]) -> Sequence:
     return [value for piece in pieces for value in piece]
 
 
-# ------------------------------------------------------------------------------------------------------------- Parquet
-
-
 def arrow_type(kind):
     """The type of a column."""
     import pyarrow as pa
@@ -91,22 +89,15 @@ def arrow_type(kind):
         return kind
     if kind.startswith("scores of "):
         return pa.struct([(label, pa.float32()) for label in json.loads(kind.removeprefix("scores of "))])
-    entity = {"score": pa.float32(), "word": pa.string(), "start": pa.int32(), "end": pa.int32()}
+    text, number = pa.string(), pa.float32()
+    entity = {"score": number, "word": text, "start": pa.int32(), "end": pa.int32()}
     return {
-        "integer": pa.int64,
-        "unsigned": pa.uint64,
-        "double": pa.float64,
-        "boolean": pa.bool_,
-        "number": pa.float32,
-        "text": pa.string,
-        "json": pa.string,
-        "texts": lambda: pa.list_(pa.string()),
-        "numbers": lambda: pa.list_(pa.float32()),
-        "lists of texts": lambda: pa.list_(pa.list_(pa.string())),
-        "lists of numbers": lambda: pa.list_(pa.list_(pa.float32())),
-        "entities of tokens": lambda: pa.list_(pa.struct({"entity": pa.string(), "index": pa.int32()} | entity)),
-        "entities of words": lambda: pa.list_(pa.struct({"entity_group": pa.string()} | entity)),
-    }[kind]()
+        "integer": pa.int64(), "unsigned": pa.uint64(), "double": pa.float64(), "boolean": pa.bool_(), "text": text,
+        "json": text, "number": number, "texts": pa.list_(text), "numbers": pa.list_(number),
+        "lists of texts": pa.list_(pa.list_(text)), "lists of numbers": pa.list_(pa.list_(number)),
+        "entities of tokens": pa.list_(pa.struct({"entity": text, "index": pa.int32()} | entity)),
+        "entities of words": pa.list_(pa.struct({"entity_group": text} | entity)),
+    }[kind]  # fmt: skip
 
 
 def to_arrow(kind, values):
@@ -160,9 +151,6 @@ def as_vectors(kind: str, values) -> np.ndarray:
     return np.asarray(values, dtype).reshape(-1, int(size))
 
 
-# ---------------------------------------------------------------------------------------------------------------- text
-
-
 def plain(kind, values) -> list:
     """The values in the types of JSON, but for those of an Arrow type that it does not have."""
     if is_vector(kind):
@@ -196,18 +184,16 @@ def to_csv(kinds: Kinds, columns: Columns) -> bytes:
     target = io.StringIO(newline="")
     writer = csv.writer(target, lineterminator="\n")
     writer.writerow(kinds)
-    values = [cells(kind, plain(kind, columns[name])) for name, kind in kinds.items()]
+    values = [[cell(kind, value) for value in plain(kind, columns[name])] for name, kind in kinds.items()]
     writer.writerows(zip(*values, strict=True))
     return target.getvalue().encode()
 
 
-def cells(kind, values: list) -> list:
-    def cell(value):
-        is_json = isinstance(value, (list, dict, bool)) or (kind == "json" and value is not None)
-        return to_json_text(value) if is_json else value if isinstance(value, (str, int, float)) or value is None \
-            else json_value(value)  # fmt: skip
-
-    return [cell(value) for value in values]
+def cell(kind, value):
+    """A value in CSV."""
+    if isinstance(value, (list, dict, bool)) or (kind == "json" and value is not None):
+        return to_json_text(value)
+    return value if value is None or isinstance(value, (str, int, float)) else json_value(value)
 
 
 def parse_cell(kind: str, text: str):

@@ -81,9 +81,6 @@ def finished(in_work: dict[Future, Callable], idle: deque[Callable]) -> Iterator
         yield future.result()
 
 
-# --------------------------------------------------------------------------------------------------- several processes
-
-
 class RemoteWorker:
     """A `Worker` for another process, which its errors can reach. Those of opening the model are raised by each
     method."""
@@ -175,10 +172,9 @@ class LocalWorker:
             code = self.process.exitcode or 0
             self.deaths.append(f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}")
             if len(self.deaths) > RETRIES:
-                raise CommandError(
-                    f"processes have died {len(self.deaths)} times, the last of {self.deaths[-1]}; expected at most "
-                    f"{RETRIES}. If memory is short, give fewer --processes; for files, --resume computes the rest"
-                )
+                raise CommandError(f"processes have died {len(self.deaths)} times, the last of {self.deaths[-1]}; "
+                                   f"expected at most {RETRIES}. If memory is short, give fewer --processes; for "
+                                   "files, --resume computes the rest")  # fmt: skip
             self.start()
 
     def close(self) -> None:

@@ -80,8 +80,7 @@ def read_manifest(store: Store, name: str = MANIFEST) -> dict | None:
     Raises:
         ValueError: it is damaged.
     """
-    folder, _, file = name.rpartition("/")
-    if file not in store.sizes(folder):
+    if not store.has(name):
         return None
     try:
         manifest = json.loads(store.read(name))
@@ -114,9 +113,6 @@ def complete_parts(store: Store) -> dict[int, dict]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- comparisons
-
-
 def check_same(before: dict, now: dict) -> list[str]:
     """Checks that a run continues the one that wrote the manifest `before`.
 
@@ -127,9 +123,8 @@ def check_same(before: dict, now: dict) -> list[str]:
         ValueError: the model, an input or a flag has changed.
     """
     if before["model"]["sha256"] != now["model"]["sha256"]:
-        raise ValueError(
-            f"--resume: the model has changed; the run used {before['model']['source']} with other weights or files"
-        )
+        raise ValueError(f"--resume: the model has changed; the run used {before['model']['source']} with other "
+                         "weights or files")  # fmt: skip
     check_inputs(before["inputs"], now["inputs"])
     flags = before["flags"].keys() | now["flags"].keys() | {"threads_per_process"}
     for name in sorted(flags):

@@ -49,11 +49,8 @@ def run_on_ray(job: Job, parts: Iterator[Part], count: int | None, address: str 
 
 def absolute(job: Job) -> Job:
     """The job with absolute paths: an actor has another working directory."""
-    paths = {
-        name: str(path.absolute())
-        for name in ("model", "output")
-        if "://" not in (value := getattr(job, name)) and (path := Path(value)).is_dir()
-    }
+    paths = {name: str(path.absolute()) for name in ("model", "output")
+             if "://" not in (value := getattr(job, name)) and (path := Path(value)).is_dir()}  # fmt: skip
     return replace(job, **paths)
 
 
@@ -87,9 +84,8 @@ class Actors:
         """Waits for the actors that there is room for. Raises CommandError if there is none in time."""
         needs = " and ".join(f"{amount} {name}" for name, amount in self.needs.items())
         if not self.room:
-            report(
-                f"the cluster has no room for an actor, which needs {needs}; waiting {SECONDS_FOR_THE_FIRST} s for it"
-            )
+            report(f"the cluster has no room for an actor, which needs {needs}; waiting {SECONDS_FOR_THE_FIRST} s for "
+                   "it")  # fmt: skip
         self.admit(1, SECONDS_FOR_THE_FIRST)
         if not self.idle:
             raise CommandError(f"no actor has started in {SECONDS_FOR_THE_FIRST} s; each needs {needs}. End other work "

@@ -57,9 +57,6 @@ def read_id(value, column: str) -> int | str:
     return value if isinstance(value, int) else str(value)
 
 
-# ---------------------------------------------------------------------------------------------------- before the work
-
-
 @dataclass
 class Scan:
     """What a first reading of all rows finds.
@@ -122,16 +119,11 @@ def find_repeated(ids: Mapping[int, str], known: DigestIndex) -> list[int]:
     """The places of ids that are known or occur before among these. Adds the others to the known ones."""
     digests = {place: digest_of(text) for place, text in ids.items()}
     new: dict[bytes, int] = {}
-    repeated = [
-        place
-        for (place, digest), before in zip(digests.items(), known.find(list(digests.values())), strict=True)
-        if before >= 0 or new.setdefault(digest, place) != place
-    ]
+    repeated = [place
+                for (place, digest), before in zip(digests.items(), known.find(list(digests.values())), strict=True)
+                if before >= 0 or new.setdefault(digest, place) != place]  # fmt: skip
     known.add(list(new), list(new.values()))
     return repeated
-
-
-# --------------------------------------------------------------------------------------------------------------- types
 
 
 def kind_of_json(value) -> object:

@@ -22,8 +22,8 @@ from toolkit.corpus.model import number_of_labels, read_model, task_of
 from toolkit.corpus.rows import scan_rows
 from toolkit.corpus.sources import Corpus, Part, open_inputs
 from toolkit.corpus.store import LocalStore, open_store
-from toolkit.corpus.summary import ERRORS, METRICS, Totals, is_joined, join_arrays, join_records, write_metrics
-from toolkit.corpus.update import Assembler, finish_update, is_planned, update
+from toolkit.corpus.summary import ERRORS, JOINED, METRICS, Totals, join_arrays, join_records, write_metrics
+from toolkit.corpus.update import PLANNED, Assembler, finish_update, update
 from toolkit.corpus.worker import Done, Worker, fault, in_words
 from toolkit.inputs import Row, columns_of
 from toolkit.labels import saved_labels
@@ -48,13 +48,15 @@ class Run:
         started: when the first part was asked for.
         expected: how many rows the parts in work have together; None: not known.
         before: the manifest in the output; None if there is none.
+        shard, name: the share of the parts, and the name of the run among those of other shares.
     """
 
     def __init__(self, args, report):
         self.args, self.report = args, report
         self.is_interrupted, self.started = False, time.perf_counter()
         self.expected: int | None = None
-        self.shard = flags.shard_of(args.shard)
+        self.shard = flags.shard_of(args.shard or "1/1")
+        self.name = "shard-{}-of-{}".format(*self.shard) if args.shard else "run"
         if args.format == "parquet":
             require("pyarrow")
         with about(args.model):
@@ -64,7 +66,7 @@ class Run:
                 verification(args.model)
         flags.check_flags(args, self.task)
         self.corpus = Corpus(open_inputs(args.inputs, args.delimiter, args.stdin_format), args.limit)
-        self.store = None if args.output is None else open_store(args.output, flags.run_name(self.shard))
+        self.store = None if args.output is None else open_store(args.output, self.name)
         self.before = None if self.store is None else manifest.read_manifest(self.store)
         resumed = None if self.before is None or args.dry_run else self.before["threads_per_process"]
         self.devices, self.threads = devices_and_threads(args, resumed)
@@ -87,7 +89,7 @@ class Run:
             each.columns = used
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
-            model=args.model, task=task, output=args.output or "", run=flags.run_name(self.shard), format=args.format,
+            model=args.model, task=task, output=args.output or "", run=self.name, format=args.format,
             device=self.devices[0], threads=self.threads, dtype=args.dtype, max_length=args.max_length,
             tokens_per_batch=args.tokens_per_batch or tokens, part_rows=args.part_rows, id_column=args.id_column,
             label_column=args.label_column, on_bad_row=args.on_bad_row, empty_texts=args.empty_texts, keep=keep,
@@ -133,10 +135,10 @@ class Run:
                 )
         elif args.update:
             return
-        elif not (args.resume or self.shard):
+        elif not (args.resume or args.shard):
             raise ValueError(f"--output {output} has a run; expected a new folder, --resume to continue the run, or "
                              "--update to bring it up to date")  # fmt: skip
-        elif is_planned(self.store):
+        elif self.store.has(PLANNED):
             raise ValueError(f"--output {output} has an unfinished update; expected --update, which continues it")
         else:
             for remark in manifest.check_same(self.before, self.manifest):
@@ -165,7 +167,7 @@ class Run:
             is_update = self.args.update and self.before is not None
             computed = update(self) if is_update else self.compute(self.job, self.missing_parts(), self.write_manifest)
             if self.is_interrupted:
-                again = "--update" if is_update else "the same --shard" if self.shard else "--resume"
+                again = "--update" if is_update else "the same --shard" if self.args.shard else "--resume"
                 self.report(f"stopped; {computed.rows:,} rows were computed, and {again} computes the others")
                 return 130
             self.check_unchanged()
@@ -173,11 +175,13 @@ class Run:
 
     def missing_parts(self) -> Iterator[Part]:
         """The parts that are not there."""
-        if self.job.format == "npy" and is_joined(self.store):
+        if self.job.format == "npy" and self.store.has(JOINED):
             return iter(())
         complete, size = manifest.complete_parts(self.store), self.job.part_rows
         numbers = range(len(manifest.part_files(self.manifest)))
-        missing = {number for number in numbers if number not in complete and flags.in_shard(self.shard, number)}
+        missing = {
+            number for number in numbers if number not in complete and number % self.shard[1] == self.shard[0] - 1
+        }
         self.expected = sum(min(size, self.rows - size * number) for number in missing)
         return self.corpus.parts(size, lambda number: number in missing)
 
@@ -206,9 +210,25 @@ class Run:
 
     def follow(self, finished: Iterator[Done], what: str, computed: Totals) -> None:
         """Shows the progress of parts, and adds them to what was computed."""
-        with interruptible(self), progress_bar(what, self.expected) as bar:
+        is_terminal = sys.stderr.isatty()
+        seconds = 0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES
+        with (
+            interruptible(self),
+            (tqdm if is_terminal else LogLines)(
+                total=self.expected,
+                unit="rows",
+                unit_scale=True,
+                desc=what,
+                dynamic_ncols=is_terminal,
+                mininterval=seconds,
+            ) as bar,
+        ):
             for done in finished:
-                show(bar, done, computed)
+                computed.rows += done.rows
+                computed.tokens += done.tokens
+                rate = computed.tokens / max(time.time() - bar.start_t, 1e-9)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                bar.update(done.rows + done.skipped)
 
     def assemble(self, assembler: Assembler, parts: Iterator[Part]) -> None:
         """Writes the parts of an update, until the run is stopped."""
@@ -229,7 +249,7 @@ class Run:
     def finish(self, computed: Totals, seconds: float) -> int:
         """Joins what belongs together, and prints the summary."""
         parts = len(manifest.part_files(self.manifest))
-        joined = self.job.format == "npy" and is_joined(self.store)
+        joined = self.job.format == "npy" and self.store.has(JOINED)
         if not joined and (there := len(manifest.complete_parts(self.store))) < parts:
             print(f"{computed.rows:,} rows now in {seconds:,.1f} s; {there:,} of {parts:,} parts are there")
             return 0
@@ -267,9 +287,6 @@ def shown(values):
     return [*first[:3], "…"] if isinstance(first, list) and len(first) > 3 else first
 
 
-# ------------------------------------------------------------------------------------------------------- while it runs
-
-
 @contextmanager
 def interruptible(run: Run) -> Iterator[None]:
     """Stops the run at the first Ctrl-C or SIGTERM. The second one ends the run at once."""
@@ -288,23 +305,6 @@ def interruptible(run: Run) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def progress_bar(task: str, rows: int | None) -> tqdm:
-    is_terminal = sys.stderr.isatty()
-    return (tqdm if is_terminal else LogLines)(
-        total=rows, unit="rows", unit_scale=True, desc=task, dynamic_ncols=is_terminal,
-        mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
-    )  # fmt: skip
-
-
-def show(bar: tqdm, done: Done, computed: Totals) -> None:
-    """Adds a finished part to what was computed, and shows it: rows, and tokens a second."""
-    computed.rows += done.rows
-    computed.tokens += done.tokens
-    seconds = max(time.time() - bar.start_t, 1e-9)
-    bar.set_postfix_str(f"{computed.tokens / seconds:,.0f} tokens/s", refresh=False)
-    bar.update(done.rows + done.skipped)
 
 
 def print_summary(output: str, corpus: Corpus, totals: Totals, computed: Totals, metrics: dict, seconds: float) -> None:

@@ -11,12 +11,9 @@ MODULES = {
     "Transformer": "transformer", "Pooling": "pooling", "Dense": "dense", "LayerNorm": "layer_norm",
     "Dropout": "dropout", "Normalize": "normalize",
 }  # fmt: skip
-KIND_OF_TYPE = {
-    f"sentence_transformers.{package}{file}.{kind}": kind
-    for kind, name in MODULES.items()
-    for package in ("models", "sentence_transformer.modules", "base.modules")
-    for file in ("", f".{kind}", f".{name}")
-}
+KIND_OF_TYPE = {f"sentence_transformers.{package}{file}.{kind}": kind for kind, name in MODULES.items()
+                for package in ("models", "sentence_transformer.modules", "base.modules")
+                for file in ("", f".{kind}", f".{name}")}  # fmt: skip
 # In 1_Pooling/config.json before version 5.4, in the order in which sentence-transformers concatenates them.
 OLD_POOLINGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",

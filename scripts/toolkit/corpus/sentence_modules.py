@@ -44,9 +44,8 @@ def open_activation(path: str, width: int) -> nn.Module:
                 return activation
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
         pass
-    raise ValueError(
-        f"Its activation function is {path}; expected a class of torch.nn that takes no arguments and keeps the shape."
-    )
+    raise ValueError(f"Its activation function is {path}; expected a class of torch.nn that takes no arguments and "
+                     "keeps the shape.")  # fmt: skip
 
 
 class Dense(nn.Module):

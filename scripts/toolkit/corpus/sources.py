@@ -68,8 +68,7 @@ class Corpus(Source):
 
     def with_inputs(self) -> Iterator[tuple[Row, Input]]:
         """The rows, each with its input."""
-        pairs = ((row, one) for one in self.inputs for row in one.rows())
-        return islice(pairs, self.limit)
+        return islice(((row, one) for one in self.inputs for row in one.rows()), self.limit)
 
     def first_rows(self) -> list[Row]:
         """The rows by which columns are found.

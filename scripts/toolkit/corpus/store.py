@@ -39,6 +39,10 @@ class Store:
             return {}
         return {each["name"].rpartition("/")[2]: each["size"] for each in entries if each["type"] == "file"}
 
+    def has(self, name: str) -> bool:
+        folder, _, file = name.rpartition("/")
+        return file in self.sizes(folder)
+
     def read(self, name: str) -> bytes:
         return self.system.cat_file(self.path_of(name))
 
@@ -106,10 +110,8 @@ class LocalStore(Store):
             finally:
                 temporary.unlink(missing_ok=True)
         except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"--output {self.root}: {error.filename} is missing; expected the folder that the run created, which "
-                "nothing removes or moves meanwhile"
-            ) from None
+            raise FileNotFoundError(f"--output {self.root}: {error.filename} is missing; expected the folder that the "
+                                    "run created, which nothing removes or moves meanwhile") from None  # fmt: skip
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)

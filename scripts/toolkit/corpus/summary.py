@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
@@ -56,14 +56,6 @@ def join_records(store: Store) -> Totals:
     return totals
 
 
-# ----------------------------------------------------------------------------------------------------------- .npy files
-
-
-def is_joined(store: Store) -> bool:
-    """Whether the `.npy` parts of a run have been joined."""
-    return JOINED.rpartition("/")[2] in store.sizes(RUN)
-
-
 def join_arrays(store: LocalStore, parts: int) -> None:
     """Joins the parts of the format npy into embeddings.npy and rows.csv, with a line for each row, and removes them.
 
@@ -71,7 +63,7 @@ def join_arrays(store: LocalStore, parts: int) -> None:
         OSError: the disk is full; the parts are still there.
     """
     names = [f"part-{number:06d}" for number in range(parts)]
-    if not is_joined(store):
+    if not store.has(JOINED):
         join_rows(store, [f"{name}.csv" for name in names])
         arrays = [np.load(store.path / f"{name}.npy", mmap_mode="r") for name in names]
         shape = sum(len(array) for array in arrays), arrays[0].shape[1]
@@ -97,22 +89,18 @@ def join_rows(store: LocalStore, names: list[str]) -> None:
         flush(target)
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
-
 # The column of the predictions for each problem, and its kind.
-PREDICTIONS = {
-    "single_label": ("label", "text"),
-    "multi_label": ("labels", "texts"),
-    "regression": ("prediction", "numbers"),
-}
-REFERENCES = {"single_label": "text", "multi_label": "texts", "regression": "numbers"}
+PREDICTIONS = {"single_label": ("label", "text"),
+               "multi_label": ("labels", "texts"),
+               "regression": ("prediction", "numbers")}  # fmt: skip
 
 
 def predictions_and_references(store: Store, job: Job, parts: int) -> Iterator[tuple]:
     """The result and the true labels of each row that has a result."""
     problem = job.options["problem"]
-    name, kind = ("score", "number") if job.task == "rerank" else PREDICTIONS[problem]
-    kinds = {name: kind, "reference": REFERENCES[problem]}
+    name, kind = PREDICTIONS[problem]
+    kinds = {"score": "number"} if job.task == "rerank" else {name: kind}
+    kinds["reference"] = kind
     for file in (job.part_name(number) for number in range(parts)):
         columns = decode_part(job.format, kinds, store.read(file))
         for found, reference in zip(*columns.values(), strict=True):
@@ -121,8 +109,8 @@ def predictions_and_references(store: Store, job: Job, parts: int) -> Iterator[t
 
 
 def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
-    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix. Returns
-    the metrics; none if no row has a result."""
+    """Writes metrics.json, computed from the parts as in training, and for single labels the confusion matrix, if
+    matplotlib is installed and they are not too many. Returns the metrics; none if no row has a result."""
     problem, labels = job.options["problem"], job.options["labels"]
     pairs = list(predictions_and_references(store, job, parts))
     store.remove(METRICS)
@@ -138,20 +126,12 @@ def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
     metrics = classification_metrics(problem, list(map(convert, predictions)), list(map(convert, references)))
     store.write(METRICS, (json.dumps(to_json(metrics), indent=2) + "\n").encode())
     if problem == "single_label":
-        draw_confusion(store, labels, references, predictions)
+        with tempfile.TemporaryDirectory() as folder:
+            picture = Path(folder, "confusion_matrix.png")
+            plot_confusion(picture, labels, references, predictions, f"{len(references):,} rows")
+            if picture.exists():
+                store.write(CONFUSION, picture.read_bytes())
     return metrics
-
-
-def draw_confusion(store: Store, labels: list[str], references: Sequence[str], predictions: Sequence[str]) -> None:
-    """Writes confusion_matrix.png, if matplotlib is installed and the labels are not too many."""
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder, "confusion_matrix.png")
-        plot_confusion(picture, labels, references, predictions, f"{len(references):,} rows")
-        if picture.exists():
-            store.write(CONFUSION, picture.read_bytes())
-
-
-# ---------------------------------------------------------------------------------------------------------------- check
 
 
 def file_fingerprint(store: Store, name: str) -> dict:
@@ -176,7 +156,7 @@ def check_output(url: str) -> list[str]:
     records = dict(read_records(store))
     wrong = [f"{RECORDS}/{number:06d}.json is missing or damaged"
              for number in range(len(part_files(manifest))) if number not in records]  # fmt: skip
-    if is_joined(store):
+    if store.has(JOINED):
         expected = json.loads(store.read(JOINED))
     else:
         for record in records.values():

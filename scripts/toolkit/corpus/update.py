@@ -33,7 +33,7 @@ from toolkit.inputs import Row
 UPDATE = f"{RUN}/update"
 NEW, OUT = f"{UPDATE}/new", f"{UPDATE}/out"
 PLANNED = f"{UPDATE}/manifest.json"
-COMPLETE = "complete"  # the mark
+COMPLETE = f"{UPDATE}/complete"  # the mark
 
 # Parts whose columns are kept in memory: rows that stay in their order need few.
 PARTS_IN_MEMORY = 8
@@ -46,22 +46,15 @@ def check_contract(before: dict, now: dict, has_own_code: bool) -> None:
         ValueError: the device, the dtype, the processor or a library is another one, or the bits of a text depend on
             its batch.
     """
-    changed = [
-        f"--{name} was {before['flags'].get(name)} and is {now['flags'].get(name)}"
-        for name in ("device", "dtype")
-        if before["flags"].get(name) != now["flags"].get(name)
-    ]
+    changed = [f"--{name} was {before['flags'].get(name)} and is {now['flags'].get(name)}"
+               for name in ("device", "dtype") if before["flags"].get(name) != now["flags"].get(name)]  # fmt: skip
     if changed := changed + manifest.other_machine(before, now):
-        raise ValueError(
-            f"--update: {changed[0]}; expected the same, because results would differ in the last digits. A run in a "
-            "new folder computes all rows"
-        )
+        raise ValueError(f"--update: {changed[0]}; expected the same, because results would differ in the last digits. "
+                         "A run in a new folder computes all rows")  # fmt: skip
     if now["flags"]["device"] != "cpu" or has_own_code:
         what = "the model has its own code" if has_own_code else f"--device is {now['flags']['device']}"
-        raise ValueError(
-            f"--update: {what}; expected a BERT or ScratchBert on a CPU, where a text has the same bits in any batch. "
-            "A run in a new folder computes all rows"
-        )
+        raise ValueError(f"--update: {what}; expected a BERT or ScratchBert on a CPU, where a text has the same bits "
+                         "in any batch. A run in a new folder computes all rows")  # fmt: skip
 
 
 class Known:
@@ -93,7 +86,8 @@ class Known:
         self.kinds = record["columns"]
         self.files |= record["files"]
         self.faults |= {bytes.fromhex(each["digest"]): each["reason"] for each in record["skipped"] if "digest" in each}
-        digests = digests_of(record)
+        content = base64.b64decode(record["digests"])
+        digests = [content[start : start + BYTES] for start in range(0, len(content), BYTES)]
         places = dict(zip(digests, count(self.starts[-1])))
         new = [digest for digest, place in zip(places, self.index.find(list(places)), strict=True) if place < 0]
         self.index.add(new, [places[digest] for digest in new])
@@ -103,10 +97,6 @@ class Known:
     def forget(self) -> None:
         """Removes all results, but not what is known of the files."""
         self.index, self.faults, self.kinds = DigestIndex(), {}, None
-
-    def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The place of each text; -1 for one without a result."""
-        return self.index.find(digests)
 
     def result(self, place: int) -> tuple[dict, int, bool]:
         """The columns, the number of tokens, and whether the text was truncated, of the text at a place."""
@@ -132,11 +122,6 @@ class Known:
             return self.parts[number]
 
 
-def digests_of(record: dict) -> list[bytes]:
-    content = base64.b64decode(record["digests"])
-    return [content[start : start + BYTES] for start in range(0, len(content), BYTES)]
-
-
 class Assembler(PartWriter):
     """Writes parts with results that are known. A file of a part that is as before is not written."""
 
@@ -151,7 +136,7 @@ class Assembler(PartWriter):
     def results(self, texts):
         digests = [digest_of(*each) for each in texts]
         found, rows = Results({}), []
-        places = [known.find(digests) for known in self.known]
+        places = [known.index.find(digests) for known in self.known]
         for number, digest in enumerate(digests):
             known = next((one for one, at in zip(self.known, places, strict=True) if at[number] >= 0), None)
             if known is None:
@@ -181,7 +166,7 @@ def update(run) -> Totals:
         raise ValueError("--update: the output has the format npy, whose parts are joined; expected another format")
     check_contract(before, now, run.fields.get("auto_map") is not None and job.trust_remote_code)
     planned = manifest.to_text(now)
-    if is_planned(store) and store.read(PLANNED) != planned:
+    if store.has(PLANNED) and store.read(PLANNED) != planned:
         store.remove_folder(UPDATE)  # of an update to an input that has changed again
     results, out = (replace(job, output=f"{job.output}/{name}") for name in (NEW, OUT))
     results = replace(results, keep={}, kinds={}, id_column=None, label_column=None)
@@ -205,14 +190,9 @@ def update(run) -> Totals:
         if run.is_interrupted:
             return computed
         run.check_unchanged()
-    store.write(f"{UPDATE}/{COMPLETE}", b"")
+    store.write(COMPLETE, b"")
     finish_update(store)
     return computed
-
-
-def is_planned(store: Store) -> bool:
-    """Whether an update of an output is not finished."""
-    return PLANNED.rpartition("/")[2] in store.sizes(UPDATE)
 
 
 def missing_of(store: Store, before: dict[str, dict]) -> Callable[[int], bool]:
@@ -238,7 +218,7 @@ def new_parts(job: Job, corpus: Corpus, known: Known) -> Iterator[Part]:
                 if each.has_text:
                     rows.setdefault(each.digest, each.row)
             digests = list(rows)
-            both = zip(digests, known.find(digests), seen.find(digests), strict=True)
+            both = zip(digests, known.index.find(digests), seen.find(digests), strict=True)
             new = [digest for digest, one, other in both if max(one, other) < 0 and digest not in known.faults]
             seen.add(new, [0] * len(new))
             yield from (rows[digest] for digest in new)
@@ -252,7 +232,7 @@ def new_parts(job: Job, corpus: Corpus, known: Known) -> Iterator[Part]:
 
 def finish_update(store: Store) -> None:
     """Puts the new parts in the places of the old ones, if all are there. May be repeated after a crash."""
-    if COMPLETE not in store.sizes(UPDATE):
+    if not store.has(COMPLETE):
         return
     if (planned := manifest.read_manifest(store, PLANNED)) is not None:
         names = set(manifest.part_files(planned))

@@ -113,8 +113,10 @@ class PartWriter(ABC):
         columns, record = self.compute(part)
         name = self.job.part_name(part.number).rpartition(".")[0]
         encoded = encode_part(self.job.format, self.kinds, columns)
-        record["files"] = {f"{name}.{ending}": fingerprint(content) for ending, content in encoded.items()}
-        self.write(record["files"], {f"{name}.{ending}": content for ending, content in encoded.items()})
+        contents = {f"{name}.{ending}": content for ending, content in encoded.items()}
+        record["files"] = {file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+                           for file, content in contents.items()}  # fmt: skip
+        self.write(record["files"], contents)
         self.store.write(record_name(part.number), json.dumps(record, ensure_ascii=False).encode())
         return Done(part.number, record["rows"], len(record["skipped"]), record["tokens"])
 
@@ -143,17 +145,13 @@ class PartWriter(ABC):
             columns = {name: with_gaps(self.result_kinds[name], values, places, len(kept))
                        for name, values in columns.items()}  # fmt: skip
         computed = [number for number in range(len(asked)) if number not in found.faults]
-        record = make_record(
-            digests=[asked[number].digest for number in computed],
-            tokens=[found.tokens[number] for number in computed],
-            truncated=[found.truncated[number] for number in computed],
-            places=places if len(places) < len(kept) else None,
-        )
-        record |= {
-            "rows": len(kept),
-            "columns": self.result_kinds,
-            "skipped": [skipped[place] for place in sorted(skipped)],
-        }
+        record = make_record(digests=[asked[number].digest for number in computed],
+                             tokens=[found.tokens[number] for number in computed],
+                             truncated=[found.truncated[number] for number in computed],
+                             places=places if len(places) < len(kept) else None)  # fmt: skip
+        record |= {"rows": len(kept),
+                   "columns": self.result_kinds,
+                   "skipped": [skipped[place] for place in sorted(skipped)]}  # fmt: skip
         return self.row_columns(kept) | columns, record
 
     def row_columns(self, used: list[UsedRow]) -> dict:
@@ -218,9 +216,6 @@ def row_kinds(job: Job) -> dict[str, object]:
     return kinds | {name: job.kinds[column] for column, name in job.keep.items()}
 
 
-# -------------------------------------------------------------------------------------------------------------- records
-
-
 def record_name(number: int) -> str:
     return f"{RECORDS}/{number:06d}.json"
 
@@ -239,10 +234,6 @@ def make_record(digests: list[bytes], tokens: list[int], truncated: list[bool], 
         "tokens_of": base64.b64encode(np.array(tokens, "<u4").tobytes()).decode(),
         "truncated_of": [number for number, is_truncated in enumerate(truncated) if is_truncated],
     }
-
-
-def fingerprint(content: bytes) -> dict:
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def fault(row: Row, reason: str) -> dict:

@@ -7,13 +7,11 @@ from toolkit.corpus.tasks.embed import Embed
 from toolkit.corpus.tasks.fill_mask import FillMask
 from toolkit.corpus.tasks.tag import Tag
 
-CLASSES: dict[str, type[Task]] = {
-    "embed": Embed,
-    "classify": Classify,
-    "tag": Tag,
-    "rerank": Rerank,
-    "fill-mask": FillMask,
-}
+CLASSES: dict[str, type[Task]] = {"embed": Embed,
+                                  "classify": Classify,
+                                  "tag": Tag,
+                                  "rerank": Rerank,
+                                  "fill-mask": FillMask}  # fmt: skip
 
 
 def open_task(job: Job) -> Task:

@@ -87,10 +87,8 @@ class Classify(Scores):
             found = {"label": [self.labels[number] for number in best], "score": scores[np.arange(len(best)), best]}
         else:
             given = [self.chosen(row) for row in scores]
-            found = {
-                "labels": [[self.labels[number] for number in numbers] for numbers in given],
-                "scores": [row[numbers].tolist() for row, numbers in zip(scores, given, strict=True)],
-            }
+            found = {"labels": [[self.labels[number] for number in numbers] for numbers in given],
+                     "scores": [row[numbers].tolist() for row, numbers in zip(scores, given, strict=True)]}  # fmt: skip
         if "all_scores" in self.columns:
             found["all_scores"] = [dict(zip(self.labels, row, strict=True)) for row in scores.tolist()]
         return found
@@ -111,10 +109,8 @@ class Rerank(Scores):
     def __init__(self, job: Job):
         super().__init__(job)
         if self.model.config.num_labels != 1:
-            raise ValueError(
-                f"It has {self.model.config.num_labels} labels; --task rerank expected one. --task classify gives the "
-                "scores of labels."
-            )
+            raise ValueError(f"It has {self.model.config.num_labels} labels; --task rerank expected one. --task "
+                             "classify gives the scores of labels.")  # fmt: skip
         self.activation = self.activation or torch.nn.Sigmoid()
 
     def result(self, values: list[np.ndarray], details: list) -> dict:

@@ -111,13 +111,11 @@ def pool(outputs, lengths: list[int], poolings: list[str], skipped: int) -> torc
     def reduce(values: torch.Tensor, how: str) -> torch.Tensor:
         return torch.segment_reduce(values, how, lengths=sizes, unsafe=True)
 
-    computed = {
-        "cls": lambda: states[ends - sizes],
-        "lasttoken": lambda: states[ends - 1],
-        "mean": lambda: reduce(states, "mean"),
-        "max": lambda: reduce(states, "max"),
-        "mean_sqrt_len_tokens": lambda: reduce(states, "sum") / sizes[:, None].sqrt(),
-        "weightedmean": lambda: reduce(states * weights, "sum") / reduce(weights.float(), "sum"),
-        "pooler": lambda: outputs.pooler_output.float(),
-    }
+    computed = {"cls": lambda: states[ends - sizes],
+                "lasttoken": lambda: states[ends - 1],
+                "mean": lambda: reduce(states, "mean"),
+                "max": lambda: reduce(states, "max"),
+                "mean_sqrt_len_tokens": lambda: reduce(states, "sum") / sizes[:, None].sqrt(),
+                "weightedmean": lambda: reduce(states * weights, "sum") / reduce(weights.float(), "sum"),
+                "pooler": lambda: outputs.pooler_output.float()}  # fmt: skip
     return torch.cat([computed[name]() for name in poolings], dim=1)
