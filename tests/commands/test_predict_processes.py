@@ -24,6 +24,7 @@ from toolkit.cli import CommandError
 from toolkit.corpus import devices, local
 from toolkit.corpus.job import Job
 from toolkit.corpus.sources import Corpus, open_inputs
+from toolkit.corpus.store import open_store
 from toolkit.corpus.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -86,7 +87,8 @@ def killer(kills: int, pause):
 
 
 def job_of(model: str) -> Job:
-    return Job(model, "embed", "out", options={"text_column": "text"}, part_rows=8)
+    kept, kinds = {"text": "text", "id": "input_id"}, {"text": "text", "id": "integer"}
+    return Job(model, "embed", "out", options={"text_column": "text"}, part_rows=8, keep=kept, kinds=kinds)
 
 
 def parts_of(job: Job) -> list:
@@ -175,7 +177,7 @@ def test_processes_killed_while_the_input_waits_are_replaced(model, undisturbed,
                     time.sleep(0.01)
             yield part
 
-    (here / "out").mkdir()
+    open_store("out").create()
     done = list(local.run_locally(job, parts(), ["cpu", "cpu"]))
     assert len(killed) == 2
     assert sorted(each.number for each in done) == list(range(8))
@@ -289,7 +291,7 @@ def test_a_model_that_one_process_cannot_open_ends_the_run(model, here):
 @pytest.mark.parametrize("count", [0, 1])
 def test_more_processes_than_parts(count, model, undisturbed, here):
     job = job_of(model)
-    (here / "out").mkdir()
+    open_store("out").create()
     done = list(local.run_locally(job, iter(parts_of(job)[:count]), ["cpu"] * 3))
     assert [each.number for each in done] == list(range(count))
     for number in range(count):

@@ -31,8 +31,10 @@ def encode_part(name: str, kinds: Kinds, columns: Columns) -> dict[str, bytes]:
     if name == "parquet":
         return {"parquet": to_parquet(kinds, columns)}
     if name == "npy":
-        return {"csv": to_csv({key: kinds[key] for key in kinds if key != "embedding"}, columns),
-                "npy": to_npy(np.asarray(columns["embedding"]))}  # fmt: skip
+        target = io.BytesIO()
+        np.save(target, np.asarray(columns["embedding"]), allow_pickle=False)
+        places = {key: kinds[key] for key in kinds if key != "embedding"}
+        return {"csv": to_csv(places, columns), "npy": target.getvalue()}
     return {name: to_csv(kinds, columns) if name == "csv" else to_json_lines(kinds, columns)}
 
 
@@ -202,9 +204,3 @@ def parse_cell(kind: str, text: str):
         return None
     parse: Callable = {"text": str, "integer": int, "number": float}.get(kind, json.loads)
     return parse(text)
-
-
-def to_npy(values: np.ndarray) -> bytes:
-    target = io.BytesIO()
-    np.save(target, values, allow_pickle=False)
-    return target.getvalue()

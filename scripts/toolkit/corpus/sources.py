@@ -8,7 +8,6 @@ from itertools import count, islice
 from toolkit.input_paths import expand, name_files
 from toolkit.inputs import ROWS_WITH_ALL_COLUMNS, HubDataset, Input, InputFile, Row, Source, StandardInput
 
-STANDARD_INPUT = StandardInput.name
 HUB = "hub:"
 
 
@@ -32,7 +31,7 @@ def open_inputs(given: Sequence[str], delimiter: str | None = None, stdin_format
     """
     found: list[Input] = []
     for name in given:
-        if name == STANDARD_INPUT:
+        if name == StandardInput.name:
             found.append(StandardInput(stdin_format, delimiter))
         elif name.startswith(HUB):
             first, _, last = name.removeprefix(HUB).rpartition(":")

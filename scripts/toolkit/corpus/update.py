@@ -143,14 +143,12 @@ class Assembler(PartWriter):
                 reason = next((one.faults[digest] for one in self.known if digest in one.faults), None)
                 if reason is None:
                     raise CommandError("--update: an input has changed during the run; start it again")
-                found.faults[number] = reason
-                found.tokens.append(0)
-                found.truncated.append(False)
+                found.faults[number], tokens, truncated = reason, 0, False
             else:
                 values, tokens, truncated = known.result(places[self.known.index(known)][number])
                 rows.append(values)
-                found.tokens.append(tokens)
-                found.truncated.append(truncated)
+            found.tokens.append(tokens)
+            found.truncated.append(truncated)
         found.columns = {name: as_column(kind, [row[name] for row in rows]) for name, kind in self.result_kinds.items()}
         return found
 
