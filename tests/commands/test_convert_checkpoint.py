@@ -566,9 +566,9 @@ def test_refused_by_its_files(bert, tmp_path, capsys):
     save_file({"conv.weight": torch.ones(3)}, source / "model.safetensors", metadata={"format": "pt"})
     assert_refused([source, target], "expected the tensors of a BERT", capsys)
     (source / "config.json").write_text("{")
-    assert_refused([source, target], "is not a valid JSON file", capsys)
+    assert_refused([source, target], "config.json is not JSON", capsys)
     (source / "config.json").write_text("[]")
-    assert_refused([source, target], "config.json holds no configuration", capsys)
+    assert_refused([source, target], "config.json is not a JSON object", capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
 
 

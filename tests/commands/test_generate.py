@@ -615,7 +615,7 @@ def test_refuses_what_is_no_checkpoint(tmp_path, capsys):
     assert refused(capsys, tmp_path / "none", "dog") == f"{tmp_path / 'none'}: There is no such folder."
     assert "config.json" in refused(capsys, tmp_path, "dog")
     (tmp_path / "config.json").write_text("[]")
-    assert refused(capsys, tmp_path, "dog") == f"{tmp_path}: Its config.json is not a JSON object."
+    assert "config.json is not a JSON object" in refused(capsys, tmp_path, "dog")
 
 
 def test_refuses_a_device_that_is_not_there(folders, capsys):

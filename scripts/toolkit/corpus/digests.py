@@ -24,8 +24,8 @@ class DigestIndex:
 
     Attributes:
         recent: the places of the last digests.
-        runs: arrays of the others, each less than half as long as the one before it. Their rows are the first and the
-            second halves of the digests, by which they are sorted, and the places.
+        runs: arrays of the others, each less than half as long as the one before it. Their rows are the two numbers of
+            each digest, by which they are sorted, and the places.
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class DigestIndex:
         self.recent.update(zip(digests, places, strict=True))
         if len(self.recent) >= RECENT:
             places = np.fromiter(self.recent.values(), np.uint64, len(self.recent))
-            self.runs.append(in_order(np.vstack([halves(self.recent), places])))
+            self.runs.append(in_order(np.vstack([as_numbers(self.recent), places])))
             self.recent = {}
             while len(self.runs) > 1 and self.runs[-2].shape[1] < 2 * self.runs[-1].shape[1]:
                 self.runs.append(in_order(np.concatenate([self.runs.pop(), self.runs.pop()], axis=1)))
@@ -45,10 +45,10 @@ class DigestIndex:
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The place of each digest; -1 for one that is not there."""
         found = np.array([self.recent.get(digest, -1) for digest in digests], np.int64)
-        first, second = halves(digests)
+        first, second = as_numbers(digests)
         for run in self.runs:
             at = np.searchsorted(run[0], first)
-            for _ in range(2):  # two digests with one first half are next to each other
+            for _ in range(2):  # two digests with the same first number are next to each other
                 at = np.minimum(at, run.shape[1] - 1)
                 is_same = (run[0, at] == first) & (run[1, at] == second)
                 found[is_same] = run[2, at[is_same]]
@@ -56,8 +56,8 @@ class DigestIndex:
         return found.tolist()
 
 
-def halves(digests: Iterable[bytes]) -> np.ndarray:
-    """The two halves of each digest, `(2, N)`."""
+def as_numbers(digests: Iterable[bytes]) -> np.ndarray:
+    """The bytes of each digest as two numbers, `(2, N)`."""
     return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2).T
 
 
