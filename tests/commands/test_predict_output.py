@@ -160,6 +160,11 @@ def test_columns_of_json(model):
     assert found.column("n").to_pylist()[:2] == [1.0, 0.5]
 
 
+def test_a_column_that_only_later_rows_have(model):
+    rows = [{"text": text, **({"late": number} if number >= 150 else {})} for number, text in enumerate(texts(160))]
+    assert run(model, rows).column("late").to_pylist() == [None] * 150 + list(range(150, 160))
+
+
 def test_a_column_with_the_name_of_a_result_is_renamed(here, capsys):
     folder = save_model(here / "model", "classify")
     found = run(folder, rows_of(label=["x"] * 20, score=[3] * 20))

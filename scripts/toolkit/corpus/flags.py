@@ -11,9 +11,7 @@ QUERIES, DOCUMENTS = ("query", *TEXTS), ("text_pair", "document", "passage", "an
 # The flags of each task, which are options of its job.
 TASK_FLAGS = {"embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
               "classify": ("all_scores", "threshold", "top_k"),
-              "tag": ("aggregation",),
-              "rerank": ("prompt", "prompt_name"),
-              "fill-mask": ("top_k",)}  # fmt: skip
+              "tag": ("aggregation",), "rerank": ("prompt", "prompt_name"), "fill-mask": ("top_k",)}  # fmt: skip
 PAIR_TASKS = ("classify", "rerank")
 
 # Columns of results and of places. A column of the input with such a name is renamed.

@@ -74,21 +74,25 @@ class Scan:
     first_bad: tuple[Row, str] | None = None
 
 
-def scan_rows(job: Job, rows: Iterator[tuple[Row, Input]]) -> Scan:
+def scan_rows(job: Job, rows: Iterator[tuple[Row, Input]], keeps_all: bool) -> Scan:
     """Reads all rows once; or, if the job stops at a row that cannot be used, up to it.
 
     Args:
         rows: each with its input.
+        keeps_all: also look at columns that only later rows have, and that the job does not name.
     """
     found, ids = Scan(), DigestIndex()
     texts = (job.options["text_column"], job.options.get("text_pair_column"))
-    columns = {column: ColumnKind(column in texts) for column in [*job.keep, job.id_column] if column is not None}
+    columns = {column: ColumnKind(column in texts) for column in (*job.keep, job.id_column) if column is not None}
     for source, of_source in groupby(rows, key=itemgetter(1)):
         declared = source.types() or {}
         while batch := [row for row, _ in islice(of_source, ROWS_AT_ONCE)]:
             used = scan_batch(job, batch, found, ids)
             if job.on_bad_row == "stop" and found.first_bad is not None:
                 return found
+            if keeps_all:
+                new = dict.fromkeys(column for row in used for column in row.content if column not in columns)
+                columns |= {column: ColumnKind(column in texts) for column in new}
             for column, kind in columns.items():
                 values = [row.content.get(column) for row in used]
                 kind.look_at(values, declared.get(column), source.is_table)

@@ -53,8 +53,7 @@ class Run:
 
     def __init__(self, args, report):
         self.args, self.report = args, report
-        self.is_interrupted, self.started = False, time.perf_counter()
-        self.expected: int | None = None
+        self.is_interrupted, self.started, self.expected = False, time.perf_counter(), None
         self.shard = flags.shard_of(args.shard or "1/1")
         self.name = "shard-{}-of-{}".format(*self.shard) if args.shard else "run"
         if args.format == "parquet":
@@ -86,7 +85,7 @@ class Run:
         keep = flags.find_kept_columns(args, columns)
         used = {options["text_column"], options.get("text_pair_column"), args.id_column, args.label_column, *keep}
         for each in self.corpus.inputs:
-            each.columns = used
+            each.columns = None if args.keep_columns == "all" else used
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
             model=args.model, task=task, output=args.output or "", run=self.name, format=args.format,
@@ -112,11 +111,12 @@ class Run:
         Raises:
             CommandError: a row cannot be used, and `on_bad_row` is "stop".
         """
-        scan = scan_rows(self.job, self.corpus.with_inputs())
+        scan = scan_rows(self.job, self.corpus.with_inputs(), self.args.keep_columns == "all")
         if scan.first_bad is not None and self.args.on_bad_row == "stop":
             raise CommandError(in_words(fault(*scan.first_bad)) + ". --on_bad_row skip leaves such rows out")
         self.corpus.repeated, self.rows = scan.repeated, scan.rows
-        self.job = replace(self.job, kinds=scan.kinds)
+        keep = flags.find_kept_columns(self.args, list(scan.kinds))
+        self.job = replace(self.job, kinds=scan.kinds, keep=keep)
 
     def check_output(self) -> None:
         """Checks that the output is empty, or that it may be continued.
@@ -149,8 +149,8 @@ class Run:
         try:
             manifest.check_inputs(self.manifest["inputs"], [each.fingerprint() for each in self.corpus.inputs])
         except (ValueError, OSError) as error:
-            advice = "The output mixes both; start again in a new folder"
-            raise CommandError(f"during the run: {str(error).removeprefix('--resume: ')}. {advice}") from error
+            what = str(error).removeprefix("--resume: ")
+            raise CommandError(f"during the run: {what}. The output mixes both; start in a new folder") from error
 
     # -- work
 
@@ -170,7 +170,8 @@ class Run:
                 again = "--update" if is_update else "the same --shard" if self.args.shard else "--resume"
                 self.report(f"stopped; {computed.rows:,} rows were computed, and {again} computes the others")
                 return 130
-            self.check_unchanged()
+            if not is_update:
+                self.check_unchanged()
             return self.finish(computed, time.perf_counter() - self.started)
 
     def missing_parts(self) -> Iterator[Part]:
@@ -186,6 +187,8 @@ class Run:
         return self.corpus.parts(size, lambda number: number in missing)
 
     def write_manifest(self) -> None:
+        if self.args.shard and self.before is None:  # another share may have been faster
+            self.check_output()
         if self.before is None:
             self.store.write(manifest.MANIFEST, manifest.to_text(self.manifest))
 
@@ -253,9 +256,8 @@ class Run:
         if not joined and (there := len(manifest.complete_parts(self.store))) < parts:
             print(f"{computed.rows:,} rows now in {seconds:,.1f} s; {there:,} of {parts:,} parts are there")
             return 0
-        totals, metrics = join_records(self.store), {}
-        if self.job.label_column is not None:
-            metrics = write_metrics(self.store, self.job, parts)
+        totals = join_records(self.store)
+        metrics = {} if self.job.label_column is None else write_metrics(self.store, self.job, parts)
         if self.job.format == "npy":
             join_arrays(self.store, parts)
         print_summary(self.args.output, self.corpus, totals, computed, metrics, seconds)

@@ -90,8 +90,7 @@ def join_rows(store: LocalStore, names: list[str]) -> None:
 
 
 # The column of the predictions for each problem, and its kind.
-PREDICTIONS = {"single_label": ("label", "text"),
-               "multi_label": ("labels", "texts"),
+PREDICTIONS = {"single_label": ("label", "text"), "multi_label": ("labels", "texts"),
                "regression": ("prediction", "numbers")}  # fmt: skip
 
 
@@ -99,8 +98,7 @@ def predictions_and_references(store: Store, job: Job, parts: int) -> Iterator[t
     """The result and the true labels of each row that has a result."""
     problem = job.options["problem"]
     name, kind = PREDICTIONS[problem]
-    kinds = {"score": "number"} if job.task == "rerank" else {name: kind}
-    kinds["reference"] = kind
+    kinds = ({"score": "number"} if job.task == "rerank" else {name: kind}) | {"reference": kind}
     for file in (job.part_name(number) for number in range(parts)):
         columns = decode_part(job.format, kinds, store.read(file))
         for found, reference in zip(*columns.values(), strict=True):

@@ -19,6 +19,7 @@ from toolkit.corpus.job import Job
 from toolkit.corpus.rows import check_row, in_kind
 from toolkit.corpus.sources import Part
 from toolkit.corpus.store import RECORDS, open_store
+from toolkit.corpus.summary import PREDICTIONS
 from toolkit.corpus.tasks import open_task
 from toolkit.inputs import Row
 
@@ -211,8 +212,7 @@ def row_kinds(job: Job) -> dict[str, object]:
     """The kinds of the columns that say which row it is, and of those that are kept of the input."""
     kinds: dict[str, object] = {"id": job.kinds[job.id_column]} if job.id_column else {"file": "text", "row": "integer"}
     if job.label_column:
-        problems = {"single_label": "text", "multi_label": "texts", "regression": "numbers"}
-        kinds["reference"] = problems[job.options["problem"]]
+        _, kinds["reference"] = PREDICTIONS[job.options["problem"]]
     return kinds | {name: job.kinds[column] for column, name in job.keep.items()}
 
 
