@@ -229,6 +229,29 @@ def test_an_error_at_any_write(model, here, monkeypatch):
     assert failures > 25
 
 
+def test_what_is_left_of_another_update_is_not_used(model, here):
+    run(model, "updated", rows=rows_of(TEXTS))
+    run(model, "other", rows=rows_of(texts(16, 9)))
+    shutil.copytree("other", "updated/__run__/update/new")
+    run(model, "updated", "--update", rows=rows_of([*TEXTS, "a new film"]))
+    run(model, "full")
+    assert content(here / "updated") == content(here / "full")
+
+
+def test_a_part_that_has_changed_is_not_used(model, here, capsys):
+    run(model, "out", rows=rows_of(TEXTS))
+    part = here / "out" / "part-000002.parquet"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    run(model, "out", "--update", rows=rows_of(TEXTS[1:]), code=2)
+    assert part.name in capsys.readouterr().err.splitlines()[-1]
+    part.unlink()
+    run(model, "out", "--update")
+    run(model, "full")
+    assert content(here / "out") == content(here / "full")
+
+
 def test_after_kill_9(model, here):
     run(model, "updated", rows=rows_of(TEXTS))
     rows = changed(rows_of(texts(300, 1)))

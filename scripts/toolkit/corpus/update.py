@@ -9,6 +9,7 @@ The new parts are made beside the old ones, in `__run__/update`, and take their 
 """
 
 import base64
+import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
@@ -114,8 +115,11 @@ class Known:
                 record = json.loads(self.store.read(record_name(number)))
                 record["tokens_of"] = np.frombuffer(base64.b64decode(record["tokens_of"]), "<u4")
                 record["truncated_of"] = set(record["truncated_of"])
-                [name] = record["files"]
-                self.parts[number] = decode_part(self.format, self.kinds, self.store.read(name)), record
+                [(name, file)] = record["files"].items()
+                content = self.store.read(name)
+                if hashlib.sha256(content).hexdigest() != file["sha256"]:
+                    raise CommandError(f"--update: {name} is not what the run wrote; remove it to compute its rows")
+                self.parts[number] = decode_part(self.format, self.kinds, content), record
                 if len(self.parts) > PARTS_IN_MEMORY:
                     self.parts.popitem(last=False)
             self.parts.move_to_end(number)
@@ -164,8 +168,8 @@ def update(run) -> Totals:
         raise ValueError("--update: the output has the format npy, whose parts are joined; expected another format")
     check_contract(before, now, run.fields.get("auto_map") is not None and job.trust_remote_code)
     planned = manifest.to_text(now)
-    if store.has(PLANNED) and store.read(PLANNED) != planned:
-        store.remove_folder(UPDATE)  # of an update to an input that has changed again
+    if not store.has(PLANNED) or store.read(PLANNED) != planned:
+        store.remove_folder(UPDATE)  # of an update to an input that has changed again, or what is left of one
     results, out = (replace(job, output=f"{job.output}/{name}") for name in (NEW, OUT))
     results = replace(results, keep={}, kinds={}, id_column=None, label_column=None)
     new_store, out_store = open_store(results.output, job.run), open_store(out.output, job.run)
@@ -196,11 +200,9 @@ def update(run) -> Totals:
 def missing_of(store: Store, before: dict[str, dict]) -> Callable[[int], bool]:
     """Whether a part is neither in an output nor as before, by its number."""
     sizes = store.sizes()
-    there = {
-        number
-        for number, record in manifest.read_records(store)
-        if all(before.get(name) == file or sizes.get(name) == file["bytes"] for name, file in record["files"].items())
-    }
+    there = {number for number, record in manifest.read_records(store)
+             if all(before.get(name) == file or sizes.get(name) == file["bytes"]
+                    for name, file in record["files"].items())}  # fmt: skip
     return lambda number: number not in there
 
 
@@ -211,11 +213,8 @@ def new_parts(job: Job, corpus: Corpus, known: Known) -> Iterator[Part]:
     def new_rows() -> Iterator[Row]:
         for part in corpus.parts(job.part_rows):
             used, _ = usable_rows(job, part.rows)
-            rows: dict[bytes, Row] = {}
-            for each in used:
-                if each.has_text:
-                    rows.setdefault(each.digest, each.row)
-            digests = list(rows)
+            rows = {each.digest: each.row for each in reversed(used) if each.has_text}
+            digests = list(reversed(rows))  # of rows with one text, the first
             both = zip(digests, known.index.find(digests), seen.find(digests), strict=True)
             new = [digest for digest, one, other in both if max(one, other) < 0 and digest not in known.faults]
             seen.add(new, [0] * len(new))
