@@ -260,8 +260,9 @@ def test_ray_writes_the_same_files_also_if_an_actor_is_killed(tmp_path):
 
 def test_ray_reports_an_error_in_one_line(tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
-    folder = save_model(tmp_path / "model")
-    rows = write_rows(tmp_path / "rows.jsonl", [*ROWS[:20], {"id": 20, "text": ""}])
+    folder = save_model(tmp_path / "model", "fill-mask")
+    masked = [{"text": f"{row['text']} [MASK]"} for row in ROWS[:20]]
+    rows = write_rows(tmp_path / "rows.jsonl", [*masked, {"text": "a film"}])  # which only an actor notices
     command = [sys.executable, "-c", COMMAND, folder, rows, "--output", tmp_path / "ray", *FLAGS]
     done = subprocess.run([*command, "--engine", "ray", "--processes", "1"], env=ENVIRONMENT, capture_output=True,
                           text=True, check=False)  # fmt: skip
