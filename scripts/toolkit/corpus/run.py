@@ -236,8 +236,8 @@ class Run:
     def assemble(self, assembler: Assembler, parts: Iterator[Part]) -> None:
         """Writes the parts of an update, until the run is stopped."""
         self.expected = self.rows
-        wanted = takewhile(lambda part: not self.is_interrupted, parts)
-        self.follow(map(assembler.run, wanted), "update", Totals())
+        remaining = takewhile(lambda part: not self.is_interrupted, parts)
+        self.follow(map(assembler.run, remaining), "update", Totals())
 
     def engine(self, job: Job, parts: Iterator[Part]) -> Iterator[Done]:
         """Computes the parts on the chosen engine."""
