@@ -103,14 +103,17 @@ def read_records(store: Store, folder: str = RECORDS) -> Iterator[tuple[int, dic
         yield int(name.removesuffix(".json")), record
 
 
-def complete_parts(store: Store) -> dict[int, dict]:
-    """Of each part whose files are there in their sizes, the fingerprints of its files."""
+def complete_records(store: Store) -> Iterator[tuple[int, dict]]:
+    """The records of the parts whose files are there in their sizes, in their order."""
     sizes = store.sizes()
-    return {
-        number: record["files"]
-        for number, record in read_records(store)
-        if all(sizes.get(name) == file["bytes"] for name, file in record["files"].items())
-    }
+    for number, record in read_records(store):
+        if all(sizes.get(name) == file["bytes"] for name, file in record["files"].items()):
+            yield number, record
+
+
+def complete_parts(store: Store) -> set[int]:
+    """The numbers of the parts whose files are there in their sizes."""
+    return {number for number, _ in complete_records(store)}
 
 
 def check_same(before: dict, now: dict) -> list[str]:

@@ -75,10 +75,8 @@ class Known:
         self.store, self.format, self.kinds = store, format, None
         self.index, self.faults, self.files = DigestIndex(), {}, {}
         self.starts, self.numbers = [0], []
-        complete = manifest.complete_parts(store)
-        for number, record in manifest.read_records(store):
-            if number in complete:
-                self.add(number, record)
+        for number, record in manifest.complete_records(store):
+            self.add(number, record)
         self.parts: OrderedDict[int, tuple[dict, dict]] = OrderedDict()
         self.lock = Lock()
 
