@@ -154,9 +154,11 @@ def test_a_process_that_dies_at_work_is_replaced(model, undisturbed, here, monke
 
 
 def test_processes_killed_at_random_moments_are_replaced(model, undisturbed, here):
-    """While they start, open the model, compute and write."""
-    numbers = random.Random(0)
-    with killer(4, lambda: numbers.random() * 8) as killed:
+    """While they start, open the model, compute and write. The first is killed before half of a run's time."""
+    started, numbers = time.monotonic(), random.Random(0)
+    assert predict.main([model, "rows.jsonl", "--output", "timed", *FLAGS]) == 0
+    half = (time.monotonic() - started) / 2
+    with killer(4, lambda: numbers.random() * half) as killed:
         assert predict.main([model, "rows.jsonl", "--output", "out", *FLAGS]) == 0
     assert killed
     assert content(here / "out") == undisturbed
