@@ -170,7 +170,6 @@ def add_output_flags(output) -> None:
                         "float32")  # fmt: skip
     output.add_argument("--ranges", type=ranges, metavar="FILE.npy", help="embed, for uint8 and int8: the lowest and "
                         "the highest value of each number, shape (2, N)")  # fmt: skip
-
     output.add_argument("--shard", metavar="K/N", help="compute one share of the parts, such as 3/16, so that several "
                         "machines fill one folder; the same again continues it")  # fmt: skip
     output.add_argument("--check", action="store_true", help="compare every file of --output with what its run wrote")
@@ -188,9 +187,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("MODEL or INPUT is missing; expected a model and one or more inputs")
 
     def work() -> int:
-        from toolkit.hub import silence_libraries
-
-        silence_libraries()
         if args.check:
             from toolkit.corpus.summary import check_output
 
@@ -202,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return Run(args, parser.report).start()
 
-    return parser.run(work)
+    return parser.run(work, is_silent=True)
 
 
 if __name__ == "__main__":

@@ -24,20 +24,6 @@ TEXTS = texts(40)
 MANY_TEXTS = texts(200)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Makes a tiny model of the kind bert, once for each task and fields."""
-    made = {}
-
-    def make(task: str = "embed", **fields) -> str:
-        key = (task, repr(fields))
-        if key not in made:
-            made[key] = save_model(tmp_path_factory.mktemp("model"), task, "bert", **fields)
-        return made[key]
-
-    return make
-
-
 @pytest.fixture
 def run(tmp_path, capsys):
     """Runs the command on rows, and returns the rows of its output."""
@@ -91,15 +77,15 @@ def assert_close(found, expected, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("batch", ["1", "50", "16384"])
-def test_batches_change_nothing_but_rounding(batch, model, run):
-    found = run(model(), rows_of(TEXTS), "--tokens_per_batch", batch)
-    assert_close([row["embedding"] for row in found], embeddings(model(), TEXTS))
+def test_batches_change_nothing_but_rounding(batch, make_bert, run):
+    found = run(make_bert(), rows_of(TEXTS), "--tokens_per_batch", batch)
+    assert_close([row["embedding"] for row in found], embeddings(make_bert(), TEXTS))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("int8", 2e-2)])
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv", "npy"])
-def test_types_of_embeddings(dtype, tolerance, format, model, run, tmp_path):
-    found = run(model(), rows_of(TEXTS), "--embedding_dtype", dtype, format=format)
+def test_types_of_embeddings(dtype, tolerance, format, make_bert, run, tmp_path):
+    found = run(make_bert(), rows_of(TEXTS), "--embedding_dtype", dtype, format=format)
     if format == "npy":
         vectors = np.load(tmp_path / "out-0" / "embeddings.npy")
         found = list(csv.DictReader((tmp_path / "out-0" / "rows.csv").open(encoding="utf-8")))
@@ -116,7 +102,7 @@ def test_types_of_embeddings(dtype, tolerance, format, model, run, tmp_path):
             assert str(schema.field("embedding").type.value_type) == types["parquet"][dtype]
             assert schema.field("embedding").type.list_size == 32
     scales = np.array([float(row["scale"]) for row in found])[:, None] if dtype == "int8" else 1
-    assert_close(vectors.astype(np.float32) * scales, embeddings(model(), TEXTS), tolerance)
+    assert_close(vectors.astype(np.float32) * scales, embeddings(make_bert(), TEXTS), tolerance)
     assert [int(row["row"]) for row in found] == list(range(1, 41))
 
 
@@ -124,11 +110,11 @@ def test_types_of_embeddings(dtype, tolerance, format, model, run, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_entities_and_scores_in_every_format(format, model, run):
+def test_entities_and_scores_in_every_format(format, make_bert, run):
     for task, name in (("tag", "entities"), ("classify", "all_scores")):
         flags = ["--all_scores"] if task == "classify" else []
-        expected = compute(model(task), task, TEXTS, all_scores=True)[name]
-        found = [row[name] for row in run(model(task), rows_of(TEXTS), *flags, format=format)]
+        expected = compute(make_bert(task), task, TEXTS, all_scores=True)[name]
+        found = [row[name] for row in run(make_bert(task), rows_of(TEXTS), *flags, format=format)]
         assert [json.loads(value) if format == "csv" else value for value in found] == expected
 
 
@@ -145,12 +131,12 @@ def test_the_task_is_what_the_class_is_for(task, kind, run, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_metrics_are_those_of_scikit_learn(model, run, tmp_path):
+def test_metrics_are_those_of_scikit_learn(make_bert, run, tmp_path):
     from sklearn.metrics import accuracy_score, f1_score
 
     labels = ["bad", "fair", "good", "bad"] * 10
     for format in ("parquet", "jsonl", "csv"):
-        found = run(model("classify"), rows_of(TEXTS, y=labels), "--label_column", "y", format=format)
+        found = run(make_bert("classify"), rows_of(TEXTS, y=labels), "--label_column", "y", format=format)
         assert [row["reference"] for row in found] == labels
         predictions = [row["label"] for row in found]
         output = sorted(tmp_path.glob("out-*"))[-1]
@@ -161,10 +147,10 @@ def test_metrics_are_those_of_scikit_learn(model, run, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
-def test_metrics_of_several_labels_and_of_numbers(format, model, run, tmp_path):
+def test_metrics_of_several_labels_and_of_numbers(format, make_bert, run, tmp_path):
     from sklearn.metrics import accuracy_score, mean_squared_error
 
-    several = model("classify", problem_type="multi_label_classification")
+    several = make_bert("classify", problem_type="multi_label_classification")
     labels = ["bad|good", "fair", "", "good"] * 10
     found = run(several, rows_of(TEXTS, y=labels), "--label_column", "y", format=format)
     given = [json.loads(row["labels"]) if format == "csv" else row["labels"] for row in found]
@@ -174,14 +160,14 @@ def test_metrics_of_several_labels_and_of_numbers(format, model, run, tmp_path):
     assert metrics["accuracy"] == pytest.approx(accuracy_score(*sets))
     numbers = [float(i % 7) for i in range(40)]
     rows = [{"query": text, "document": text, "y": y} for text, y in zip(TEXTS, numbers, strict=True)]
-    found = run(model("rerank"), rows, "--label_column", "y", format=format)
+    found = run(make_bert("rerank"), rows, "--label_column", "y", format=format)
     metrics = json.loads((tmp_path / "out-1" / "__run__" / "metrics.json").read_text())
     scores = [float(row["score"]) for row in found]
     assert metrics["mean_squared_error"] == pytest.approx(mean_squared_error(numbers, scores), rel=1e-5)
 
 
-def test_a_label_that_the_model_does_not_have(model, run, capsys):
-    run(model("classify"), rows_of(TEXTS, y=["bad"] * 39 + ["wonderful"]), "--label_column", "y", code=2)
+def test_a_label_that_the_model_does_not_have(make_bert, run, capsys):
+    run(make_bert("classify"), rows_of(TEXTS, y=["bad"] * 39 + ["wonderful"]), "--label_column", "y", code=2)
     line = capsys.readouterr().err.splitlines()[-1]
     assert "row 40" in line
     assert "'wonderful'" in line
@@ -191,54 +177,56 @@ def test_a_label_that_the_model_does_not_have(model, run, capsys):
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("x.csv", ";"), ("x.txt", r"\t"), ("x.tsv", None)])
-def test_tables_with_another_delimiter_and_unpaired_quotation_marks(name, delimiter, model, run, tmp_path):
+def test_tables_with_another_delimiter_and_unpaired_quotation_marks(name, delimiter, make_bert, run, tmp_path):
     values = ['"good film', "a film", 'bad "film"'] if name != "x.csv" else ["good film", "a, film", "bad film"]
     lines = [(delimiter or "\t").replace(r"\t", "\t").join(row) for row in (["id", "text"], *enumerate_texts(values))]
     (tmp_path / name).write_text("\n".join(lines))
-    found = run(model(), str(tmp_path / name), "--id_column", "id", *(["--delimiter", delimiter] if delimiter else []))
+    found = run(
+        make_bert(), str(tmp_path / name), "--id_column", "id", *(["--delimiter", delimiter] if delimiter else [])
+    )
     assert [row["id"] for row in found] == [0, 1, 2]
-    assert [row["embedding"] for row in found] == [row["embedding"] for row in run(model(), rows_of(values))]
+    assert [row["embedding"] for row in found] == [row["embedding"] for row in run(make_bert(), rows_of(values))]
 
 
-def test_another_delimiter_is_another_input(model, run, tmp_path, capsys):
+def test_another_delimiter_is_another_input(make_bert, run, tmp_path, capsys):
     (tmp_path / "x.csv").write_text("text;id\na;1\n")
-    run(model(), str(tmp_path / "x.csv"), code=2)
+    run(make_bert(), str(tmp_path / "x.csv"), code=2)
     assert "--delimiter" in capsys.readouterr().err
-    argv = [model(), str(tmp_path / "x.csv"), "--output", str(tmp_path / "out"), "--processes", "1"]
+    argv = [make_bert(), str(tmp_path / "x.csv"), "--output", str(tmp_path / "out"), "--processes", "1"]
     assert predict.main([*argv, "--delimiter", ";"]) == 0
     assert predict.main([*argv, "--text_column", "text;id", "--resume"]) == 2
     assert "delimiter" in capsys.readouterr().err
 
 
-def test_a_dataset_in_a_folder(model, run, tmp_path):
+def test_a_dataset_in_a_folder(make_bert, run, tmp_path):
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data" / "train.jsonl", rows_of(TEXTS))
-    expected = [row["embedding"] for row in run(model(), rows_of(TEXTS))]
+    expected = [row["embedding"] for row in run(make_bert(), rows_of(TEXTS))]
     for name in (f"hub:{tmp_path / 'data'}", f"hub:{tmp_path / 'data'}:train"):
-        assert [row["embedding"] for row in run(model(), name)] == expected
+        assert [row["embedding"] for row in run(make_bert(), name)] == expected
 
 
 @pytest.mark.parametrize(("ids", "kind"), [(list(range(100, 140)), int), ([f"r{i}" for i in range(40)], str)])
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_ids_stand_for_places(ids, kind, format, model, run):
-    found = run(model(), rows_of(TEXTS, key=ids), "--id_column", "key", format=format)
+def test_ids_stand_for_places(ids, kind, format, make_bert, run):
+    found = run(make_bert(), rows_of(TEXTS, key=ids), "--id_column", "key", format=format)
     assert [row["id"] for row in found] == ids
     assert all(type(row["id"]) is kind for row in found)
     assert "file" not in found[0]
 
 
-def test_a_limit(model, run):
-    assert [row["row"] for row in run(model(), rows_of(TEXTS), "--limit", "18")] == list(range(1, 19))
+def test_a_limit(make_bert, run):
+    assert [row["row"] for row in run(make_bert(), rows_of(TEXTS), "--limit", "18")] == list(range(1, 19))
 
 
-def test_a_dry_run_writes_nothing(model, run, tmp_path, capsys):
-    assert run(model(), rows_of(TEXTS), "--dry_run") == []
+def test_a_dry_run_writes_nothing(make_bert, run, tmp_path, capsys):
+    assert run(make_bert(), rows_of(TEXTS), "--dry_run") == []
     assert not (tmp_path / "out-0").exists()
     assert "embedding" in capsys.readouterr().out
 
 
-def test_truncated_texts_are_counted(model, run, tmp_path, capsys):
-    run(model(), rows_of(["a", "word1 " * 38, "word1 " * 39, "word1 " * 500]))
+def test_truncated_texts_are_counted(make_bert, run, tmp_path, capsys):
+    run(make_bert(), rows_of(["a", "word1 " * 38, "word1 " * 39, "word1 " * 500]))
     assert json.loads((tmp_path / "out-0" / "__run__" / "parts" / "000000.json").read_text())["truncated"] == 2
     assert capsys.readouterr().out.splitlines()[1].startswith("2 ")
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 
 import fsspec
 import pyarrow as pa
@@ -20,7 +19,7 @@ from datasets import Dataset
 from pyarrow import parquet
 
 import predict
-from support.corpora import save_model, texts, write_rows
+from support.corpora import texts, write_rows
 from support.folders import SCRIPTS
 from toolkit.corpus.sources import open_inputs
 from toolkit.inputs import Input
@@ -30,17 +29,6 @@ pytestmark = pytest.mark.usefixtures("quiet_only_here")
 TEXTS = texts(40)
 COMPRESSED = {"": bytes, ".gz": gzip.compress, ".zst": partial(pa.compress, codec="zstd", asbytes=True)}
 FLAGS = ["--processes", "1", "--threads_per_process", "1", "--part_rows", "16"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

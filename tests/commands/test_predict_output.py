@@ -15,30 +15,15 @@ from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from pyarrow import dataset, parquet
 
 import predict
-from support.corpora import save_model, texts, write_rows
+from support.corpora import all_files, save_model, texts, write_rows
 from toolkit.corpus import worker
 from toolkit.corpus.formats import decode_part, encode_part
 from toolkit.corpus.worker import slices
 
-pytestmark = pytest.mark.usefixtures("quiet_only_here")
+pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
 
 FLAGS = ["--processes", "1", "--threads_per_process", "1", "--part_rows", "8"]
 TEXTS = texts(20)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def rows_of(**columns) -> list[dict]:
@@ -319,7 +304,7 @@ def test_shares_fill_one_folder(model, here, capsys):
         assert not (here / "shared" / "__run__" / "errors.jsonl").exists()
     assert {path.name for path in here.glob("shared/part-*")} == {"part-000001.parquet", "part-000002.parquet"}
     run(model, rows, *flags, "--shard", "1/3", output="shared")
-    assert content(here / "shared") == content(here / "whole")
+    assert all_files(here / "shared") == all_files(here / "whole")
     capsys.readouterr()
     run(model, rows, *flags, "--shard", "1/3", "--pooling", "cls", output="shared", code=2)
     assert "--pooling" in capsys.readouterr().err
@@ -404,10 +389,10 @@ def test_check_of_what_is_no_output(model, here, capsys):
 )
 def test_resume_computes_what_is_lost_or_cut(name, change, model, here):
     run(model, rows_of())
-    before = content(here / "out")
+    before = all_files(here / "out")
     shutil.rmtree(here / "out" / name) if name == "__run__/parts" else damage(name, change)
     run(model, rows_of(), "--resume")
-    assert content(here / "out") == before
+    assert all_files(here / "out") == before
 
 
 def test_files_of_the_user_stay(model, here):
@@ -472,10 +457,10 @@ def test_an_input_that_was_touched_or_moved_is_the_same(model, here):
     (here / "elsewhere").mkdir()
     shutil.move("rows.jsonl", "elsewhere/rows.jsonl")
     (here / "elsewhere" / "rows.jsonl").touch()
-    before = content(here / "out")
+    before = all_files(here / "out")
     (here / "out" / "part-000000.parquet").unlink()
     run(model, "elsewhere/rows.jsonl", "--limit", "8", "--resume")
-    assert content(here / "out") == before
+    assert all_files(here / "out") == before
 
 
 def test_a_dry_run_needs_no_output(model, here, capsys):

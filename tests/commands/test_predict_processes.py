@@ -33,16 +33,10 @@ FLAGS = ["--processes", "2", "--threads_per_process", "1", "--part_rows", "8"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate(texts(60))]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "rows.jsonl", ROWS)
-    return tmp_path
+def here(here) -> Path:
+    write_rows(here / "rows.jsonl", ROWS)
+    return here
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,6 @@ ROWS = [{"text": text, "id": number} for number, text in enumerate(texts(60))]
 ROWS[9]["text"] = ROWS[30]["text"] = ""  # rows that cannot be used
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def data(tmp_path) -> str:
     return write_rows(tmp_path / "rows.jsonl", ROWS)
@@ -54,9 +49,8 @@ def undisturbed(model, tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, data) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def here(here, data) -> Path:
+    return here
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming

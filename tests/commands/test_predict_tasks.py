@@ -25,20 +25,6 @@ MANY_TEXTS = texts(200)
 LABELS = ["bad", "fair", "good"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Makes a tiny model of the kind bert, once for each task and fields."""
-    made = {}
-
-    def make(task: str = "embed", **fields) -> str:
-        key = (task, repr(fields))
-        if key not in made:
-            made[key] = save_model(tmp_path_factory.mktemp("model"), task, "bert", **fields)
-        return made[key]
-
-    return make
-
-
 def assert_close(found, expected, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(torch.tensor(np.array(found), dtype=torch.float32), expected, rtol=0, atol=tolerance)
 
@@ -68,14 +54,14 @@ def embeddings(folder: str, values: list[str], pooling: str, length: int = 40) -
     "pooling",
     ["mean", "cls", "max", "pooler", "lasttoken", "weightedmean", "mean_sqrt_len_tokens", "lasttoken,pooler,mean"],
 )
-def test_embeddings_are_those_of_bert(pooling, model):
-    found = compute(model(), "embed", TEXTS, pooling=predict.poolings(pooling))["embedding"]
-    assert_close(found, embeddings(model(), TEXTS, pooling))
+def test_embeddings_are_those_of_bert(pooling, make_bert):
+    found = compute(make_bert(), "embed", TEXTS, pooling=predict.poolings(pooling))["embedding"]
+    assert_close(found, embeddings(make_bert(), TEXTS, pooling))
 
 
-def test_embeddings_are_cut_and_scaled(model):
-    found = compute(model(), "embed", TEXTS, truncate_dim=5, normalize=True, prompt="good film ")["embedding"]
-    expected = embeddings(model(), ["good film " + text for text in TEXTS], "mean")[:, :5]
+def test_embeddings_are_cut_and_scaled(make_bert):
+    found = compute(make_bert(), "embed", TEXTS, truncate_dim=5, normalize=True, prompt="good film ")["embedding"]
+    expected = embeddings(make_bert(), ["good film " + text for text in TEXTS], "mean")[:, :5]
     assert_close(found, torch.nn.functional.normalize(expected))
 
 
@@ -109,20 +95,20 @@ RANGES = [[-1.0] * 32, [2.0] * 32]
         ("int8", [[0], [1]], "32"),
     ],
 )
-def test_ranges_that_do_not_fit(dtype, ranges, expected, model):
+def test_ranges_that_do_not_fit(dtype, ranges, expected, make_bert):
     with pytest.raises(ValueError, match=f"--ranges.*{expected}"):
-        open_tiny(model(), "embed", embedding_dtype=dtype, ranges=ranges)
+        open_tiny(make_bert(), "embed", embedding_dtype=dtype, ranges=ranges)
 
 
 @pytest.mark.parametrize("content", ["text", "empty", "shape", "order", "nan", "objects"])
-def test_a_file_of_ranges_that_cannot_be_used(content, model, tmp_path, capsys):
+def test_a_file_of_ranges_that_cannot_be_used(content, make_bert, tmp_path, capsys):
     path = tmp_path / "ranges.npy"
     arrays = {"shape": np.zeros((3, 4)), "order": np.array([[1.0], [0.0]]), "nan": np.full((2, 3), np.nan)}
     if content in ("text", "empty"):
         path.write_text("1, 2" if content == "text" else "")
     else:
         np.save(path, arrays.get(content, np.array([[{}], [{}]])), allow_pickle=True)
-    argv = [model(), "x.txt", "--output", "out", "--embedding_dtype", "uint8", "--ranges", str(path)]
+    argv = [make_bert(), "x.txt", "--output", "out", "--embedding_dtype", "uint8", "--ranges", str(path)]
     with pytest.raises(SystemExit) as caught:
         predict.main(argv)
     assert caught.value.code == 2
@@ -149,13 +135,13 @@ def test_a_sentence_transformers_folder_is_followed(pooling, modules, tmp_path):
     assert_close(found, torch.nn.functional.normalize(embeddings(folder, TEXTS, "mean")))
 
 
-def test_a_prompt_that_the_folder_does_not_have(model, tmp_path, capsys):
+def test_a_prompt_that_the_folder_does_not_have(make_bert, tmp_path, capsys):
     folder = save_model(tmp_path / "model", "embed", "bert")
     write_sentence_folder(tmp_path / "model", NORMALISED, config=PROMPTS)
     with pytest.raises(ValueError, match=r"--prompt_name is 'x'.*'q', 'd'"):
         open_tiny(folder, "embed", prompt_name="x")
     with pytest.raises(ValueError, match=r"--prompt_name is 'q'.*none"):
-        open_tiny(model(), "embed", prompt_name="q")
+        open_tiny(make_bert(), "embed", prompt_name="q")
     with pytest.raises(SystemExit):
         predict.main([folder, "x.txt", "--output", "out", "--prompt_name", "q", "--prompt", "good "])
     assert "--prompt" in capsys.readouterr().err
@@ -209,10 +195,10 @@ def add_modules(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("task", ["embed", "classify", "rerank", "tag", "fill-mask"])
-def test_a_text_has_the_same_bits_in_any_batch(task, model, tmp_path):
+def test_a_text_has_the_same_bits_in_any_batch(task, make_bert, tmp_path):
     """Also with another number of threads."""
     save_model(tmp_path / "embed", "embed", "bert")
-    folder = add_modules(tmp_path / "embed") if task == "embed" else model(task)
+    folder = add_modules(tmp_path / "embed") if task == "embed" else make_bert(task)
     if task == "rerank":
         save_model(tmp_path / "rerank", "rerank", "bert")
         config = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Softplus"}
@@ -267,8 +253,8 @@ def test_weights_that_cannot_be_read_are_reported_in_one_line(content, place, tm
 
 
 @pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification", "regression"])
-def test_labels_and_scores_are_those_of_the_pipeline(problem, model):
-    folder = model("classify", problem_type=problem)
+def test_labels_and_scores_are_those_of_the_pipeline(problem, make_bert):
+    folder = make_bert("classify", problem_type=problem)
     reference = pipeline("text-classification", model=folder, device="cpu")
     expected = [{each["label"]: each["score"] for each in one} for one in reference(MANY_TEXTS, top_k=None)]
     found = compute(folder, "classify", MANY_TEXTS, all_scores=True)
@@ -289,9 +275,9 @@ def test_labels_and_scores_are_those_of_the_pipeline(problem, model):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_likeliest_labels_are_those_of_the_pipeline(count, model):
-    expected = pipeline("text-classification", model=model("classify"), device="cpu")(MANY_TEXTS, top_k=count)
-    found = compute(model("classify"), "classify", MANY_TEXTS, top_k=count)
+def test_the_likeliest_labels_are_those_of_the_pipeline(count, make_bert):
+    expected = pipeline("text-classification", model=make_bert("classify"), device="cpu")(MANY_TEXTS, top_k=count)
+    found = compute(make_bert("classify"), "classify", MANY_TEXTS, top_k=count)
     assert found["labels"] == [[each["label"] for each in one] for one in expected]
     scores = [[each["score"] for each in one] for one in expected]
     np.testing.assert_allclose(found["scores"], scores, rtol=0, atol=1e-5)
@@ -306,22 +292,22 @@ def test_the_likeliest_labels_are_those_of_the_pipeline(count, model):
         ({"id2label": {0: "good", 1: "good"}}, {"all_scores": True}, "--all_scores"),
     ],
 )
-def test_labels_that_cannot_be_given(fields, options, word, model):
+def test_labels_that_cannot_be_given(fields, options, word, make_bert):
     with pytest.raises(ValueError, match=word):
-        open_tiny(model("classify", **fields), "classify", **options)
+        open_tiny(make_bert("classify", **fields), "classify", **options)
 
 
-def test_pairs_are_those_of_the_pipeline(model):
-    reference = pipeline("text-classification", model=model("classify"), device="cpu")
+def test_pairs_are_those_of_the_pipeline(make_bert):
+    reference = pipeline("text-classification", model=make_bert("classify"), device="cpu")
     inputs = [{"text": one, "text_pair": other} for one, other in zip(TEXTS, TEXTS[::-1], strict=True)]
     expected = [reference(each, truncation=True, max_length=40) for each in inputs]
-    found = compute(model("classify"), "classify", TEXTS, TEXTS[::-1])
+    found = compute(make_bert("classify"), "classify", TEXTS, TEXTS[::-1])
     assert found["label"] == [row["label"] for row in expected]
     assert list(found["score"]) == pytest.approx([row["score"] for row in expected], abs=1e-5)
 
 
-def test_a_threshold(model):
-    folder = model("classify", problem_type="multi_label_classification")
+def test_a_threshold(make_bert):
+    folder = make_bert("classify", problem_type="multi_label_classification")
     found = compute(folder, "classify", TEXTS, all_scores=True, threshold=0.9)
     for labels, scores in zip(found["labels"], found["all_scores"], strict=True):
         assert labels == [name for name, score in scores.items() if score > 0.9]
@@ -388,24 +374,24 @@ def test_a_folder_of_the_other_class(task, model_type, tmp_path):
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-def test_entities_are_those_of_the_pipeline(aggregation, model):
-    reference = pipeline("token-classification", model=model("tag"), aggregation_strategy=aggregation, device="cpu")
-    found = compute(model("tag"), "tag", MANY_TEXTS, aggregation=aggregation)["entities"]
+def test_entities_are_those_of_the_pipeline(aggregation, make_bert):
+    reference = pipeline("token-classification", model=make_bert("tag"), aggregation_strategy=aggregation, device="cpu")
+    found = compute(make_bert("tag"), "tag", MANY_TEXTS, aggregation=aggregation)["entities"]
     for text, entities in zip(MANY_TEXTS, found, strict=True):
         expected = [{**each, "score": pytest.approx(float(each["score"]), abs=1e-5)} for each in reference(text)]
         assert entities == expected
 
 
-def test_entities_of_a_text_longer_than_the_model(model):
+def test_entities_of_a_text_longer_than_the_model(make_bert):
     """Every window is computed as it is by itself, and each token is taken from one window."""
     long = " ".join(f"word{number % 40}" for number in range(100))
-    columns, encoded = columns_of(open_tiny(model("tag"), "tag", aggregation="none"), ["a film", long])
+    columns, encoded = columns_of(open_tiny(make_bert("tag"), "tag", aggregation="none"), ["a film", long])
     entities = columns["entities"][1]
     starts = [entity["start"] for entity in entities]
     assert starts == sorted(set(starts))
     assert starts[-1] > len(long) - 100
     assert all(long[entity["start"] : entity["end"]] == entity["word"] for entity in entities)
-    reference = pipeline("token-classification", model=model("tag"), device="cpu")
+    reference = pipeline("token-classification", model=make_bert("tag"), device="cpu")
     first = reference(" ".join(long.split(" ")[:38]))  # 38 words fill the first window
     kept = [entity for entity in first if entity["index"] <= 38 - 5]
     found = [entity for entity in entities if entity["index"] <= 38 - 5]
@@ -415,21 +401,21 @@ def test_entities_of_a_text_longer_than_the_model(model):
     assert encoded.tokens == [4, sum(map(len, encoded.ids[1:]))]
 
 
-def test_masked_words_are_those_of_the_pipeline(model):
+def test_masked_words_are_those_of_the_pipeline(make_bert):
     masked = [f"{text} [MASK] {other}" for text, other in zip(TEXTS[:8], texts(8, 1, 3), strict=True)]
     masked.append("a [MASK] film with [MASK]")
-    reference = pipeline("fill-mask", model=model("fill-mask"), top_k=3, device="cpu")
+    reference = pipeline("fill-mask", model=make_bert("fill-mask"), top_k=3, device="cpu")
     expected = [each if isinstance(each[0], list) else [each] for each in map(reference, masked)]
-    found = compute(model("fill-mask"), "fill-mask", masked, top_k=3)
+    found = compute(make_bert("fill-mask"), "fill-mask", masked, top_k=3)
     assert found["words"] == [[[guess["token_str"] for guess in mask] for mask in guesses] for guesses in expected]
     for scores, guesses in zip(found["scores"], expected, strict=True):
         in_order = [[guess["score"] for guess in mask] for mask in guesses]
         np.testing.assert_allclose(scores, in_order, rtol=0, atol=1e-5)
 
 
-def test_a_text_without_a_mask_cannot_be_used(model):
+def test_a_text_without_a_mask_cannot_be_used(make_bert):
     values = ["a [MASK]", "a film", "word1 " * 60 + "[MASK]"]
-    columns, encoded = columns_of(open_tiny(model("fill-mask"), "fill-mask"), values)
+    columns, encoded = columns_of(open_tiny(make_bert("fill-mask"), "fill-mask"), values)
     assert len(columns["words"]) == len(encoded.ids) == 1
     assert set(encoded.faults) == {1, 2}
     assert encoded.tokens == [4, 0, 0]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import predict
-from support.corpora import save_model, texts, write_rows
+from support.corpora import all_files, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from toolkit.corpus import store
 from toolkit.corpus.digests import RECENT, DigestIndex, digest_of
@@ -26,22 +26,6 @@ pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 FLAGS = ["--processes", "1", "--threads_per_process", "1", "--part_rows", "8", "--on_bad_row", "skip"]
 TEXTS = texts(60)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def rows_of(values: list[str]) -> list[dict]:
@@ -103,7 +87,7 @@ def test_the_files_are_those_of_a_full_run(task, format, flags, here, computed):
                    for rows in (before, after))  # fmt: skip
     assert sorted(computed) == sorted(is_now - was)
     run(folder, "full", *flags)
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
     assert predict.main(["--check", "--output", "updated"]) == 0
 
 
@@ -120,7 +104,7 @@ def test_any_change(tmp_path_factory, model, before, after):
         run(model, "updated", "--update", rows=rows_of([TEXTS[number] for number in after]))
     assert sorted(text for text, _ in found) == sorted(TEXTS[number] for number in set(after) - set(before))
     run(model, "full")
-    assert content(folder / "updated") == content(folder / "full")
+    assert all_files(folder / "updated") == all_files(folder / "full")
 
 
 def test_a_text_that_is_there_needs_no_model(model, here, monkeypatch):
@@ -130,7 +114,7 @@ def test_a_text_that_is_there_needs_no_model(model, here, monkeypatch):
     monkeypatch.undo()
     os.chdir(here)
     run(model, "full")
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
 
 
 def test_parts_that_are_as_before_are_not_written(model, here):
@@ -144,7 +128,7 @@ def test_parts_that_are_as_before_are_not_written(model, here):
 def test_without_an_output_it_is_a_run(model, here):
     run(model, "updated", "--update", rows=rows_of(TEXTS))
     run(model, "full")
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
 
 
 @pytest.mark.parametrize("flags", [["--format", "jsonl"], ["--part_rows", "13"], ["--pooling", "cls"]])
@@ -154,7 +138,7 @@ def test_other_flags_give_the_files_of_a_run_with_them(flags, model, here, compu
     run(model, "updated", "--update", *flags)
     assert len(computed) == (len(set(TEXTS)) if "--pooling" in flags else 0)
     run(model, "full", *flags)
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
 
 
 def test_another_model_computes_all(model, here, computed, tmp_path_factory):
@@ -164,7 +148,7 @@ def test_another_model_computes_all(model, here, computed, tmp_path_factory):
     run(other, "updated", "--update", rows=rows_of([*TEXTS, TEXTS[0]]))
     assert sorted(text for text, _ in computed) == sorted(set(TEXTS))
     run(other, "full")
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
 
 
 @pytest.mark.parametrize("change", ["torch", "processor", "dtype", "device", "npy"])
@@ -179,13 +163,13 @@ def test_where_the_bits_of_a_text_may_differ_it_stops(change, model, here, capsy
     elif change == "device":
         manifest["flags"]["device"] = "cuda"
     path.write_text(json.dumps(manifest))
-    before = content(here / "out")
+    before = all_files(here / "out")
     flags = ["--dtype", "bfloat16"] if change == "dtype" else []
     run(model, "out", "--update", *flags, rows=rows_of(TEXTS[:50]), code=2)
     line = capsys.readouterr().err.splitlines()[-1]
     assert "--update" in line
     assert change in line
-    assert content(here / "out") == before
+    assert all_files(here / "out") == before
 
 
 @pytest.mark.parametrize("flags", [["--shard", "1/2"], ["--format", "npy"]])
@@ -222,7 +206,7 @@ def test_an_error_at_any_write(model, here, monkeypatch):
             write_rows(Path("rows.jsonl"), rows)
         if code == 2:
             run(model, "updated", "--update")
-        assert content(here / "updated") == content(here / "full")
+        assert all_files(here / "updated") == all_files(here / "full")
         shutil.rmtree("updated")
         if code == 0:
             break
@@ -235,7 +219,7 @@ def test_what_is_left_of_another_update_is_not_used(model, here):
     shutil.copytree("other", "updated/__run__/update/new")
     run(model, "updated", "--update", rows=rows_of([*TEXTS, "a new film"]))
     run(model, "full")
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
 
 
 def test_a_part_that_has_changed_is_not_used(model, here, capsys):
@@ -249,7 +233,7 @@ def test_a_part_that_has_changed_is_not_used(model, here, capsys):
     part.unlink()
     run(model, "out", "--update")
     run(model, "full")
-    assert content(here / "out") == content(here / "full")
+    assert all_files(here / "out") == all_files(here / "full")
 
 
 def test_after_kill_9(model, here):
@@ -267,7 +251,7 @@ def test_after_kill_9(model, here):
         process.kill()
         process.wait()
     run(model, "updated", "--update")
-    assert content(here / "updated") == content(here / "full")
+    assert all_files(here / "updated") == all_files(here / "full")
 
 
 def test_what_is_not_finished_is_not_resumed_as_a_run(model, here, monkeypatch, capsys):
@@ -281,7 +265,7 @@ def test_what_is_not_finished_is_not_resumed_as_a_run(model, here, monkeypatch, 
     assert "--update" in capsys.readouterr().err.splitlines()[-1]
     run(model, "out", "--update")
     run(model, "full")
-    assert content(here / "out") == content(here / "full")
+    assert all_files(here / "out") == all_files(here / "full")
 
 
 def test_ctrl_c(model, here, monkeypatch, capsys):
@@ -299,7 +283,7 @@ def test_ctrl_c(model, here, monkeypatch, capsys):
     assert "--update" in capsys.readouterr().err.splitlines()[-1]
     run(model, "out", "--update")
     run(model, "full")
-    assert content(here / "out") == content(here / "full")
+    assert all_files(here / "out") == all_files(here / "full")
 
 
 # -------------------------------------------------------------------------------------------------------------- digests

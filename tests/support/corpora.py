@@ -55,10 +55,14 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+def all_files(folder: Path) -> dict[str, bytes]:
+    """All files of an output."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """All files of an output, but what names the machine's state."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: bytes_ for name, bytes_ in files.items() if not name.endswith("manifest.json")}
+    return {name: content for name, content in all_files(folder).items() if not name.endswith("manifest.json")}
 
 
 def one_line(argv: list[str], capsys, *words: str, code: int = 2) -> None:

@@ -26,9 +26,8 @@ def check_flags(args, task: str) -> None:
     for name in sorted({name for names in TASK_FLAGS.values() for name in names} - {*TASK_FLAGS[task]}):
         if getattr(args, name) not in (None, False):
             tasks = [other for other, names in TASK_FLAGS.items() if name in names]
-            raise ValueError(
-                f"--{name} is given for the task {task}; expected it with --task {' or '.join(tasks)} only"
-            )
+            raise ValueError(f"--{name} is given for the task {task}; expected it with --task {' or '.join(tasks)} "
+                             "only")  # fmt: skip
     for name in ("text_pair_column", "label_column"):
         if getattr(args, name) is not None and task not in PAIR_TASKS:
             raise ValueError(f"--{name} is given for the task {task}; expected --task {' or '.join(PAIR_TASKS)}")
@@ -45,9 +44,8 @@ def check_flags(args, task: str) -> None:
             raise ValueError("--format npy is for --task embed with a local folder; expected another format")
         for name in ("update", "shard"):
             if getattr(args, name):
-                raise ValueError(
-                    f"--{name} is given with --format npy, whose parts are joined; expected another format"
-                )
+                raise ValueError(f"--{name} is given with --format npy, whose parts are joined; expected another "
+                                 "format")  # fmt: skip
         if args.empty_texts == "null":
             raise ValueError("--empty_texts is null with --format npy, which has no null; expected another format")
     if args.update and args.shard:

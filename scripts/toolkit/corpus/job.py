@@ -17,6 +17,11 @@ AGGREGATIONS = ("none", "simple", "first", "average", "max")
 TOKENS_ON_CPU, TOKENS_ON_ACCELERATOR = 2048, 16384
 
 
+def part_name(number: int, ending: str) -> str:
+    """The name of a file of a part."""
+    return f"part-{number:06d}.{ending}"
+
+
 @dataclass(frozen=True)
 class Job:
     """The settings of a run that decide the content of its parts.
@@ -60,4 +65,4 @@ class Job:
 
     def part_name(self, number: int) -> str:
         """The name of the file of a part."""
-        return f"part-{number:06d}.{self.format}"
+        return part_name(number, self.format)

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 
 from toolkit.checkpoint import weight_files
 from toolkit.corpus.formats import ROWS_IN_GROUP
-from toolkit.corpus.job import Job
+from toolkit.corpus.job import Job, part_name
 from toolkit.corpus.model import CALIBRATION
 from toolkit.corpus.sentence_folder import module_files
 from toolkit.corpus.store import RECORDS, RUN, Store
@@ -103,17 +104,19 @@ def read_records(store: Store, folder: str = RECORDS) -> Iterator[tuple[int, dic
         yield int(name.removesuffix(".json")), record
 
 
-def complete_records(store: Store) -> Iterator[tuple[int, dict]]:
-    """The records of the parts whose files are there in their sizes, in their order."""
+def complete_records(store: Store, elsewhere: Mapping[str, dict] = MappingProxyType({})) -> Iterator[tuple[int, dict]]:
+    """The records of the parts whose files are there in their sizes, or `elsewhere` with the same fingerprints, in
+    their order."""
     sizes = store.sizes()
     for number, record in read_records(store):
-        if all(sizes.get(name) == file["bytes"] for name, file in record["files"].items()):
+        if all(elsewhere.get(name) == file or sizes.get(name) == file["bytes"]
+               for name, file in record["files"].items()):  # fmt: skip
             yield number, record
 
 
-def complete_parts(store: Store) -> set[int]:
-    """The numbers of the parts whose files are there in their sizes."""
-    return {number for number, _ in complete_records(store)}
+def complete_parts(store: Store, elsewhere: Mapping[str, dict] = MappingProxyType({})) -> set[int]:
+    """The numbers of these parts."""
+    return {number for number, _ in complete_records(store, elsewhere)}
 
 
 def check_same(before: dict, now: dict) -> list[str]:
@@ -128,7 +131,8 @@ def check_same(before: dict, now: dict) -> list[str]:
     if before["model"]["sha256"] != now["model"]["sha256"]:
         raise ValueError(f"--resume: the model has changed; the run used {before['model']['source']} with other "
                          "weights or files")  # fmt: skip
-    check_inputs(before["inputs"], now["inputs"])
+    if (difference := difference_of_inputs(before["inputs"], now["inputs"])) is not None:
+        raise ValueError(f"--resume: {difference}")
     flags = before["flags"].keys() | now["flags"].keys() | {"threads_per_process"}
     for name in sorted(flags):
         was, is_now = (one["flags"].get(name, one.get(name)) for one in (before, now))
@@ -137,15 +141,16 @@ def check_same(before: dict, now: dict) -> list[str]:
     return [f"{each}; new parts may differ from the others in the last digits" for each in other_machine(before, now)]
 
 
-def check_inputs(before: list[dict], now: list[dict]) -> None:
-    """Raises ValueError if the inputs of two runs differ."""
+def difference_of_inputs(before: list[dict], now: list[dict]) -> str | None:
+    """How the inputs of two runs differ, in words; None if they do not."""
     for one, other in zip_longest(before, now, fillvalue={"file": "none"}):
         if one["file"] != other["file"]:
-            raise ValueError(f"--resume: an input was {one['file']} and is {other['file']}; expected the same inputs")
+            return f"an input was {one['file']} and is {other['file']}; expected the same inputs"
         changed = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
         if changed:
             what = ", ".join(changed).replace("_", " ")
-            raise ValueError(f"--resume: the input {one['file']} has changed ({what}); expected the same")
+            return f"the input {one['file']} has changed ({what}); expected the same"
+    return None
 
 
 def other_machine(before: dict, now: dict) -> list[str]:
@@ -167,4 +172,4 @@ def computation(manifest: dict) -> dict:
 def part_files(manifest: dict) -> list[str]:
     """The names of the files of all parts of a run."""
     parts = -(-manifest["rows"] // manifest["flags"]["part_rows"])
-    return [f"part-{number:06d}.{manifest['flags']['format']}" for number in range(parts)]
+    return [part_name(number, manifest["flags"]["format"]) for number in range(parts)]

@@ -22,9 +22,9 @@ from toolkit.corpus.model import number_of_labels, read_model, task_of
 from toolkit.corpus.rows import scan_rows
 from toolkit.corpus.sources import Corpus, Part, open_inputs
 from toolkit.corpus.store import LocalStore, open_store
-from toolkit.corpus.summary import ERRORS, JOINED, METRICS, Totals, join_arrays, join_records, write_metrics
+from toolkit.corpus.summary import ERRORS, JOINED, METRICS, Totals, join_arrays, totals_of, write_errors, write_metrics
 from toolkit.corpus.update import PLANNED, Assembler, finish_update, update
-from toolkit.corpus.worker import Done, Worker, fault, in_words
+from toolkit.corpus.worker import Done, Worker, fault, in_words, unusable
 from toolkit.inputs import Row, columns_of
 from toolkit.labels import saved_labels
 from toolkit.progress import LogLines
@@ -79,7 +79,7 @@ class Run:
         options |= flags.find_text_columns(args, task, columns)
         for column, flag in ((args.id_column, "--id_column"), (args.label_column, "--label_column")):
             if column is not None:
-                find_column(columns, column, (), f"{flag}")
+                find_column(columns, column, (), flag)
         if args.label_column is not None:
             options |= self.label_options()
         keep = flags.find_kept_columns(args, columns)
@@ -113,7 +113,7 @@ class Run:
         """
         scan = scan_rows(self.job, self.corpus.with_inputs(), self.args.keep_columns == "all")
         if scan.first_bad is not None and self.args.on_bad_row == "stop":
-            raise CommandError(in_words(fault(*scan.first_bad)) + ". --on_bad_row skip leaves such rows out")
+            raise unusable(fault(*scan.first_bad))
         self.corpus.repeated, self.rows = scan.repeated, scan.rows
         keep = flags.find_kept_columns(self.args, list(scan.kinds))
         self.job = replace(self.job, kinds=scan.kinds, keep=keep)
@@ -130,9 +130,8 @@ class Run:
         self.before = manifest.read_manifest(self.store)
         if self.before is None:
             if self.store.sizes():
-                raise ValueError(
-                    f"--output {output} is not empty and has no {manifest.MANIFEST}; expected a new folder"
-                )
+                raise ValueError(f"--output {output} is not empty and has no {manifest.MANIFEST}; expected a new "
+                                 "folder")  # fmt: skip
         elif args.update:
             return
         elif not (args.resume or args.shard):
@@ -147,10 +146,12 @@ class Run:
     def check_unchanged(self) -> None:
         """Raises CommandError if an input has changed since it was read for the first time."""
         try:
-            manifest.check_inputs(self.manifest["inputs"], [each.fingerprint() for each in self.corpus.inputs])
+            now = [each.fingerprint() for each in self.corpus.inputs]
+            difference = manifest.difference_of_inputs(self.manifest["inputs"], now)
         except (ValueError, OSError) as error:
-            what = str(error).removeprefix("--resume: ")
-            raise CommandError(f"during the run: {what}. The output mixes both; start in a new folder") from error
+            difference = str(error)
+        if difference is not None:
+            raise CommandError(f"during the run: {difference}. The output mixes both; start in a new folder")
 
     # -- work
 
@@ -180,9 +181,7 @@ class Run:
             return iter(())
         complete, size = manifest.complete_parts(self.store), self.job.part_rows
         numbers = range(len(manifest.part_files(self.manifest)))
-        missing = {
-            number for number in numbers if number not in complete and number % self.shard[1] == self.shard[0] - 1
-        }
+        missing = {number for number in numbers if number % self.shard[1] == self.shard[0] - 1} - complete
         self.expected = sum(min(size, self.rows - size * number) for number in missing)
         return self.corpus.parts(size, lambda number: number in missing)
 
@@ -214,18 +213,10 @@ class Run:
     def follow(self, finished: Iterator[Done], what: str, computed: Totals) -> None:
         """Shows the progress of parts, and adds them to what was computed."""
         is_terminal = sys.stderr.isatty()
-        seconds = 0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES
-        with (
-            interruptible(self),
-            (tqdm if is_terminal else LogLines)(
-                total=self.expected,
-                unit="rows",
-                unit_scale=True,
-                desc=what,
-                dynamic_ncols=is_terminal,
-                mininterval=seconds,
-            ) as bar,
-        ):
+        options = {"total": self.expected, "unit": "rows", "unit_scale": True, "desc": what,
+                   "dynamic_ncols": is_terminal,
+                   "mininterval": 0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES}  # fmt: skip
+        with interruptible(self), (tqdm if is_terminal else LogLines)(**options) as bar:
             for done in finished:
                 computed.rows += done.rows
                 computed.tokens += done.tokens
@@ -253,10 +244,11 @@ class Run:
         """Joins what belongs together, and prints the summary."""
         parts = len(manifest.part_files(self.manifest))
         joined = self.job.format == "npy" and self.store.has(JOINED)
-        if not joined and (there := len(manifest.complete_parts(self.store))) < parts:
-            print(f"{computed.rows:,} rows now in {seconds:,.1f} s; {there:,} of {parts:,} parts are there")
+        totals = totals_of((manifest.read_records if joined else manifest.complete_records)(self.store))
+        if not joined and totals.parts < parts:
+            print(f"{computed.rows:,} rows now in {seconds:,.1f} s; {totals.parts:,} of {parts:,} parts are there")
             return 0
-        totals = join_records(self.store)
+        write_errors(self.store, totals.skipped)
         metrics = {} if self.job.label_column is None else write_metrics(self.store, self.job, parts)
         if self.job.format == "npy":
             join_arrays(self.store, parts)
@@ -317,7 +309,8 @@ def print_summary(output: str, corpus: Corpus, totals: Totals, computed: Totals,
     if totals.truncated:
         print(f"{totals.truncated:,} texts are longer than the model's input")
     if totals.skipped:
-        print(f"{totals.skipped:,} rows were skipped; {ERRORS} names them: {in_words(totals.first_skipped)}")
+        first = in_words(json.loads(totals.skipped[0]))
+        print(f"{len(totals.skipped):,} rows were skipped; {ERRORS} names them: {first}")
     if corpus.empty:
         print(f"without rows: {', '.join(sorted(corpus.empty))}")
     if metrics:

@@ -20,7 +20,7 @@ OLD_POOLINGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
-MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of them
 # For each class of sentence-transformers, the task of its Transformer.
 TRANSFORMER_TASKS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
 
@@ -81,7 +81,8 @@ def module_files(source: str) -> list[Path]:
     """The files of a checkpoint that decide what its modules compute, besides those of its Transformer."""
     path = find(source, "modules.json")
     folders = [entry.get("path") for entry in read_json(path)] if path is not None else []
-    files = [find(source, f"{folder}/{name}") for folder in folders if folder for name in MODULE_FILES]
+    files = [find(source, f"{folder}/{name}") for folder in folders if folder
+             for name in ("config.json", *MODULE_WEIGHTS)]  # fmt: skip
     return [file for file in files if file is not None]
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from modeling_scratchbert.bert.files import read_tensors
 from modeling_scratchbert.cpu.layers import PrepackedLinear
 from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack
-from toolkit.corpus.sentence_folder import Module
+from toolkit.corpus.sentence_folder import MODULE_WEIGHTS, Module
 from toolkit.remote_code import find
 
 VALUES = "sentence_embedding"
@@ -42,7 +42,7 @@ def open_activation(path: str, width: int) -> nn.Module:
             row = torch.zeros(1, width)
             if isinstance(activation, nn.Module) and activation(row).shape == row.shape:
                 return activation
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
         pass
     raise ValueError(f"Its activation function is {path}; expected a class of torch.nn that takes no arguments and "
                      "keeps the shape.")  # fmt: skip
@@ -97,7 +97,7 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
 
 def read_weights(source: str, folder: str) -> dict[str, torch.Tensor]:
     """The weights of a module. Raises OSError if there are none, or they cannot be read."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in MODULE_WEIGHTS:
         if (path := find(source, f"{folder}/{name}")) is not None:
             return read_tensors(path)
     raise OSError(f"Its {folder} has no weights; expected model.safetensors there.")

@@ -20,6 +20,11 @@ RECORDS = f"{RUN}/parts"  # what is known of each part besides its rows
 READ_AT_ONCE = 200
 
 
+def record_name(number: int) -> str:
+    """The name of the record of a part."""
+    return f"{RECORDS}/{number:06d}.json"
+
+
 class Store:
     """A folder that fsspec reaches, of files and of folders. One completed upload takes the place of a rename, which
     object stores lack."""
@@ -136,9 +141,8 @@ class LocalStore(Store):
             try:
                 stack.enter_context(lock)
             except Timeout:
-                raise ValueError(
-                    f"--output {self.root} is in use by another run; expected a folder of its own"
-                ) from None
+                raise ValueError(f"--output {self.root} is in use by another run; expected a folder of its "
+                                 "own") from None  # fmt: skip
             stack.callback(self.lock.unlink, missing_ok=True)
             for path in self.unfinished.iterdir():
                 path.unlink()

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import file_digest
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from toolkit.confusion_matrix import plot_confusion
 from toolkit.corpus.formats import decode_part
-from toolkit.corpus.job import Job
+from toolkit.corpus.job import Job, part_name
 from toolkit.corpus.manifest import part_files, read_manifest, read_records
-from toolkit.corpus.store import RECORDS, RUN, LocalStore, Store, flush, open_store
+from toolkit.corpus.store import RUN, LocalStore, Store, flush, open_store, record_name
 from toolkit.files import atomic_file, to_json
 from toolkit.metrics import classification_metrics
 
@@ -28,32 +28,35 @@ NAMED_FILES = 5
 
 @dataclass
 class Totals:
-    """What is known of all parts of a run."""
+    """What is known of parts. `skipped` has the lines of errors.jsonl."""
 
+    parts: int = 0
     rows: int = 0
     tokens: int = 0
     truncated: int = 0
-    skipped: int = 0
-    first_skipped: dict | None = None
+    skipped: list[str] = field(default_factory=list)
 
 
-def join_records(store: Store) -> Totals:
-    """The totals of all parts. Writes errors.jsonl if rows were skipped."""
-    totals, errors = Totals(), []
-    for _, record in read_records(store):
+def totals_of(records: Iterator[tuple[int, dict]]) -> Totals:
+    """The totals of the parts with these records."""
+    totals = Totals()
+    for _, record in records:
+        totals.parts += 1
         totals.rows += record["rows"]
         totals.tokens += record["tokens"]
         totals.truncated += record["truncated"]
         for skipped in record["skipped"]:
             skipped.pop("digest", None)
-            totals.skipped += 1
-            totals.first_skipped = totals.first_skipped or skipped
-            errors.append(json.dumps(skipped, ensure_ascii=False) + "\n")
-    if errors:
-        store.write(ERRORS, "".join(errors).encode())
+            totals.skipped.append(json.dumps(skipped, ensure_ascii=False) + "\n")
+    return totals
+
+
+def write_errors(store: Store, lines: list[str]) -> None:
+    """Writes errors.jsonl if rows were skipped."""
+    if lines:
+        store.write(ERRORS, "".join(lines).encode())
     else:
         store.remove(ERRORS)
-    return totals
 
 
 def join_arrays(store: LocalStore, parts: int) -> None:
@@ -62,10 +65,10 @@ def join_arrays(store: LocalStore, parts: int) -> None:
     Raises:
         OSError: the disk is full; the parts are still there.
     """
-    names = [f"part-{number:06d}" for number in range(parts)]
+    rows, vectors = ([part_name(number, ending) for number in range(parts)] for ending in ("csv", "npy"))
     if not store.has(JOINED):
-        join_rows(store, [f"{name}.csv" for name in names])
-        arrays = [np.load(store.path / f"{name}.npy", mmap_mode="r") for name in names]
+        join_rows(store, rows)
+        arrays = [np.load(store.path / name, mmap_mode="r") for name in vectors]
         shape = sum(len(array) for array in arrays), arrays[0].shape[1]
         with atomic_file(store.path / EMBEDDINGS) as temporary:
             joined = np.lib.format.open_memmap(temporary, "w+", arrays[0].dtype, shape)
@@ -73,9 +76,8 @@ def join_arrays(store: LocalStore, parts: int) -> None:
             joined.flush()
         found = {name: file_fingerprint(store, name) for name in (EMBEDDINGS, ROWS)}
         store.write(JOINED, json.dumps(found, indent=2).encode())
-    for name in names:
-        store.remove(f"{name}.csv")
-        store.remove(f"{name}.npy")
+    for name in (*rows, *vectors):
+        store.remove(name)
 
 
 def join_rows(store: LocalStore, names: list[str]) -> None:
@@ -152,7 +154,7 @@ def check_output(url: str) -> list[str]:
         raise ValueError(f"--check: {url} has no {RUN}/manifest.json; expected the --output of a run")
     expected: dict[str, dict] = {}
     records = dict(read_records(store))
-    wrong = [f"{RECORDS}/{number:06d}.json is missing or damaged"
+    wrong = [f"{record_name(number)} is missing or damaged"
              for number in range(len(part_files(manifest))) if number not in records]  # fmt: skip
     if store.has(JOINED):
         expected = json.loads(store.read(JOINED))

@@ -13,7 +13,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from threading import Lock
@@ -26,9 +26,9 @@ from toolkit.corpus.digests import BYTES, DigestIndex, digest_of
 from toolkit.corpus.formats import as_column, decode_part
 from toolkit.corpus.job import Job
 from toolkit.corpus.sources import Corpus, Part
-from toolkit.corpus.store import RECORDS, RUN, Store, open_store
+from toolkit.corpus.store import RECORDS, RUN, Store, open_store, record_name
 from toolkit.corpus.summary import Totals
-from toolkit.corpus.worker import PartWriter, Results, Worker, record_name, usable_rows
+from toolkit.corpus.worker import PartWriter, Results, Worker, usable_rows
 from toolkit.inputs import Row
 
 UPDATE = f"{RUN}/update"
@@ -185,23 +185,14 @@ def update(run) -> Totals:
         new = Known(new_store, job.format)
         kinds = old.kinds or new.kinds or Worker(job).task.columns
         assembler = Assembler(out, kinds, [old, new], old.files)
-        is_missing = missing_of(out_store, old.files)
-        run.assemble(assembler, run.corpus.parts(job.part_rows, is_missing))
+        written = manifest.complete_parts(out_store, old.files)
+        run.assemble(assembler, run.corpus.parts(job.part_rows, lambda number: number not in written))
         if run.is_interrupted:
             return computed
         run.check_unchanged()
     store.write(COMPLETE, b"")
     finish_update(store)
     return computed
-
-
-def missing_of(store: Store, before: dict[str, dict]) -> Callable[[int], bool]:
-    """Whether a part is neither in an output nor as before, by its number."""
-    sizes = store.sizes()
-    there = {number for number, record in manifest.read_records(store)
-             if all(before.get(name) == file or sizes.get(name) == file["bytes"]
-                    for name, file in record["files"].items())}  # fmt: skip
-    return lambda number: number not in there
 
 
 def new_parts(job: Job, corpus: Corpus, known: Known) -> Iterator[Part]:
@@ -233,13 +224,12 @@ def finish_update(store: Store) -> None:
         names = set(manifest.part_files(planned))
         for name in store.sizes(OUT):
             store.move(f"{OUT}/{name}", name)
-        for _, record in manifest.read_records(store):
+        for number, record in manifest.read_records(store):
             for name in record["files"].keys() - names:
                 store.remove(name)
-        for name in store.sizes(f"{OUT}/{RECORDS}"):
-            store.move(f"{OUT}/{RECORDS}/{name}", f"{RECORDS}/{name}")
-        for number, _ in manifest.read_records(store):
             if number >= len(names):
                 store.remove(record_name(number))
+        for name in store.sizes(f"{OUT}/{RECORDS}"):
+            store.move(f"{OUT}/{RECORDS}/{name}", f"{RECORDS}/{name}")
         store.move(PLANNED, manifest.MANIFEST)
     store.remove_folder(UPDATE)

@@ -15,10 +15,10 @@ import torch
 from toolkit.cli import CommandError, about
 from toolkit.corpus.digests import digest_of
 from toolkit.corpus.formats import encode_part, joined, with_gaps
-from toolkit.corpus.job import Job
+from toolkit.corpus.job import Job, part_name
 from toolkit.corpus.rows import check_row, in_kind
 from toolkit.corpus.sources import Part
-from toolkit.corpus.store import RECORDS, open_store
+from toolkit.corpus.store import open_store, record_name
 from toolkit.corpus.summary import PREDICTIONS
 from toolkit.corpus.tasks import open_task
 from toolkit.inputs import Row
@@ -112,9 +112,8 @@ class PartWriter(ABC):
             CommandError: a row cannot be used, and `on_bad_row` is "stop".
         """
         columns, record = self.compute(part)
-        name = self.job.part_name(part.number).rpartition(".")[0]
         encoded = encode_part(self.job.format, self.kinds, columns)
-        contents = {f"{name}.{ending}": content for ending, content in encoded.items()}
+        contents = {part_name(part.number, ending): content for ending, content in encoded.items()}
         record["files"] = {file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
                            for file, content in contents.items()}  # fmt: skip
         self.write(record["files"], contents)
@@ -138,7 +137,7 @@ class PartWriter(ABC):
         for number, reason in found.faults.items():
             skipped[asked[number].place] = fault(asked[number].row, reason) | {"digest": asked[number].digest.hex()}
         if skipped and self.job.on_bad_row == "stop":
-            raise CommandError(in_words(skipped[min(skipped)]) + ". --on_bad_row skip leaves such rows out")
+            raise unusable(skipped[min(skipped)])
         kept = [each for each in used if each.place not in skipped]
         places = [place for place, each in enumerate(kept) if each.has_text]
         columns = found.columns
@@ -216,10 +215,6 @@ def row_kinds(job: Job) -> dict[str, object]:
     return kinds | {name: job.kinds[column] for column, name in job.keep.items()}
 
 
-def record_name(number: int) -> str:
-    return f"{RECORDS}/{number:06d}.json"
-
-
 def make_record(digests: list[bytes], tokens: list[int], truncated: list[bool], places: list[int] | None) -> dict:
     """What is known of the texts of a part, with their sums.
 
@@ -245,3 +240,8 @@ def in_words(skipped: dict) -> str:
     """A row that cannot be used, in one line."""
     place = Row(skipped["file"], skipped["row"], skipped["line"], {}).place
     return f"{place}: {skipped['reason']}"
+
+
+def unusable(skipped: dict) -> CommandError:
+    """The error of a run that stops at a row that cannot be used."""
+    return CommandError(in_words(skipped) + ". --on_bad_row skip leaves such rows out")

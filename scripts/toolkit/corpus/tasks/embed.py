@@ -41,9 +41,8 @@ class Embed(Task):
 
     def read_ranges(self, ranges: list[list[float]] | None) -> np.ndarray | None:
         """The ranges, `(2, C)`. Raises ValueError if they do not go together with the embeddings."""
-        if self.dtype not in (
-            ("float32", "float16", "int8", "binary", "ubinary") if ranges is None else ("int8", "uint8")
-        ):
+        without_ranges = ("float32", "float16", "int8", "binary", "ubinary")
+        if self.dtype not in (without_ranges if ranges is None else ("int8", "uint8")):
             given = "not given" if ranges is None else "given"
             raise ValueError(f"--ranges is {given} with --embedding_dtype {self.dtype}; uint8 requires it, int8 allows "
                              "it.")  # fmt: skip
