@@ -292,7 +292,7 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
     num_first_tokens, *lengths = torch.cat([mask[:, 0].sum()[None], mask.sum(1)]).tolist()
     are_known, are_unobserved = (True, True) if min(lengths) == mask.shape[1] else inspect()
     if min(lengths) == mask.shape[1] or not (are_known or padding_free):
-        return PaddedBatch(attention_mask)
+        return PADDED if min(lengths) == mask.shape[1] else PaddedBatch(attention_mask)
     is_own_pooler = model.pooler is None or type(model.pooler) in KNOWN_CLASSES
     reads_padding = not is_own_pooler or (model.pooler is not None and num_first_tokens < len(lengths))
     # `chunk_size_feed_forward` must divide the length.

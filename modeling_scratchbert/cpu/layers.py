@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..inference import refusal
+from ..unpadding import HOOK_REGISTRIES
 from .matrices import PackedMatrix
 
 
@@ -77,26 +78,25 @@ class FusedMethod:
 
     def __init__(self, parent: Any, names: tuple[str, ...], gelu_form: str | None = None):
         # Not the parent itself: memory of a cycle is not freed until the garbage collector runs.
-        self.modules, self.owner = parent._modules, type(parent)
+        self.modules, self.owner, self.names = parent._modules, type(parent), names
         self.method: Any = getattr(self.owner, self.hidden)
-        children = [(name, self.modules[name]) for name in names]
-        # `act` is the function of an activation.
-        self.children = tuple((name, each, type(each).forward, vars(each).get("act")) for name, each in children)
-        self.matrix, self.gelu_form = children[0][1].matrix, gelu_form
+        self.children = list(map(self.modules.get, names))
+        self.calls = [(*called_by(child)[:-1], False) for child in self.children]
+        self.matrix, self.gelu_form = self.modules[names[0]].matrix, gelu_form
 
     def applies(self) -> bool:
         if getattr(self.owner, self.hidden) is not self.method:
             raise refusal(f"replacing {self.owner.__name__}.{self.hidden}")
-        # Called twice in each block. Attributes of modules are slow, and so is a generator.
-        for name, child, forward, act in self.children:
-            own = child.__dict__
-            if self.modules.get(name) is not child or type(child).forward is not forward or own.get("act") is not act:
-                return False
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-                return False
-            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
-                return False
-        return not _has_any_global_hook()
+        if list(map(self.modules.get, self.names)) != self.children or _has_any_global_hook():
+            return False
+        return list(map(called_by, self.children)) == self.calls
+
+
+def called_by(module: Any) -> tuple:
+    """What a call of the module runs: `forward`, of its class and of its own; the function `act` of an activation; and
+    whether it has hooks."""
+    own = module.__dict__
+    return type(module).forward, own.get("forward"), own.get("act"), any(map(own.get, HOOK_REGISTRIES))
 
 
 class JointProjection(FusedMethod):
@@ -107,33 +107,23 @@ class JointProjection(FusedMethod):
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.applies():
             return self.matrix.linear(hidden_states).split(self.matrix.heights, dim=-1)
-        return tuple([self.modules[name](hidden_states) for name, *_ in self.children])
+        return tuple([self.modules[name](hidden_states) for name in self.names])
 
 
 class FusedFeedForward(FusedMethod):
-    """`FeedForward.formula`, with GELU computed at the end of the first product."""
+    """`FeedForward.formula`, with GELU computed at the end of the first product; and of an int8 model, with as many
+    tokens at a time as fit into the processor's cache."""
 
     hidden = "formula"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        modules = self.modules
-        if self.applies():
+        modules, width = self.modules, x.shape[-1]
+        if not self.applies():
+            return modules["output"](modules["activation"](modules["intermediate"](x)))
+        if x.numel() <= self.matrix.max_rows * width or torch.compiler.is_compiling():
             return modules["output"](self.matrix.linear(x, self.gelu_form))
-        return modules["output"](modules["activation"](modules["intermediate"](x)))
-
-
-class InferenceDropout(nn.Dropout):
-    """Dropout that returns its input directly, unless it is in training mode, as for Monte Carlo dropout. Between
-    products of a few rows, the calls that this leaves out take 2 % of the time."""
-
-    is_position_wise = True
-
-    def __init__(self, dropout: nn.Dropout):
-        super().__init__()
-        take_over_attributes(self, dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.training else x
+        parts = x.reshape(-1, width).split(self.matrix.max_rows)
+        return torch.cat([self(part) for part in parts]).view(*x.shape[:-1], -1)
 
 
 def take_over_attributes(module: nn.Module, replaced: nn.Module) -> None:

@@ -1,9 +1,6 @@
 """`optimize_for_inference`: replaces the linear layers of a model by prepacked ones."""
 
-import ctypes
 import itertools
-import mmap
-import sys
 import threading
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,8 +13,8 @@ from transformers.utils import logging
 from ..unpadding import is_known
 from .calibration import Factors, find_factors
 from .invariance import SlicedBatch, invariant_kernel
-from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
-from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, is_mapped, multiplies_int8
+from .layers import FusedFeedForward, JointProjection, PrepackedLinear
+from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, multiplies_int8, page_out
 
 logger = logging.get_logger(__name__)
 
@@ -25,6 +22,7 @@ GELU_FORMS: dict[type, str] = {GELUActivation: "none", NewGELUActivation: "tanh"
 QUERY_KEY_VALUE: tuple[str, ...] = ("query", "key", "value")
 # Activations that torch computes in another way at the ends of vectors, which depend on the batch.
 VARYING_ACTIVATIONS = ("gelu_pytorch_tanh", "mish", "quick_gelu", "sigmoid", "silu", "sqrtsoftplus", "swish")
+FEED_FORWARD = ("intermediate", "activation", "output")
 SMOOTHED = (QUERY_KEY_VALUE, ("intermediate",))
 # A layer with fewer outputs, as model heads may have, is too small to gain from int8.
 MIN_INT8_OUTPUTS = 32
@@ -191,17 +189,13 @@ def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
     parent, names = group.parent, group.names
     for part, (name, layer) in enumerate(zip(names, group.layers, strict=True)):
         setattr(parent, name, PrepackedLinear(layer, matrix, part, dtype))
-        _page_out(layer.weight)
+        page_out(layer.weight)
     if names == QUERY_KEY_VALUE:
         parent.project = JointProjection(parent, names)
-    form = GELU_FORMS.get(type(getattr(parent, "activation", None))) if names == ("intermediate",) else None
-    form = None if form == "tanh" and matrix.is_int8 else form  # see VARYING_ACTIVATIONS
-    if form and is_known(parent.activation) and _has_method(parent, "FeedForward.formula"):
-        parent.formula = FusedFeedForward(parent, ("intermediate", "activation"), form)
 
 
 def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> None:
-    """Replaces the dropouts and what depends on the batch. Turns parameters that other modules share with the layers
+    """Replaces feed-forwards and what depends on the batch. Turns parameters that other modules share with the layers
     into buffers: as parameters, word embeddings that are tied to the output matrix could be changed for one of the
     two."""
     prepacked = {each for group in groups for each in group.key}
@@ -212,18 +206,13 @@ def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> N
             config = module.config
             is_aligned = not config.is_decoder and module.head_width % 16 == 0 and config.num_attention_heads > 1
             module.adapt = partial(invariant_kernel, is_aligned)
-        for name, child in module._modules.items():
-            if type(child) is nn.Dropout and is_known(child) and not _is_patched(child):
-                setattr(module, name, InferenceDropout(child))
+        layers = [module._modules.get(name) for name in FEED_FORWARD]
+        form = GELU_FORMS.get(type(layers[1]))
+        if form and _has_method(module, "FeedForward.formula") and is_known(module.activation):
+            are_prepacked = isinstance(layers[0], PrepackedLinear) and isinstance(layers[2], PrepackedLinear)
+            if are_prepacked and not (form == "tanh" and layers[0].matrix.is_int8):  # see VARYING_ACTIVATIONS
+                module.formula = FusedFeedForward(module, FEED_FORWARD, form)
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in prepacked:
                 del module._parameters[name]
                 module.register_buffer(name, parameter.detach(), persistent=False)
-
-
-def _page_out(weight: torch.Tensor) -> None:
-    """Takes the pages of a mapped file, as safetensors opens one, out of memory. Reading them loads them again."""
-    if sys.platform == "linux" and is_mapped(weight):
-        # BERT-base from a file takes 747 MiB of resident memory instead of 1,073, Python's 394 included.
-        start, end = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, weight.data_ptr() + weight.nbytes
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 21)  # MADV_PAGEOUT

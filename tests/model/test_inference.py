@@ -21,8 +21,8 @@ from transformers.utils import logging
 from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.cpu import matrices
-from modeling_scratchbert.cpu.layers import FusedFeedForward, InferenceDropout, JointProjection
-from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix, PackedMatrix
+from modeling_scratchbert.cpu.layers import FusedFeedForward, JointProjection
+from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix, PackedMatrix, multiplies_int8
 from modeling_scratchbert.feed_forward import FeedForward
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
@@ -624,15 +624,38 @@ def test_one_model_optimised_in_threads():
 def test_the_first_row_counts_are_exact():
     prepacked = prepack(nn.Linear(4, 3))
     computed = record_row_counts(prepacked.matrix)
-    first = list(range(2730, 2761))
-    rounded = {2761: 2816, 2730 + 4096: 6912, 2048: 2048, 100: 104, 17: 18}
-    exact = [*first, *range(1, 17), *first]
+    first = list(range(2730, 2764))
+    rounded = {2764: 2816, 2730 + 4096: 6912, 2048: 2048, 100: 104, 17: 18}
+    exact = [*first, *range(4, 17), *first]
     with torch.no_grad():
         for rows in [*exact, *rounded, *exact]:
             assert prepacked(torch.randn(rows, 4)).shape == (rows, 3)
-    assert computed == [*exact, *rounded.values(), *exact]
+        for rows in range(1, 4):
+            assert prepacked(torch.randn(rows, 4)).shape == (rows, 3)
+    assert computed == [*exact, *rounded.values(), *exact, 4, 4, 4]
     for rows in range(17, 5000):
         assert rows <= prepacked.matrix._round_row_count(rows) <= 1.125 * rows
+
+
+@pytest.mark.skipif(not multiplies_int8(), reason="int8 needs VNNI instructions")
+@pytest.mark.parametrize("change", ["nothing", "hook", "class"])
+def test_an_int8_feed_forward_computes_many_tokens_in_parts(monkeypatch, change):
+    """With the same bits; and a layer that is hooked, or of another class, sees all tokens at once."""
+    model, ids = make("Model"), torch.randint(99, (5, 20))
+    feed_forward, seen = model.encoder.blocks[0].feed_forward, []
+    if change == "class":
+        own = type("OwnLinear", (nn.Linear,), {"forward": lambda self, x: seen.append(x.shape) or x[..., :36] * 1.0})
+        feed_forward.output = own(feed_forward.output.in_features, 36)
+    model.optimize_for_inference("int8")
+    if change == "hook":
+        feed_forward.output.register_forward_hook(lambda layer, args, output: seen.append(args[0].shape))
+    seen.clear()  # of the calibration
+    expected = compute(model, {"input_ids": ids})
+    monkeypatch.setattr(matrices.Int8Matrix, "max_rows", 30)
+    computed = record_row_counts(feed_forward.intermediate.matrix)
+    assert_equal_tensors(compute(model, {"input_ids": ids}), expected)
+    assert computed == ([30, 30, 30, 10] if change == "nothing" else [100])
+    assert [shape[:2] for shape in seen] == [(5, 20)] * (0 if change == "nothing" else 2)
 
 
 def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
@@ -645,6 +668,20 @@ def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
         assert extended.shape == (len(x) + 1, 4)
         assert torch.equal(extended[: len(x)], x)
     assert matrices.extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "data_ptr"), reason="torch 2.6 does not return the address")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_is_asked_for_large_pages(monkeypatch, dtype):
+    """For the whole of each weight, once. If it has none, or no such advice, nothing happens."""
+    asked, advise = [], matrices.advise
+    monkeypatch.setattr(matrices, "advise", lambda *call: asked.append(call) or advise(*call))
+    model = make("Model").optimize_for_inference(dtype)
+    weights = [matrix._blocked for matrix in {layer.matrix for layer in layers(model)}]
+    sizes = {torch.ops.mkldnn.data_ptr(weight): torch.ops.mkldnn._nbytes(weight) for weight in weights}
+    assert {start: size for start, size, advice in asked if advice == 25} == sizes
+    advise(0, 4096, 25)
+    advise(0, 4096, 9999)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")
@@ -674,7 +711,6 @@ def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
 def test_dropout_in_training_mode_drops():
     model, inputs = make(hidden_dropout_prob=0.5).optimize_for_inference(), inputs_for()
     dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    assert {type(module) for module in dropouts} == {InferenceDropout}
     expected = compute(model, inputs)
     for module in dropouts:
         module.train()
