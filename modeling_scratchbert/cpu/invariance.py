@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -86,8 +86,16 @@ def grouped(queries, keys) -> dict[tuple, slice | list[int]]:
 def invariant_kernel(is_aligned: bool, kernel: Callable) -> Callable:
     """What to call in place of a kernel of the attention interface. `is_aligned`: see `aligned_sdpa`."""
     if kernel is sdpa_attention_forward:
-        return kernel if is_aligned else aligned_sdpa
+        return direct_sdpa if is_aligned else aligned_sdpa
     return partial(row_by_row, kernel) if getattr(kernel, "__name__", "") == "eager_attention" else kernel
+
+
+def direct_sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options) -> tuple:
+    """`sdpa_attention_forward` for an encoder, without its checks for grouped queries and for a paged cache. Between
+    products of a few rows, they take 1 % of the time."""
+    if options:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    return scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling).transpose(1, 2), None
 
 
 def aligned_sdpa(module, query, key, value, attention_mask, scaling=None, **options) -> tuple:

@@ -37,14 +37,12 @@ class PackedMatrix:
         dtype: of the weights and of the results.
         heights: the number of rows of each weight.
         bias: `(out,)` of all weights together, or None.
-        batch_invariant: whether a row of a product has the same bits whatever the other rows are.
         key: identifies the matrix in the process.
     """
 
     is_int8 = False
     fewest_rows = 1
     max_rows = sys.maxsize
-    batch_invariant = True
     factors: Tensor | None = None
     _pack: Callable[[Tensor], Tensor]
     _unpack: Callable[[], Tensor]
@@ -67,7 +65,7 @@ class PackedMatrix:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("dtype", "width", "heights", "bias", "factors", "scales", "batch_invariant")
+        kept = ("dtype", "width", "heights", "bias", "factors", "scales")
         return {"values": self._unpack(), **{name: value for name, value in vars(self).items() if name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from transformers.utils import logging
 from ..unpadding import is_known
 from .calibration import Factors, find_factors
 from .invariance import SlicedBatch, invariant_kernel
-from .layers import FusedFeedForward, JointProjection, PrepackedLinear
-from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, multiplies_int8, page_out
+from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
+from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, multiplies_int8
 
 logger = logging.get_logger(__name__)
 
@@ -62,7 +62,7 @@ def optimize(model, dtype: Any, calibration: Any, batch_invariant: bool) -> None
             model.to(converted)
         if groups := _layer_groups(model):
             factors = _int8_factors(model, groups, calibration) if dtype == "int8" else {}
-            _replace_layers(groups, dtype, factors, batch_invariant)
+            _replace_layers(groups, (dtype, batch_invariant), factors)
             _replace_others(model.requires_grad_(False), groups, batch_invariant)
         model.eval()
         _warn_of_no_effect(model, dtype)
@@ -87,13 +87,11 @@ def _check_model(model, dtype: Any, calibration, batch_invariant: bool) -> Any:
         logger.warning_once(f"{fact}, and keeps that dtype; int8 requires a CPU with VNNI instructions.")
         dtype, calibration = model.dtype, None
     layers = _prepacked_layers(model)
-    before = [layer.optimized_for for layer in layers] or [model.dtype]
-    dtype = before[0] if dtype is None else dtype
-    if layers and (others := set(before) - {dtype}):
-        raise RuntimeError(f"The model is optimised for {others.pop()}; expected {dtype}. Load it again for that.")
-    if any(layer.matrix.batch_invariant != batch_invariant for layer in layers):
-        raise RuntimeError(f"The model is optimised with batch_invariant={not batch_invariant}; expected the same in a "
-                           "second call. Load it again for another.")  # fmt: skip
+    before = [layer.optimized_for for layer in layers] or [(model.dtype, batch_invariant)]
+    dtype = before[0][0] if dtype is None else dtype
+    if layers and (others := set(before) - {(dtype, batch_invariant)}):
+        fact = "The model is optimised for {} with batch_invariant={}; expected {} with batch_invariant={}"
+        raise RuntimeError(f"{fact.format(*others.pop(), dtype, batch_invariant)}. Load it again for that.")
     if calibration is not None and any(layer.matrix.is_int8 for layer in layers):
         raise RuntimeError("calibration was given for a model that is int8; expected None. Load the model again first.")
     return dtype
@@ -167,14 +165,16 @@ def _has_method(module: nn.Module, path: str) -> bool:
     return names == [path, f"{owner}.forward"] and name not in vars(module)
 
 
-def _replace_layers(groups: list[LayerGroup], dtype: Any, factors: Factors, batch_invariant: bool) -> None:
-    """Replaces the linear layers, a group at a time."""
+def _replace_layers(groups: list[LayerGroup], optimized_for: tuple[Any, bool], factors: Factors) -> None:
+    """Replaces the linear layers, a group at a time, and the method that calls queries, keys and values."""
     for _, tied in itertools.groupby(groups, key=lambda group: group.key):
         matrix = None
         for group in tied:
-            matrix = matrix or _prepack(group.layers, dtype, factors.get(group.name))
-            matrix.batch_invariant = batch_invariant
-            _replace_group(group, matrix, dtype)
+            matrix = matrix or _prepack(group.layers, optimized_for[0], factors.get(group.name))
+            for part, name in enumerate(group.names):  # without a variable that would keep the last weight
+                setattr(group.parent, name, PrepackedLinear(group.layers[part], matrix, part, optimized_for))
+            if group.names == QUERY_KEY_VALUE:
+                group.parent.project = JointProjection(group.parent, group.names)
 
 
 def _prepack(layers: list[nn.Linear], dtype: Any, factors: torch.Tensor | None) -> PackedMatrix:
@@ -184,20 +184,10 @@ def _prepack(layers: list[nn.Linear], dtype: Any, factors: torch.Tensor | None) 
     return Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
 
 
-def _replace_group(group: LayerGroup, matrix: PackedMatrix, dtype: Any) -> None:
-    """Replaces the layers, and the method of their parent that calls them, by one with fewer products."""
-    parent, names = group.parent, group.names
-    for part, (name, layer) in enumerate(zip(names, group.layers, strict=True)):
-        setattr(parent, name, PrepackedLinear(layer, matrix, part, dtype))
-        page_out(layer.weight)
-    if names == QUERY_KEY_VALUE:
-        parent.project = JointProjection(parent, names)
-
-
 def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> None:
-    """Replaces feed-forwards and what depends on the batch. Turns parameters that other modules share with the layers
-    into buffers: as parameters, word embeddings that are tied to the output matrix could be changed for one of the
-    two."""
+    """Replaces feed-forwards, dropouts and what depends on the batch. Turns parameters that other modules share with
+    the layers into buffers: as parameters, word embeddings that are tied to the output matrix could be changed for one
+    of the two."""
     prepacked = {each for group in groups for each in group.key}
     for module in model.modules():
         if batch_invariant and hasattr(module, "inspection"):
@@ -206,12 +196,13 @@ def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> N
             config = module.config
             is_aligned = not config.is_decoder and module.head_width % 16 == 0 and config.num_attention_heads > 1
             module.adapt = partial(invariant_kernel, is_aligned)
-        layers = [module._modules.get(name) for name in FEED_FORWARD]
-        form = GELU_FORMS.get(type(layers[1]))
-        if form and _has_method(module, "FeedForward.formula") and is_known(module.activation):
-            are_prepacked = isinstance(layers[0], PrepackedLinear) and isinstance(layers[2], PrepackedLinear)
-            if are_prepacked and not (form == "tanh" and layers[0].matrix.is_int8):  # see VARYING_ACTIVATIONS
-                module.formula = FusedFeedForward(module, FEED_FORWARD, form)
+        first, activation, last = map(module._modules.get, FEED_FORWARD)
+        form = GELU_FORMS.get(type(activation)) if {type(first), type(last)} == {PrepackedLinear} else None
+        form = None if form == "tanh" and first.matrix.is_int8 else form  # see VARYING_ACTIVATIONS
+        if form and is_known(activation) and _has_method(module, "FeedForward.formula"):
+            module.formula = FusedFeedForward(module, FEED_FORWARD, form)
+        if type(module) is nn.Dropout and is_known(module) and not _is_patched(module):
+            module.__class__ = InferenceDropout
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in prepacked:
                 del module._parameters[name]

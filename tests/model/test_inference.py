@@ -532,7 +532,7 @@ def test_twice_is_once_and_another_dtype_is_refused():
     for dtype in (None, torch.float32):
         assert model.optimize_for_inference(dtype) is model
     for dtype in {torch.bfloat16, *DTYPES} - {torch.float32}:
-        with pytest.raises(RuntimeError, match=rf"optimised for torch.float32; expected {dtype}"):
+        with pytest.raises(RuntimeError, match=rf"optimised for torch.float32 with .*; expected {dtype} "):
             model.optimize_for_inference(dtype)
     assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
 
@@ -706,6 +706,17 @@ def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
     kept = sum(weight.nbytes for weight in model.parameters()) / 1024
     assert mapped_kib() < kept + 0.1 * size
     assert torch.equal(query, expected)  # one that a user still holds
+
+
+def test_arguments_of_the_kernel_reach_it():
+    """An encoder's kernel is called directly, unless the caller passes more arguments."""
+    loaded, inputs = make("Model"), inputs_for("Model")
+    expected, changed = compute(loaded, inputs), compute(loaded, inputs | {"is_causal": True})
+    model = copy.deepcopy(loaded).optimize_for_inference()
+    for result, reference in ((compute(model, inputs), expected),
+                              (compute(model, inputs | {"is_causal": True}), changed)):  # fmt: skip
+        torch.testing.assert_close(result["last_hidden_state"], reference["last_hidden_state"], rtol=0, atol=1e-5)
+    assert not torch.allclose(changed["last_hidden_state"], expected["last_hidden_state"], atol=1e-2)
 
 
 def test_dropout_in_training_mode_drops():
