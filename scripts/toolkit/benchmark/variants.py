@@ -71,16 +71,21 @@ def torch_run(model: torch.nn.Module) -> Run:
     return run
 
 
-def as_loaded(folder: Path, threads: int, model_class=BertModel, attention="sdpa", dtype=torch.float32,
-              compiled: bool = False) -> Run:  # fmt: skip
-    model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
+def load(folder: Path, model_class=BertModel, attention="sdpa", dtype=torch.float32) -> torch.nn.Module:
+    """The model without its pooler: last hidden states do not depend on it."""
+    model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype, add_pooling_layer=False)
+    return model.eval()
+
+
+def as_loaded(folder: Path, threads: int, compiled: bool = False, **options) -> Run:
+    model = load(folder, **options)
     return torch_run(torch.compile(model, dynamic=True) if compiled else model)
 
 
 def bert_int8(folder: Path, threads: int) -> Run:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
-    model = BertModel.from_pretrained(folder).eval()
+    model = load(folder)
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     return torch_run(model)
 
@@ -88,15 +93,14 @@ def bert_int8(folder: Path, threads: int) -> Run:
 def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.float32, attention="sdpa") -> Run:
     """In bfloat16, the weights are loaded as such; int8 weights are made of float32."""
     loaded = torch.float32 if dtype == "int8" else dtype
-    model = ScratchBertModel.from_pretrained(folder, dtype=loaded, attn_implementation=attention)
-    return torch_run(model.optimize_for_inference(dtype))
+    return torch_run(load(folder, ScratchBertModel, attention, loaded).optimize_for_inference(dtype))
 
 
 def to_export(folder: Path) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     """The model and example inputs. The wrapper is in evaluation mode as well: an exporter may pass its mode on."""
     input_ids, mask = torch.full((2, 8), 5), torch.ones(2, 8, dtype=torch.long)
     mask[0, 5:] = 0
-    return TensorModel(BertModel.from_pretrained(folder), ["last_hidden_state"]).eval(), (input_ids, mask)
+    return TensorModel(load(folder), ["last_hidden_state"]).eval(), (input_ids, mask)
 
 
 def onnx(folder: Path, threads: int, int8: bool = False) -> Run:
@@ -203,7 +207,7 @@ def ctranslate2(folder: Path, threads: int, precision: str = "float32") -> Run:
 
 
 def on_gpu(folder: Path, threads: int, model_class=BertModel, attention: str = "sdpa", is_packed: bool = False) -> Run:
-    model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=torch.bfloat16).eval().to(GPU)
+    model = load(folder, model_class, attention, torch.bfloat16).to(GPU)
 
     @torch.inference_mode()
     def run(inputs):
