@@ -9,13 +9,16 @@
 All variants run in one process, in turns: for each repetition and batch, each variant once, on the same padded batch
 with its mask. The time of a batch is the median over the repetitions; a row has the mean over its batches.
 
-Columns: sequences and non-padding tokens per second; milliseconds per batch; the speed-up over BertModel (the variant
-"bert": sdpa, float32; always timed); the speed-up times the fill rate, which is what would remain of it without
-padding; the GEMM lower bound, the time of the blocks' matrix products on non-padding tokens at the best rate measured
-here, as a share of the time; and the largest absolute difference to BertModel at non-padding tokens.
+The workloads single-1, single and single-32 are one sentence of 1, 12 and 32 tokens. Each variant runs alone in
+--processes new processes, in turns: 20 sentences, three times each, whatever --repetitions and --batches. A row has the
+median over the processes. "reviews-sorted" has the texts of "reviews", sorted by length before they are batched.
+"decoding" times those of our variants that generate (as loaded, optimised, bfloat16, int8) beside EncoderDecoderModel
+in float32.
 
-The workloads single-1, single and single-32 are one sentence of 1, 12 and 32 tokens. "decoding" times those of our
-variants that generate (as loaded, optimised, bfloat16, int8) beside EncoderDecoderModel in float32.
+Columns: sequences and non-padding tokens per second; milliseconds per batch; the speed-up over BertModel (the variant
+"bert": sdpa, float32; always timed); the GEMM lower bound, the time of the blocks' matrix products on non-padding
+tokens at the best rate measured here, as a share of the time; the largest absolute difference to BertModel at
+non-padding tokens; and, except in float32, the lowest and the mean cosine to its mean-pooled embedding of a sequence.
 
 The variants bert-cuda, bert-cuda-flash (flash attention, on packed sequences) and ours-cuda run in bfloat16 on a GPU.
 Their times include copying the token ids to it, and they have no GEMM lower bound.
@@ -28,15 +31,16 @@ float32, or fails; 2 if the benchmark cannot run.
 """
 
 import os
+import shlex
 import sys
 
 from toolkit.benchmark import VARIANT_NAMES, WORKLOADS
 from toolkit.cli import Parser, integer_from, open_report_output
 
-FULL = {"workloads": list(WORKLOADS), "variants": list(VARIANT_NAMES), "repetitions": 5, "batches": 4,
+FULL = {"workloads": list(WORKLOADS), "variants": list(VARIANT_NAMES), "repetitions": 5, "batches": 4, "processes": 3,
         "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")], "tokens": 24}  # fmt: skip
 QUICK = {"workloads": ["reviews", "mix", "full-128", "single", "decoding"],
-         "variants": ["bert", "openvino", "ours", "ours-optimised"], "repetitions": 2, "batches": 1,
+         "variants": ["bert", "openvino", "ours", "ours-optimised"], "repetitions": 2, "batches": 1, "processes": 1,
          "cases": [(8, "greedy")], "tokens": 8}  # fmt: skip
 
 
@@ -55,6 +59,7 @@ def make_parser() -> Parser:
     evaluation.add_argument("--repetitions", **number, help="repetitions of each measurement; default: "
                             "5, with --quick 2")  # fmt: skip
     evaluation.add_argument("--batches", **number, help="batches of each workload; default: 4, with --quick 1")
+    evaluation.add_argument("--processes", **number, help="for single sentences; default: 3, with --quick 1")
     evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
     evaluation.add_argument("--memory", action="store_true", help="also measure the peak memory of each variant, in a "
                             "new process")  # fmt: skip
@@ -69,6 +74,7 @@ def parse(parser: Parser, argv: list[str] | None):
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    args.command = shlex.join(["scripts/benchmark.py", *(sys.argv[1:] if argv is None else argv)])
     args.draws = not set(args.workloads) <= {"training", "decoding"}  # whether the picture has any of them
     if args.plot is not None and not args.draws:
         parser.error(f"--plot draws none of {' and '.join(args.workloads)}; leave it out, or name more --workloads")

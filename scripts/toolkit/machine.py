@@ -4,12 +4,14 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 
 import torch
 from torch import distributed
 
 from toolkit import cli
+from toolkit.files import ROOT
 
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
@@ -48,9 +50,16 @@ def version(library: str) -> str | None:
         return None
 
 
+def commit() -> str:
+    """The commit of this clone, with "-dirty" if its files differ from it; empty in an installation, or without git."""
+    # --git-dir: an installation may be within the clone of another project.
+    command = "git --git-dir=.git describe --always --abbrev=40 --exclude=* --dirty"
+    return subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def identity() -> dict:
-    """The processor, its cores, and the versions of Python and of `LIBRARIES`, None for those not installed."""
-    return {**processor(), "cores": os.cpu_count(), "python": platform.python_version(),
+    """The processor, its cores, the commit, and the versions of Python and of `LIBRARIES`, None where there is none."""
+    return {**processor(), "cores": os.cpu_count(), "commit": commit(), "python": platform.python_version(),
             "versions": {library: version(library) for library in LIBRARIES}}  # fmt: skip
 
 
@@ -61,4 +70,4 @@ def lines(machine: dict) -> list[str]:
     flags, missing = (", ".join(machine[name]) for name in ("flags", "missing_flags"))
     return [f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
             f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
-            f"Python {machine['python']}, {libraries}"]  # fmt: skip
+            f"Python {machine['python']}, {libraries}; commit {machine['commit'] or 'unknown'}"]  # fmt: skip

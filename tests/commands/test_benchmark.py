@@ -1,7 +1,9 @@
 """`scripts/benchmark.py`: its batches, lower bounds and verdict; that every variant runs. No time is ever asserted."""
 
+import csv
 import json
 import math
+import os
 import shutil
 import sys
 from functools import partial
@@ -16,7 +18,7 @@ from transformers import AttentionInterface, BertConfig, BertModel
 
 import benchmark
 from toolkit import machine as benchmark_machine
-from toolkit.benchmark import ENCODER_WORKLOADS, measure
+from toolkit.benchmark import ENCODER_WORKLOADS, SENTENCES, measure
 from toolkit.benchmark import plot as benchmark_plot
 from toolkit.benchmark import steps as benchmark_steps
 from toolkit.benchmark import timing as benchmark_timing
@@ -37,6 +39,7 @@ MACHINE = {
     "threads": 1,
     "gflops": {"float32": 100.0, "bfloat16": 200.0},
     "bandwidth_gb": 10.0,
+    "commit": "0123abc",
     "python": "3",
     "versions": {"torch": "2", "openvino": None},
 }
@@ -63,7 +66,9 @@ def small(monkeypatch):
     monkeypatch.setattr(measure, "measure_again", lambda machine, config: None)
     monkeypatch.setattr(measure, "LINEARITY_SIZES", [1, 4])
     monkeypatch.setattr(measure, "LINEARITY_FILL_RATES", [0.5, 1.0])
-    monkeypatch.setattr(benchmark, "FULL", {**benchmark.FULL, "cases": [(2, "greedy"), (1, "beam 4")], "tokens": 3})
+    monkeypatch.setattr(
+        benchmark, "FULL", {**benchmark.FULL, "cases": [(2, "greedy"), (1, "beam 4")], "tokens": 3, "processes": 1}
+    )
 
 
 def run(*arguments) -> int:
@@ -92,15 +97,15 @@ def test_the_mix_is_a_third_full():
 @pytest.mark.parametrize(
     ("name", "shape", "count"),
     [
-        ("full-128", (16, 128), 2),
-        ("full-512", (4, 512), 2),
+        ("full-128", (16, 128), 3),
+        ("full-512", (4, 512), 3),
         ("single-1", (1, 1), 20),
         ("single", (1, 12), 20),
         ("single-32", (1, 32), 20),
     ],
 )
 def test_batches_without_padding(name, shape, count):
-    one, two = (benchmark_workloads.make_batches(name, config(), None, 2, seed=0) for _ in range(2))
+    one, two = (benchmark_workloads.make_batches(name, config(), None, 3, seed=0) for _ in range(2))
     assert len(one) == count
     assert {batch.input_ids.shape for batch in one} == {shape}
     assert {batch.fill_rate for batch in one} == {1.0}
@@ -116,6 +121,29 @@ def test_the_reviews_are_text(minilm):
         assert batch.input_ids[batch.attention_mask == 0].sum() == 0
         assert set(batch.labels.tolist()) == {0, 1}
         assert batch.tokens == sum(batch.lengths) == round(batch.fill_rate * batch.input_ids.numel())
+
+
+def test_the_sorted_reviews_are_the_same_texts(minilm):
+    kinds = (
+        benchmark_workloads.make_batches(name, config(), None, 3, seed=0) for name in ("reviews", "reviews-sorted")
+    )
+    shuffled, in_order = (
+        [
+            (tuple(ids[mask == 1].tolist()), label)
+            for batch in batches
+            for ids, mask, label in zip(batch.input_ids, batch.attention_mask, batch.labels.tolist(), strict=True)
+        ]
+        for batches in kinds
+    )
+    assert len(in_order) == 96
+    assert in_order != shuffled
+    assert sorted(in_order) == sorted(shuffled)
+    with open(benchmark_workloads.REVIEWS, encoding="utf-8", newline="") as file:
+        texts = [row["text"] for row in csv.DictReader(file)]
+    encoded = benchmark_workloads.tokenizer_for(None)(texts, truncation=True, max_length=512)["input_ids"]
+    characters = {tuple(ids): len(text) for ids, text in zip(encoded, texts, strict=True)}
+    lengths = [characters[ids] for ids, _ in in_order]
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_what_the_reviews_need_is_said(monkeypatch, minilm):
@@ -152,10 +180,13 @@ def test_the_lower_bounds_products_as_torch_counts_them():
     assert benchmark_timing.encoder_flops(config(), [3, 7]) == total
 
 
-def test_the_lower_bound_is_at_the_dtypes_own_rate():
+def test_the_lower_bound_is_at_the_rate_of_the_precision():
     flops = benchmark_timing.encoder_flops(config(), [8])
     assert benchmark_timing.encoder_seconds(config(), [8], MACHINE, "float32") == pytest.approx(flops / 100e9)
     assert benchmark_timing.encoder_seconds(config(), [8], MACHINE, "bfloat16") == pytest.approx(flops / 200e9)
+    assert benchmark_timing.encoder_seconds(config(), [8], MACHINE, "int8") == pytest.approx(flops / 100e9)
+    without_bfloat16 = {"gflops": {"float32": 100.0}}
+    assert benchmark_timing.encoder_seconds(config(), [8], without_bfloat16, "bfloat16") == pytest.approx(flops / 100e9)
 
 
 def test_packed_is_the_linear_layer():
@@ -239,11 +270,11 @@ def test_every_variant_computes_the_model(name, folder):
     assert reasons == {}
     batches = benchmark_workloads.make_batches("single", config(), None, 1, seed=0)[:2]
     batches.append(benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])]))
-    deviations, reasons = measure.warm_up(runs, batches)
-    assert reasons == {}
+    found = differences(runs[name], runs["bert"], batches)
     exact = VARIANTS[name].precision == "float32"
-    assert deviations[name] <= (1e-5 if exact else 1.0)
-    assert exact or deviations[name] > 0
+    assert found["max_abs"] <= (1e-5 if exact else 1.0)
+    assert exact or found["max_abs"] > 0
+    assert found["cosine_mean"] >= found["cosine_lowest"] >= (1 - 1e-6 if exact else 0.9)
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
@@ -260,14 +291,12 @@ def test_precisions_are_as_the_names_say():
     for name, variant in VARIANTS.items():
         found = [precision for part, precision in parts.items() if part in name.split("-")]
         assert [variant.precision] == (found or ["float32"])
-    assert {variant.dtype for variant in VARIANTS.values() if variant.precision == "int8"} == {"float32"}
 
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_peers_that_would_emulate_bfloat16_are_skipped(natively, monkeypatch):
     monkeypatch.setattr(benchmark_variants, "multiplies_natively", lambda dtype: natively or dtype != torch.bfloat16)
     monkeypatch.setattr(benchmark_variants.importlib.util, "find_spec", lambda name: True)
-    assert VARIANTS["ours-bf16"].dtype == ("bfloat16" if natively else "float32")
     expected = None if natively else "this CPU has no bfloat16 instructions"
     assert benchmark_variants.missing("bert-bf16") == benchmark_variants.missing("openvino-bf16") == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -333,12 +362,13 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
     assert code == 0
     assert found["failures"] == []
     assert found["machine"] == MACHINE
+    assert found["command"].startswith(f"scripts/benchmark.py --model {folder} --variants ours ours-optimised --plot ")
     assert {row["workload"] for row in found["rows"]} == set(ENCODER_WORKLOADS)
     assert len(found["rows"]) == 3 * len(ENCODER_WORKLOADS)
     for row in found["rows"]:
         assert row["error"] is None
         assert row["max_abs"] <= 1e-5
-        assert row["vs_bert_times_fill_rate"] == pytest.approx(row["vs_bert"] * row["fill_rate"])
+        assert row["cosine_lowest"] == pytest.approx(1, abs=1e-6)
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["batches"] / row["seconds_per_batch"])
         assert row["lower_bound_share"] > 0
     assert [row["series"] for row in found["linearity"]] == ["sequences"] * 2 + ["fill_rate"] * 2
@@ -356,7 +386,8 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
         "full-512: 1 × 4 sequences, fill rate 100%",
         "training",
         "linearity",
-        "single-32: 10 × 1 sequences",
+        "single-32: 20 × 1 sequences",
+        "commit 0123abc",
         "batch  2 greedy",
     ):
         assert text in printed
@@ -404,11 +435,11 @@ GPU_VARIANTS = [name for name, variant in VARIANTS.items() if variant.precision 
 @pytest.mark.parametrize(
     ("name", "build", "words", "failures"),
     [
-        ("ours", partial(shifted, 2e-5), "ours  WRONG", ["ours on single: differs from BertModel"]),
-        ("ours", partial(shifted, math.nan), "nan\n", ["ours on single: differs from BertModel"]),
-        ("ours", not_run, "ours: ValueError: not today", ["ours on single: ValueError: not today"]),
+        ("ours", partial(shifted, 2e-5), "ours  WRONG", ["ours on full-128: differs from BertModel"]),
+        ("ours", partial(shifted, math.nan), "inf\n", ["ours on full-128: differs from BertModel"]),
+        ("ours", not_run, "ours: ValueError: not today", ["ours on full-128: ValueError: not today"]),
         ("ours", not_opened, "skipped ours: RuntimeError: no such operator", ["ours: RuntimeError: no such operator"]),
-        ("ours-cuda", not_run, "ours-cuda: ValueError: not today", ["ours-cuda on single: ValueError: not today"]),
+        ("ours-cuda", not_run, "ours-cuda: ValueError: not today", ["ours-cuda on full-128: ValueError: not today"]),
         ("bert-eager", partial(shifted, 0.5), "5.0e-01\n", []),
         ("onnx", not_run, "onnx: ValueError: not today", []),
         ("openvino", not_opened, "skipped openvino: RuntimeError: no such operator", []),
@@ -418,8 +449,8 @@ GPU_VARIANTS = [name for name, variant in VARIANTS.items() if variant.precision 
 def test_ours_must_agree_and_others_are_reported(name, build, words, failures, tmp_path, folder, small, monkeypatch,
                                                  capsys):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(VARIANTS, name, Variant(build, tolerance=1e-5 if name == "ours" else None))
-    code, found = report(tmp_path, "--model", folder, "--variants", name, "--workloads", "single")
+    monkeypatch.setitem(VARIANTS, name, Variant(build))
+    code, found = report(tmp_path, "--model", folder, "--variants", name, "--workloads", "full-128")
     assert (code, found["failures"]) == (len(failures), failures)
     assert words in capsys.readouterr().out
     errors = {row["variant"]: row["error"] for row in found["rows"]} | found["unavailable"]
@@ -432,12 +463,101 @@ def test_without_a_gpu_its_variants_are_skipped(tmp_path, folder, small, capsys)
     assert "skipped ours-cuda: this machine has no CUDA GPU that torch can use" in capsys.readouterr().out
 
 
-def test_numbers_on_padding_do_not_count():
+def differences(run, reference, batches) -> dict:
+    for batch in batches:
+        batch.reference = reference(batch.inputs)
+    return measure.differences(run, batches)
+
+
+def test_differences_by_hand():
+    """At padding, there is 9 in one and NaN in the other."""
     batch = benchmark_workloads.pad([torch.tensor([7, 8, 9]), torch.tensor([7])])
-    reference = torch.zeros(2, 3, 4)
-    hidden = torch.where(batch.attention_mask[..., None].bool(), 0.0, 9.0).expand(2, 3, 4)
-    assert measure.deviation(hidden, reference, batch) == 0
-    assert measure.deviation(hidden + 1, reference, batch) == 1
+    mask = batch.attention_mask[..., None].bool()
+    expected, hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 3, 4)
+    found = differences(
+        lambda inputs: hidden.where(mask, math.nan), lambda inputs: expected.where(mask, 9.0), [batch, batch]
+    )
+    cosines = []
+    for row, length in enumerate((3, 1)):
+        a, b = (sum(states[row, i] for i in range(length)) / length for states in (hidden, expected))
+        cosines.append((sum(a * b) / (sum(a * a) ** 0.5 * sum(b * b) ** 0.5)).item())
+    assert found["cosine_lowest"] == pytest.approx(min(cosines))
+    assert found["cosine_mean"] == pytest.approx(sum(cosines) / 2)
+    assert found["max_abs"] == pytest.approx(
+        max(abs(1 - expected[0]).max().item(), abs(1 - expected[1, 0]).max().item())
+    )
+    same = differences(lambda inputs: expected.where(mask, 1.0), lambda inputs: expected, [batch])
+    assert (same["max_abs"], same["cosine_lowest"]) == (0, pytest.approx(1))
+    nan = differences(lambda inputs: torch.full((2, 3, 4), math.nan), lambda inputs: expected, [batch])
+    assert nan["max_abs"] == math.inf
+    assert math.isnan(nan["cosine_lowest"])
+
+
+# ----------------------------------------------------------------------------------------------------- single sentences
+
+
+def test_single_sentences_have_processes_of_their_own(tmp_path, folder, small, monkeypatch):
+    opened = []
+
+    def in_new_process(function, build, *arguments):
+        opened.append(next(name for name, variant in VARIANTS.items() if variant.build == build))
+        return start(function, build, *arguments)
+
+    start = measure.in_new_process
+    monkeypatch.setattr(measure, "in_new_process", in_new_process)
+    workloads = ("full-128", "single-1", "single-32")
+    code, found = report(
+        tmp_path, "--model", folder, "--variants", "ours-bf16", "--workloads", *workloads, "--processes", 2
+    )
+    assert code == 0
+    assert opened == ["bert", "ours-bf16", "ours-bf16", "bert"]
+    processes = {(row["workload"], row["variant"]): row["processes"] for row in found["rows"]}
+    numbers = {key: [each["process"] for each in own] for key, own in processes.items()}
+    assert numbers["full-128", "bert"] == numbers["full-128", "ours-bf16"] == [os.getpid()]
+    assert numbers["single-1", "bert"] == numbers["single-32", "bert"]
+    own = [*numbers["single-1", "bert"], *numbers["single-1", "ours-bf16"]]
+    assert len({*own, os.getpid()}) == 5
+    for row in found["rows"][2:]:
+        seconds = [each["seconds"] / 20 for each in row["processes"]]
+        assert row["seconds_per_batch"] == pytest.approx(sum(seconds) / 2)
+        differences = [each["differences"] for each in row["processes"]]
+        assert differences == [{name: row[name] for name in ("max_abs", "cosine_lowest", "cosine_mean")}] * 2
+        assert (row["max_abs"] > 0) == (row["variant"] == "ours-bf16")
+
+
+def crash(folder, threads):
+    os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [(not_run, "ValueError: not today"), (crash, "BrokenProcessPool: A process in the process pool")],
+)
+def test_a_variant_that_fails_in_its_process_stops_nothing(build, error, tmp_path, folder, small, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "ours", Variant(build))
+    run_bert = benchmark_variants.as_loaded(folder, 1)
+    monkeypatch.setattr(measure, "open_variants", lambda names, *arguments: (dict.fromkeys(names, run_bert), {}))
+    code, found = report(tmp_path, "--model", folder, "--variants", "ours", "--workloads", "single")
+    bert, ours = found["rows"]
+    assert (code, bert["error"]) == (1, None)
+    assert ours["error"].startswith(error)
+    assert found["failures"] == [f"ours on single: {ours['error']}"]
+
+
+def test_the_variants_are_closed_before_single_sentences(folder, monkeypatch):
+    def in_new_process(function, build, folder, threads, sentences):
+        assert not runs
+        return {name: {"process": 1, "error": None, "seconds": next(seconds)} for name in sentences}
+
+    runs, seconds = {"bert": None, "ours": None}, iter((1.0, 2.0, 4.0, 3.0, 9.0, 5.0))
+    monkeypatch.setattr(measure, "in_new_process", in_new_process)
+    args = benchmark.parse(benchmark.make_parser(), [])
+    ((name, measured),) = measure.measurements(runs, {"single": []}, folder, args)
+    assert name == SENTENCES[1]
+    assert {variant: [each["seconds"] for each in own] for variant, own in measured.items()} == {
+        "bert": [1.0, 3.0, 9.0],
+        "ours": [2.0, 4.0, 5.0],
+    }
 
 
 def decoding_with_other_tokens(name, tmp_path, folder, monkeypatch, *variants) -> tuple[int, dict]:
@@ -657,7 +777,8 @@ def test_arguments_are_checked(arguments, capsys):
 
 def test_quick_is_less_and_can_be_overruled():
     quick = benchmark.parse(benchmark.make_parser(), ["--quick", "--batches", "3"])
-    assert (quick.batches, quick.repetitions) == (3, 2)
+    assert (quick.batches, quick.repetitions, quick.processes) == (3, 2, 1)
+    assert "reviews-sorted" in benchmark.parse(benchmark.make_parser(), []).workloads
     assert set(quick.variants) < set(benchmark.parse(benchmark.make_parser(), []).variants) == set(VARIANTS)
 
 

@@ -1,7 +1,8 @@
 """The parts of the commands `benchmark` and `check_determinism`."""
 
 # Named here so that `--help` lists them without importing torch.
-ENCODER_WORKLOADS = ("reviews", "mix", "full-128", "full-512", "single-1", "single", "single-32")
+SENTENCES = ("single-1", "single", "single-32")
+ENCODER_WORKLOADS = ("reviews", "reviews-sorted", "mix", "full-128", "full-512", *SENTENCES)
 WORKLOADS = (*ENCODER_WORKLOADS, "training", "decoding", "linearity")
 VARIANT_NAMES = ("bert", "bert-eager", "bert-compiled", "bert-bf16", "bert-int8", "onnx", "onnx-int8", "openvino",
                  "openvino-bf16", "openvino-int8", "sentence-transformers", "ctranslate2", "ctranslate2-int8",

@@ -1,23 +1,30 @@
-"""Timing of the variants in turns, in one process, and the report of the results."""
+"""Timing of the variants in turns, in one process or each in its own, and the report of the results."""
 
+import gc
 import math
+import os
+import statistics
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cosine_similarity
 from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
-from toolkit.benchmark import ENCODER_WORKLOADS
+from toolkit.benchmark import ENCODER_WORKLOADS, SENTENCES
 from toolkit.benchmark.steps import decode, train
 from toolkit.benchmark.timing import describe, encoder_seconds, interleave, measure_again
-from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, missing, open_variants, peak_memory
+from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, in_new_process, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
 from toolkit.cli import about, described, table
 from toolkit.comparison import largest
-from toolkit.hub import check_source
+from toolkit.hub import check_source, silence_libraries
 from toolkit.machine import lines
 
+TOLERANCE = 1e-5  # of our variants in float32
+SENTENCE_REPETITIONS = 3  # of each sentence, in each process
 LINEARITY_SIZES = [2**i for i in range(9)]
 LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
 
@@ -25,52 +32,84 @@ LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def deviation(hidden: torch.Tensor, reference: torch.Tensor, batch: Batch) -> float:
-    """The largest difference at a non-padding token; infinite if a value there is NaN."""
-    return largest((hidden.float().cpu() - reference.float())[batch.attention_mask.bool()])
-
-
-def warm_up(runs: dict[str, Run], batches: list[Batch]) -> tuple[dict[str, float], dict[str, str]]:
-    """Runs each variant once on each batch: its difference to BertModel, or why it fails."""
-    deviations, reasons = dict.fromkeys(runs, 0.0), {}
+def differences(run: Run, batches: list[Batch]) -> dict[str, float]:
+    """How the hidden states at non-padding tokens differ from BertModel's: the largest difference, infinite if any is
+    NaN; and the lowest and the mean cosine between mean-pooled embeddings of a sequence."""
+    max_abs, cosines = [], []
     for batch in batches:
-        reference = runs["bert"](batch.inputs)
-        for name in runs.keys() - {"bert"} - reasons.keys():
+        padding = batch.attention_mask[..., None] == 0
+        pair = [states.cpu().double().masked_fill(padding, 0) for states in (run(batch.inputs), batch.reference)]
+        max_abs.append(largest(pair[0] - pair[1]))
+        cosines.append(cosine_similarity(*(states.sum(dim=1) for states in pair)))  # of sums, as of means
+    return {"max_abs": max(max_abs), "cosine_lowest": torch.cat(cosines).min().item(),
+            "cosine_mean": torch.cat(cosines).mean().item()}  # fmt: skip
+
+
+def measure(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> dict[str, dict]:
+    """What this process measures of each variant: its differences, and its seconds for all batches; or the error."""
+    measured: dict[str, dict] = {name: {"process": os.getpid(), "error": None} for name in runs}
+    for name, run in runs.items():
+        try:
+            measured[name]["differences"] = differences(run, batches)  # which warms up, too
+        except Exception as error:  # a runtime can raise any exception
+            measured[name]["error"] = described(error)
+    working = {name: run for name, run in runs.items() if measured[name]["error"] is None}
+    for name, seconds in interleave(working, [batch.inputs for batch in batches], repetitions).items():
+        measured[name]["seconds"] = sum(seconds)
+    return measured
+
+
+def measure_alone(build, folder: Path, threads: int, workloads: dict[str, list[Batch]]) -> dict[str, dict]:
+    """What this process measures of one variant, by workload."""
+    silence_libraries()
+    torch.set_num_threads(threads)
+    run = build(folder, threads)
+    return {name: measure({"": run}, batches, SENTENCE_REPETITIONS)[""] for name, batches in workloads.items()}
+
+
+def measurements(runs: dict[str, Run], workloads: dict[str, list[Batch]], folder: Path, args):
+    """Yields each workload, with what each process measures of each variant. Single sentences have a new process for
+    each variant, and no other variant is open then: in one process, variants would disturb one another, by threads that
+    spin for a while after a call, and in the caches."""
+    for name in (name for name in workloads if name not in SENTENCES):
+        yield name, {variant: [each] for variant, each in measure(runs, workloads[name], args.repetitions).items()}
+    names, sentences = list(runs), {name: batches for name, batches in workloads.items() if name in SENTENCES}
+    measured: dict[str, dict] = {workload: {name: [] for name in names} for workload in sentences}
+    runs.clear()
+    gc.collect()
+    for i in range(args.processes if sentences else 0):
+        for name in names if i % 2 == 0 else reversed(names):
             try:
-                deviations[name] = max(deviations[name], deviation(runs[name](batch.inputs), reference, batch))
-            except Exception as error:  # a runtime can raise any exception
-                reasons[name] = described(error)
-    return deviations, reasons
+                found = in_new_process(measure_alone, VARIANTS[name].build, folder, args.threads, sentences)
+            except Exception as error:  # also if the process crashes
+                found = {workload: {"process": None, "error": described(error)} for workload in sentences}
+            for workload in sentences:
+                measured[workload][name].append(found[workload])
+    yield from measured.items()
 
 
-def rows_of(workload: str, runs: dict[str, Run], batches: list[Batch], config, machine: dict, repetitions: int) -> list:
-    """A row for each variant: its speed, and its difference to BertModel, or the error."""
-    deviations, reasons = warm_up(runs, batches)
-    working = {name: run for name, run in runs.items() if name not in reasons}
-    seconds = interleave(working, [batch.inputs for batch in batches], repetitions)
+def rows_of(workload: str, measured: dict[str, list[dict]], batches: list[Batch], config, machine: dict) -> list[dict]:
+    """A row for each variant: its speed, by the median over its processes, and its differences, or the error."""
     lengths = [length for batch in batches for length in batch.lengths]
-    fill_rate = sum(lengths) / sum(batch.input_ids.numel() for batch in batches)
-    rows = []
-    for name in runs:
-        variant = VARIANTS[name]
+    rows: list[dict] = []
+    for name, processes in measured.items():
+        precision, first = VARIANTS[name].precision, max(processes, key=lambda each: each["error"] is not None)
         rows.append({"workload": workload, "batches": len(batches), "sequences": len(lengths), "tokens": sum(lengths),
-                     "fill_rate": fill_rate, "variant": name, "precision": variant.precision,
-                     "error": reasons.get(name)})  # fmt: skip
-        if name in reasons:
+                     "fill_rate": sum(lengths) / sum(batch.input_ids.numel() for batch in batches), "variant": name,
+                     "precision": precision, "error": first["error"], "processes": processes})  # fmt: skip
+        if first["error"] is not None and name == "bert":
+            raise RuntimeError(f"BertModel, the reference, fails on {workload}: {first['error']}")
+        if first["error"] is not None:
             continue
-        total, speed_up = sum(seconds[name]), sum(seconds["bert"]) / sum(seconds[name])
+        total, bert = (statistics.median(each["seconds"] for each in own) for own in (processes, measured["bert"]))
+        bound = math.nan if precision == ON_GPU else encoder_seconds(config, lengths, machine, precision)
         rows[-1] |= {"seconds_per_batch": total / len(batches), "sequences_per_second": len(lengths) / total,
-                     "tokens_per_second": sum(lengths) / total, "vs_bert": speed_up,
-                     "vs_bert_times_fill_rate": speed_up * fill_rate,
-                     "max_abs": deviations[name] if math.isfinite(deviations[name]) else None,
-                     "gemm_gflops": None, "lower_bound_share": None, "peak_mib": None}  # fmt: skip
-        if variant.precision != ON_GPU:
-            rows[-1]["gemm_gflops"] = machine["gflops"][variant.dtype]
-            rows[-1]["lower_bound_share"] = encoder_seconds(config, lengths, machine, variant.dtype) / total
+                     "tokens_per_second": sum(lengths) / total, "vs_bert": bert / total, "peak_mib": None,
+                     "lower_bound_share": bound / total, **first["differences"]}  # fmt: skip
     return rows
 
 
-def linearity_rows(run: Run, config, machine: dict, repetitions: int, seed: int) -> list[dict]:
+def linearity_rows(run: Run, config, repetitions: int, seed: int, machine: dict) -> list[dict]:
     """Time against non-padding tokens: a row for each batch."""
     batches = linearity_batches(config, LINEARITY_SIZES, LINEARITY_FILL_RATES, seed)
     for _, batch in batches:
@@ -86,10 +125,8 @@ def linearity_rows(run: Run, config, machine: dict, repetitions: int, seed: int)
 
 def failed(row: dict) -> bool:
     """Whether a row of our variants has an error or differs from BertModel."""
-    tolerance = VARIANTS[row["variant"]].tolerance
-    if row["error"] is not None:
-        return row["variant"].startswith("ours")
-    return tolerance is not None and (row["max_abs"] is None or row["max_abs"] > tolerance)
+    is_wrong = row["error"] is not None or (row["precision"] == "float32" and row["max_abs"] > TOLERANCE)
+    return row["variant"].startswith("ours") and is_wrong
 
 
 def failures(report: dict) -> list[str]:
@@ -105,7 +142,7 @@ def failures(report: dict) -> list[str]:
 
 def print_rows(rows: list[dict]) -> None:
     """Prints the rows of a workload."""
-    header = ("variant", "seq/s", "tokens/s", "ms/batch", "vs bert", "× fill", "bound", "max abs")
+    header = ("variant", "seq/s", "tokens/s", "ms/batch", "vs bert", "bound", "max abs", "cosine: low", "mean")
     shape = f"{rows[0]['batches']} × {rows[0]['sequences'] // rows[0]['batches']} sequences"
     print_lines(f"\n{rows[0]['workload']}: {shape}, fill rate {rows[0]['fill_rate']:.0%}",
                 table([header, *(cells(row) for row in rows if row["error"] is None)]),
@@ -113,20 +150,20 @@ def print_rows(rows: list[dict]) -> None:
 
 
 def cells(row: dict) -> tuple[str, ...]:
-    share, peak, difference = (row[name] for name in ("lower_bound_share", "peak_mib", "max_abs"))
-    max_abs = "nan" if difference is None else f"{difference:.1e}"
+    share, peak = row["lower_bound_share"], row["peak_mib"]
+    cosines = [row[name] for name in ("cosine_lowest", "cosine_mean") if row["precision"] != "float32"]
     return (row["variant"] + ("  WRONG" if failed(row) else ""), f"{row['sequences_per_second']:.1f}",
             f"{row['tokens_per_second']:.0f}", f"{1000 * row['seconds_per_batch']:.1f}", f"{row['vs_bert']:.2f}",
-            f"{row['vs_bert_times_fill_rate']:.2f}", "" if share is None else f"{share:.0%}",
-            max_abs + ("" if peak is None else f"  peak {peak:.0f} MiB"))  # fmt: skip
+            "" if math.isnan(share) else f"{share:.0%}",
+            f"{row['max_abs']:.1e}" + ("" if peak is None else f"  peak {peak:.0f} MiB"),
+            *([f"{cosine:.5f}" for cosine in cosines] or ("", "")))  # fmt: skip
 
 
 def print_linearity(rows: list[dict]) -> None:
-    lines = [("varied", "sequences", "fill rate", "tokens", "ms", "bound, ms")]
-    for row in rows:
-        numbers = (f"{1000 * row[name]:.1f}" for name in ("seconds", "lower_bound"))
-        lines.append((row["series"], str(row["sequences"]), f"{row['fill_rate']:.0%}", str(row["tokens"]), *numbers))
-    print_lines("\nlinearity: ours-optimised", table(lines))
+    header = ("varied", "sequences", "fill rate", "tokens", "ms", "bound, ms")
+    lines = [(row["series"], str(row["sequences"]), f"{row['fill_rate']:.0%}", str(row["tokens"]),
+              f"{1000 * row['seconds']:.1f}", f"{1000 * row['lower_bound']:.1f}") for row in rows]  # fmt: skip
+    print_lines("\nlinearity: ours-optimised", table([header, *lines]))
 
 
 def print_lines(*lines: str) -> None:
@@ -173,24 +210,23 @@ def save_model(source: str | None, folder: Path, seed: int):
 
 
 def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
-    for workload in (name for name in ENCODER_WORKLOADS if name in args.workloads):
-        batches = make_batches(workload, config, args.model, args.batches, args.seed)
+    """Adds the rows of each workload, and closes the variants."""
+    workloads = {name: make_batches(name, config, args.model, args.batches, args.seed)
+                 for name in ENCODER_WORKLOADS if name in args.workloads}  # fmt: skip
+    for batch in chain(*workloads.values()):
+        batch.reference = runs["bert"](batch.inputs)
+    for workload, measured in measurements(runs, workloads, folder, args):
         measure_again(report["machine"], config)
-        rows = rows_of(workload, runs, batches, config, report["machine"], args.repetitions)
+        rows = rows_of(workload, measured, workloads[workload], config, report["machine"])
         if args.memory:
-            largest_batch = max(batches, key=lambda batch: batch.input_ids.numel())
+            largest_batch = max(workloads[workload], key=lambda batch: batch.input_ids.numel())
             for row in (row for row in rows if row["error"] is None):
                 row["peak_mib"] = peak_memory(row["variant"], folder, args.threads, largest_batch)
         print_rows(rows)
         report["rows"] += rows
 
 
-def run_steps(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
-    if "linearity" in args.workloads and "ours-optimised" in runs:
-        report["linearity"] = linearity_rows(runs["ours-optimised"], config, report["machine"], args.repetitions,
-                                             args.seed)  # fmt: skip
-        print_linearity(report["linearity"])
-    runs.clear()  # the steps below open their own models
+def run_steps(report: dict, config, folder: Path, args) -> None:
     if "training" in args.workloads:
         batches = make_batches("training", config, args.model, args.batches, args.seed)
         report["training"] = train(folder, batches, args.repetitions)
@@ -211,7 +247,7 @@ def benchmark(args) -> dict:
         args: as the command `benchmark` parses them.
 
     Raises:
-        RuntimeError: BertModel cannot be opened.
+        RuntimeError: BertModel cannot be opened, or fails.
     """
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
@@ -224,9 +260,12 @@ def benchmark(args) -> dict:
             raise RuntimeError(f"BertModel, the reference, cannot be opened: {unavailable['bert']}")
         print_lines(*(f"skipped {name}: {reason}" for name, reason in unavailable.items()))
         report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
-                  "repetitions": args.repetitions, "seed": args.seed, "unavailable": unavailable,
-                  "rows": [], "linearity": [], "training": None, "decoding": []}  # fmt: skip
+                  "command": args.command, "repetitions": args.repetitions, "seed": args.seed, "rows": [],
+                  "unavailable": unavailable, "linearity": [], "training": None, "decoding": []}  # fmt: skip
+        if "linearity" in args.workloads and "ours-optimised" in runs:
+            report["linearity"] = linearity_rows(runs["ours-optimised"], config, args.repetitions, args.seed, machine)
+            print_linearity(report["linearity"])
         run_encoder(report, runs, config, folder, args)
-        run_steps(report, runs, config, folder, args)
+        run_steps(report, config, folder, args)
     report["failures"] = failures(report)
     return report

@@ -14,7 +14,7 @@ from torch import nn
 from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack, multiplies_natively
 from toolkit.machine import identity
 
-# Seconds before each measurement: threads of the runtime that was timed last spin for a while before they sleep.
+# Seconds before each measurement of several runtimes: threads of the one that was timed last spin for a while.
 PAUSE = 0.01
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -25,7 +25,7 @@ def interleave(runs: dict[str, Callable], inputs: list, repetitions: int) -> dic
     for repetition in range(repetitions):
         for i, each in enumerate(inputs):
             for name in list(runs) if (repetition + i) % 2 == 0 else reversed(runs):
-                time.sleep(PAUSE)
+                time.sleep(PAUSE if len(runs) > 1 else 0)
                 started = time.perf_counter()
                 runs[name](each)
                 times[name][i].append(time.perf_counter() - started)
@@ -90,9 +90,10 @@ def encoder_flops(config, lengths: list[int]) -> int:
     return config.num_hidden_layers * sum(linear * length + attention * length * length for length in lengths)
 
 
-def encoder_seconds(config, lengths: list[int], machine: dict, dtype: str) -> float:
-    """The seconds that the matrix products for sequences of these lengths take at the machine's best rate."""
-    rate = machine["gflops"][dtype] * 1e9
+def encoder_seconds(config, lengths: list[int], machine: dict, precision: str) -> float:
+    """The seconds that the matrix products for sequences of these lengths take at the machine's best rate: of float32
+    for int8, and for bfloat16 on a CPU without instructions for it."""
+    rate = machine["gflops"].get(precision, machine["gflops"]["float32"]) * 1e9
     return encoder_flops(config, lengths) / rate if rate else math.nan
 
 

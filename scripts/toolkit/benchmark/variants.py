@@ -34,7 +34,6 @@ from toolkit.exporting import TensorModel, open_onnx, open_openvino
 from toolkit.hub import silence_libraries
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-TOLERANCE = 1e-5  # between float32 values that should be equal
 CALIBRATION_BATCHES = 8
 GPU, ON_GPU = "cuda", "bfloat16 on a GPU"
 
@@ -47,34 +46,20 @@ class Variant:
         build: `build(folder, threads)` opens the model.
         needs: the libraries that it requires.
         precision: of its matrix products: "float32", "bfloat16" or "int8"; or `ON_GPU`.
-        tolerance: the largest difference to BertModel that is allowed; None: any, because the variant is not ours or
-            computes in lower precision.
     """
 
     build: Callable[[Path, int], Run]
     needs: tuple[str, ...] = ()
     precision: str = "float32"
-    tolerance: float | None = None
-
-    @property
-    def dtype(self) -> str:
-        """The dtype with whose rate of matrix products the lower bound is computed. It is float32 for int8, and for
-        bfloat16 on a CPU without instructions for it."""
-        return "bfloat16" if self.precision == "bfloat16" and multiplies_natively(torch.bfloat16) else "float32"
 
 
 def torch_run(model: torch.nn.Module) -> Run:
-    @torch.inference_mode()
-    def run(inputs):
-        return model(**inputs).last_hidden_state
-
-    return run
+    return torch.inference_mode()(lambda inputs: model(**inputs).last_hidden_state)
 
 
 def load(folder: Path, model_class=BertModel, attention="sdpa", dtype=torch.float32) -> torch.nn.Module:
     """The model without its pooler: last hidden states do not depend on it."""
-    model = model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype, add_pooling_layer=False)
-    return model.eval()
+    return model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype, add_pooling_layer=False)
 
 
 def as_loaded(folder: Path, threads: int, compiled: bool = False, **options) -> Run:
@@ -181,12 +166,7 @@ def sentence_transformers(folder: Path, threads: int) -> Run:
     from sentence_transformers.sentence_transformer.modules import Transformer
 
     model = SentenceTransformer(modules=[Transformer(str(folder_with_vocabulary(folder)))], device="cpu").eval()
-
-    @torch.inference_mode()
-    def run(inputs):
-        return model(dict(inputs))["token_embeddings"]
-
-    return run
+    return torch.inference_mode()(lambda inputs: model(dict(inputs))["token_embeddings"])
 
 
 def ctranslate2(folder: Path, threads: int, precision: str = "float32") -> Run:
@@ -250,10 +230,10 @@ VARIANTS = {
     "ctranslate2-int8": Variant(partial(ctranslate2, precision="int8_float32"), ("ctranslate2",), precision="int8"),
     "bert-cuda": Variant(on_gpu, precision=ON_GPU),
     "bert-cuda-flash": Variant(partial(on_gpu, attention="flash_attention_2", is_packed=True), precision=ON_GPU),
-    "ours": Variant(partial(as_loaded, model_class=ScratchBertModel), tolerance=TOLERANCE),
-    "ours-optimised": Variant(ours_optimised, tolerance=TOLERANCE),
-    "ours-eager": Variant(partial(ours_optimised, attention="eager"), tolerance=TOLERANCE),
-    "ours-compiled": Variant(partial(as_loaded, model_class=ScratchBertModel, compiled=True), tolerance=TOLERANCE),
+    "ours": Variant(partial(as_loaded, model_class=ScratchBertModel)),
+    "ours-optimised": Variant(ours_optimised),
+    "ours-eager": Variant(partial(ours_optimised, attention="eager")),
+    "ours-compiled": Variant(partial(as_loaded, model_class=ScratchBertModel, compiled=True)),
     "ours-bf16": Variant(partial(ours_optimised, dtype=torch.bfloat16), precision="bfloat16"),
     "ours-int8": Variant(partial(ours_optimised, dtype="int8"), precision="int8"),
     "ours-cuda": Variant(partial(on_gpu, model_class=ScratchBertModel), precision=ON_GPU),
@@ -295,7 +275,13 @@ def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[st
     return runs, reasons
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------- new processes
+
+
+def in_new_process(function: Callable, *arguments):
+    """What the function returns in a new process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def memory(field: str) -> float:
@@ -321,8 +307,7 @@ def peak_memory(name: str, folder: Path, threads: int, batch: Batch) -> float:
     """The MiB by which opening this variant and running it on one batch raise the peak memory of a new process that has
     imported torch and transformers. The process reads a copy of the files: pages that this process has mapped, or that
     are not on the disk yet, would not count."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as copy, ProcessPoolExecutor(1, mp_context=context) as pool:
+    with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         os.sync()
-        return pool.submit(peak_in_this_process, name, Path(copy), threads, batch).result()
+        return in_new_process(peak_in_this_process, name, Path(copy), threads, batch)

