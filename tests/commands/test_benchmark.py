@@ -308,7 +308,7 @@ BFLOAT16_PEERS = {"bert-bf16", "openvino-bf16"}
 
 def test_ours_in_int8_is_skipped_without_instructions_for_it(tmp_path, folder, small, monkeypatch, capsys):
     monkeypatch.setattr(benchmark_variants, "multiplies_int8", lambda: False)
-    code, found = report(tmp_path, "--model", folder, "--variants", "ours-int8", "--workloads", "single")
+    code, found = report(tmp_path, "--model", folder, "--variants", "ours-int8", "--workloads", "full-128")
     assert (code, found["failures"]) == (0, [])
     assert found["unavailable"] == {"ours-int8": "this CPU has no int8 instructions (VNNI)"}
     assert "skipped ours-int8: this CPU has no int8 instructions (VNNI)" in capsys.readouterr().out
@@ -396,7 +396,7 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
 
 @pytest.mark.parametrize(
     ("workload", "files"),
-    [("single", ["report.json", "report.png"]), ("decoding", ["report.json"])],
+    [("full-128", ["report.json", "report.png"]), ("decoding", ["report.json"])],
 )
 def test_output_is_the_folder_of_the_report(workload, files, tmp_path, folder, small):
     """The picture has no panel for decoding; the numbers are written all the same."""
@@ -406,7 +406,7 @@ def test_output_is_the_folder_of_the_report(workload, files, tmp_path, folder, s
     assert sorted(path.name for path in output.iterdir()) == files
     found = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert (found["machine"], found["failures"]) == (MACHINE, [])
-    assert bool(found["rows"]) == (workload == "single")
+    assert bool(found["rows"]) == (workload == "full-128")
     assert len(found["decoding"]) == (2 if workload == "decoding" else 0)
     if "report.png" in files:
         assert image.imread(output / "report.png")[..., :3].std() > 0.05
@@ -458,7 +458,7 @@ def test_ours_must_agree_and_others_are_reported(name, build, words, failures, t
 
 
 def test_without_a_gpu_its_variants_are_skipped(tmp_path, folder, small, capsys):
-    code, found = report(tmp_path, "--model", folder, "--workloads", "single", "--variants", *GPU_VARIANTS)
+    code, found = report(tmp_path, "--model", folder, "--workloads", "full-128", "--variants", *GPU_VARIANTS)
     assert (code, found["failures"], list(found["unavailable"])) == (0, [], GPU_VARIANTS)
     assert "skipped ours-cuda: this machine has no CUDA GPU that torch can use" in capsys.readouterr().out
 
