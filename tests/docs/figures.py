@@ -88,9 +88,9 @@ class Figures:
         if name == "difference":
             return f"{max(row['max_abs'] for row in rows):.1e}"
         if name == "lowest":
-            return f"{min(row['cosine_lowest'] for row in rows):.4f}"
+            return f"{min(row['cosine_lowest'] for row in rows):.5f}"
         sequences = [row["sequences"] for row in rows]
-        return f"{statistics.fmean([row['cosine_mean'] for row in rows], sequences):.4f}"
+        return f"{statistics.fmean([row['cosine_mean'] for row in rows], sequences):.5f}"
 
 
 def cells_of(line: str) -> list[str]:
