@@ -221,7 +221,8 @@ def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) 
         if args.memory:
             largest_batch = max(workloads[workload], key=lambda batch: batch.input_ids.numel())
             for row in (row for row in rows if row["error"] is None):
-                row["peak_mib"] = peak_memory(row["variant"], folder, args.threads, largest_batch)
+                build = VARIANTS[row["variant"]].build
+                row["peak_mib"], _ = peak_memory(build, folder, args.threads, largest_batch)
         print_rows(rows)
         report["rows"] += rows
 

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +36,9 @@ from toolkit.exporting import TensorModel, open_onnx, open_openvino
 from toolkit.hub import silence_libraries
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+Build = Callable[[Path, int], Callable]
 CALIBRATION_BATCHES = 8
+SAMPLING_SECONDS = 0.001  # between two readings of the memory
 GPU, ON_GPU = "cuda", "bfloat16 on a GPU"
 
 
@@ -295,19 +299,26 @@ def memory(field: str) -> float:
     return int(re.search(rf"^{field}:\s+(\d+) kB$", text, flags=re.MULTILINE)[1]) / 1024
 
 
-def peak_in_this_process(name: str, folder: Path, threads: int, batch: Batch) -> float:
-    silence_libraries()
+def peak_in_this_process(build: Build, folder: Path, threads: int, batch: Batch) -> tuple[float, float]:
     torch.set_num_threads(threads)
-    before = memory("VmRSS")
-    VARIANTS[name].build(folder, threads)(batch.inputs)
-    return memory("VmHWM") - before
+    before, anonymous = memory("VmRSS"), [memory("RssAnon")]
+    threading.Thread(target=sample_anonymous_memory, args=[anonymous], daemon=True).start()
+    build(folder, threads)(batch.inputs)
+    return memory("VmHWM") - before, max(anonymous) - anonymous[0]
 
 
-def peak_memory(name: str, folder: Path, threads: int, batch: Batch) -> float:
-    """The MiB by which opening this variant and running it on one batch raise the peak memory of a new process that has
-    imported torch and transformers. The process reads a copy of the files: pages that this process has mapped, or that
-    are not on the disk yet, would not count."""
+def sample_anonymous_memory(samples: list[float]) -> None:
+    """Appends to `samples` until the process ends, because Linux does not record the peak of anonymous memory."""
+    while True:
+        samples.append(memory("RssAnon"))
+        time.sleep(SAMPLING_SECONDS)
+
+
+def peak_memory(build: Build, folder: Path, threads: int, batch: Batch) -> tuple[float, float]:
+    """The MiB by which `build` and running its result on one batch raise the peak of the resident and of the anonymous
+    memory, which has no pages of files, of a new process that has imported torch and transformers. It reads a copy of
+    the files: pages that this process has mapped, or that are not on the disk yet, would not count as resident."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         os.sync()
-        return in_new_process(peak_in_this_process, name, Path(copy), threads, batch)
+        return in_new_process(peak_in_this_process, build, Path(copy), threads, batch)
