@@ -20,7 +20,6 @@ fails; 2 bad usage, or a model or texts that cannot be read.
 """
 
 import sys
-from pathlib import Path
 
 from toolkit.benchmark import VARIANT_NAMES
 from toolkit.cli import Parser, file_in_existing_folder, integer_from
@@ -33,12 +32,8 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a BERT or ScratchBert with a tokenizer: a folder or a hub id")
     number = {"type": integer_from(1), "metavar": "N"}
+    parser.add_texts("the texts, by default film reviews")
     data = parser.group("data")
-    data.add_argument("--data", type=Path, metavar="FILE", help="the texts: .txt, .csv, .tsv, .json, .jsonl or "
-                      ".parquet, each also as .gz or .zst; default: film reviews")  # fmt: skip
-    data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text")
-    data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
-                      "text on each line")  # fmt: skip
     data.add_argument("--texts", **number, default=100, help="number of texts, the three kinds together")
     model = parser.group("model")
     model.add_argument("--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", default=DEFAULT_VARIANTS,

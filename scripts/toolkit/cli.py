@@ -88,6 +88,16 @@ class Parser(argparse.ArgumentParser):
         output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help=numbers)
         output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help=picture)
 
+    def add_texts(self, what: str) -> None:
+        """Adds `--data`, `--column` and `--delimiter`, for `toolkit.inputs.read_texts`."""
+        data = self.group("data")
+        data.add_argument("--data", type=Path, metavar="FILE", help=f"{what}: .txt, .csv, .tsv, .json, .jsonl or "
+                          ".parquet, each also as .gz or .zst")  # fmt: skip
+        data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as "
+                          "text")  # fmt: skip
+        data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
+                          "text on each line")  # fmt: skip
+
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """The arguments. Flags may be between positional ones, as in `SOURCE --to bert OUTPUT`."""
         args = self.parse_intermixed_args(with_underscores(args), namespace)

@@ -13,10 +13,9 @@ from toolkit.benchmark.variants import Run, missing, open_variants
 from toolkit.benchmark.workloads import REVIEWS, Batch, pad
 from toolkit.cli import about, described
 from toolkit.comparison import largest
-from toolkit.hub import open_tokenizer
-from toolkit.inputs import Source, open_files
+from toolkit.hub import check_vocabulary, open_tokenizer
+from toolkit.inputs import read_texts
 from toolkit.machine import identity, lines
-from toolkit.row_files import TEXTS, find_column, text_of
 
 OPTIMISED = ("ours-optimised", "ours-eager", "ours-bf16", "ours-int8")
 LONGEST_PIECE = 16  # tokens
@@ -31,17 +30,6 @@ Batching = list[tuple[list[int], Batch]]
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-def read_texts(path: Path | None, column: str | None, delimiter: str | None = None) -> list[str]:
-    """The texts in a column of a file, or without a file the film reviews.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or has no such column, or a row without a text.
-    """
-    source = Source(open_files([path or REVIEWS], delimiter=delimiter))
-    name = find_column(source.columns(), column, TEXTS, "the texts (--column)")
-    return [row["text"] for row in source.valid_rows(lambda row: {"text": text_of(row, name)}, "stop", print)]
-
-
 def token_sequences(texts: list[str], tokenizer, config, count: int, generator: random.Random) -> list[torch.Tensor]:
     """The ids of at most `count` sequences: pieces of texts, one of each length up to 16 tokens; single texts; and a
     tenth of joined texts, of max_position_embeddings tokens down to half of it.
@@ -49,8 +37,7 @@ def token_sequences(texts: list[str], tokenizer, config, count: int, generator: 
     Raises:
         ValueError: the tokenizer does not fit the model.
     """
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens; expected at most vocab_size, {config.vocab_size}")
+    check_vocabulary(len(tokenizer), config)
     longest = config.max_position_embeddings
     chosen = generator.sample(texts, min(count, len(texts)))
     encoded = tokenizer(chosen, truncation=True, max_length=longest)["input_ids"]
@@ -126,7 +113,8 @@ def check(args) -> dict:
         CommandError: the model cannot be opened.
         OSError, ValueError: the texts cannot be read.
     """
-    texts, generator = read_texts(args.data, args.column, args.delimiter), random.Random(args.seed)
+    texts = [row["text"] for row in read_texts(args.data or REVIEWS, args.column, args.delimiter)]
+    generator = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with about(args.model):

@@ -113,6 +113,12 @@ def open_tokenizer(source: str, **options):
     return AutoTokenizer.from_pretrained(source, **options)
 
 
+def check_vocabulary(tokens: int, config) -> None:
+    """Raises ValueError if the tokenizer has more tokens than the model."""
+    if tokens > config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokens:,} tokens; expected at most vocab_size, {config.vocab_size:,}")
+
+
 def open_model(model_class, source: str, *, optional: tuple[str, ...] = (), advice: str, **options):
     """The model of a checkpoint, opened by `model_class.from_pretrained` with these options.
 

@@ -357,6 +357,18 @@ def columns_of(rows: Callable[[], Iterable[Row]], usable: int | None = None) -> 
     return columns
 
 
+def read_texts(path: str | Path, column: str | None, delimiter: str | None = None,
+               max_rows: int | None = None) -> list[dict]:  # fmt: skip
+    """The `text` and the `place` of each row of a file, or of the first `max_rows`.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or has no such column, or a row without a text.
+    """
+    source = Source(open_files([path], delimiter=delimiter), max_rows)
+    name = row_files.find_column(source.columns(), column, row_files.TEXTS, "the texts (--column)")
+    return list(source.valid_rows(lambda row: {"text": row_files.text_of(row, name)}, "stop", print))
+
+
 def open_files(given: Iterable[str | Path], **options) -> list[InputFile]:
     """The files, folders and patterns replaced by the files in them; see `expand`.
 

@@ -166,7 +166,8 @@ def test_what_is_not_installed_is_skipped(tmp_path, folder, monkeypatch, capsys)
 @pytest.mark.parametrize(("count", "pieces", "joined"), [(1, 0, 1), (2, 1, 1), (12, 6, 2), (40, 16, 4), (100, 16, 10)])
 def test_texts_of_three_kinds(count, pieces, joined, folder):
     def make():
-        texts, config = determinism.read_texts(None, None), random_scratchbert("Model").config
+        texts = [row["text"] for row in determinism.read_texts(determinism.REVIEWS, None)]
+        config = random_scratchbert("Model").config
         return determinism.token_sequences(texts, make_tokenizer(), config, count, random.Random(3))
 
     rows = make()

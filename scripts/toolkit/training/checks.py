@@ -69,9 +69,3 @@ def check_room(name: str, settings: Settings, tokenizer, texts: int = 1) -> None
     if (value := getattr(settings, name)) < special + texts:
         needed = f"{special} special tokens + 1 for each text"
         raise ValueError(f"--{name} is {value}; expected at least {special + texts}: {needed}")
-
-
-def check_vocabulary(tokens: int, config) -> None:
-    """Raises ValueError if the tokenizer has more tokens than the model."""
-    if tokens > config.vocab_size:
-        raise ValueError(f"the tokenizer has {tokens:,} tokens; expected at most vocab_size, {config.vocab_size:,}")

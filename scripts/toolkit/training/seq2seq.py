@@ -8,9 +8,10 @@ from transformers import DataCollatorForSeq2Seq, GenerationConfig
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
+from toolkit.hub import check_vocabulary
 from toolkit.metrics import compute, load, mean_loss, perplexity
 from toolkit.row_files import find_column, text_of
-from toolkit.training.checks import check_lengths, check_room, check_vocabulary, config_file_fields, tokenizer_of
+from toolkit.training.checks import check_lengths, check_room, config_file_fields, tokenizer_of
 from toolkit.training.output import has_checkpoint
 from toolkit.training.rows import map_rows
 from toolkit.training.settings import named_values
