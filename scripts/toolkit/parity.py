@@ -142,20 +142,19 @@ def not_reached(checkpoint: Checkpoint) -> list[str]:
     return names
 
 
-def check(source: str, other: str | None, seed: int) -> dict:
+def check(args) -> dict:
     """Opens two checkpoints, compares them in every class that they have the tensors of, and prints the slow steps.
     Returns the report, as it is written into the JSON file, but for `rows`, a list of `Row`.
 
     Args:
-        other: None: the reference class.
-        seed: of random ids and of the scalar whose gradients are compared.
+        args: as the command `check_parity` parses them.
 
     Raises:
         ValueError: a checkpoint is invalid, or the two do not match.
         OSError: a file cannot be read.
     """
-    subject = read_checkpoint(source)
-    reference = read_checkpoint(other) if other is not None else None
+    seed, subject = args.seed, read_checkpoint(args.model)
+    reference = read_checkpoint(args.other) if args.other is not None else None
     if reference is not None and subject.kind != "scratchbert" and reference.kind == "scratchbert":
         subject, reference = reference, subject  # the BERT is the reference
     checkpoints = [subject] if reference is None else [reference, subject]
