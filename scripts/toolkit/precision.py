@@ -27,27 +27,29 @@ REPETITIONS = 3
 
 
 def open_precision(folder: Path, threads: int, name: str, precision: str, calibration: Path | None) -> Run:
-    """The model as a function from a batch to all outputs, opened as by `Variant.build`. int8 is made of float32."""
+    """The model, or with `is_bare` its base model, as a function of a batch. int8 is made of float32."""
     is_int8 = precision.startswith("int8")
     loaded = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = open_class(read_checkpoint(str(folder)), "scratchbert", name, False, loaded)
     model.optimize_for_inference("int8" if is_int8 else loaded, calibration if precision == "int8 calibrated" else None)
-    return torch.inference_mode()(lambda inputs, **options: model(**inputs, **options))
+    return torch.inference_mode()(lambda inputs, is_bare=False: (model.base_model if is_bare else model)(**inputs))
 
 
-def results(run: Run, batches: list[Batch], special: torch.Tensor, config) -> tuple[torch.Tensor, torch.Tensor]:
+def results(run: Run, batches: list[Batch], special: torch.Tensor, name: str, has_several: bool) -> tuple:
     """The mean-pooled embeddings, `(texts, C)`, and the labels of texts, or of tokens that are not special, `(labels,
-    1)`; if a text may have several, whether it has each of them. A bare model has no labels."""
-    embeddings, labels = [], [torch.empty(0, 1)]
+    1)`; with `has_several`, whether a text has each label. A bare model has no labels."""
+    embeddings, labels = [], [torch.empty(0, 1)] if name == "Model" else []
     for batch in batches:
-        outputs, mask = run(batch.inputs, output_hidden_states=True), batch.attention_mask[..., None]
-        embeddings.append((outputs.hidden_states[-1].double() * mask).sum(dim=1) / mask.sum(dim=1))
-        if (logits := outputs.get("logits")) is not None:
-            has_several = config.problem_type == "multi_label_classification"
+        mask = batch.attention_mask[..., None]
+        # Not the hidden states of the run below: a batch whose hidden states are requested stays padded.
+        states = run(batch.inputs, is_bare=True).last_hidden_state
+        embeddings.append((states.double() * mask).sum(dim=1) / mask.sum(dim=1))
+        if name != "Model":
+            logits = run(batch.inputs).logits
             found = logits > 0 if has_several else logits.argmax(dim=-1, keepdim=True)
             is_text = mask[..., 0].bool() & ~torch.isin(batch.input_ids, special)
-            labels.append(found[is_text] if found.ndim == 3 else found)
-    return torch.cat(embeddings), torch.cat(labels[1:] or labels)
+            labels.append(found[is_text] if name == "ForTokenClassification" else found)
+    return torch.cat(embeddings), torch.cat(labels)
 
 
 def check(args) -> dict:
@@ -61,6 +63,7 @@ def check(args) -> dict:
     [name, *_] = covering_classes(checkpoint.classes, checkpoint.parts, checkpoint.architectures)
     if name not in LABELLED or config.num_labels == 1 or config.problem_type == "regression":
         name = "Model"
+    has_several = config.problem_type == "multi_label_classification"
     with about(args.model):
         tokenizer = open_tokenizer(args.model)
         check_vocabulary(len(tokenizer), config)
@@ -78,7 +81,7 @@ def check(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         load(checkpoint, "scratchbert", name, False).save_pretrained(folder)
         runs = {each: timed(f"opening in {each}", build, folder, threads) for each, build in builds.items()}
-        found = {each: timed(f"computing in {each}", results, run, batches, special, config)
+        found = {each: timed(f"computing in {each}", results, run, batches, special, name, has_several)
                  for each, run in runs.items()}  # fmt: skip
         seconds = timed("timing", interleave, runs, [batch.inputs for batch in batches], REPETITIONS)
         largest = max(batches, key=lambda batch: batch.tokens)
