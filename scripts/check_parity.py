@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Compares two models: embeddings, hidden states, attention maps, pooler, logits and gradients. With --data, compares
-float32, bfloat16 and int8 of one model on your texts.
+"""Compares two models from the embeddings to the gradients, or the precisions of one model on your texts.
 
     check_parity.py path/to/bert                       a BERT opened by ScratchBert, with the Bert class itself
     check_parity.py path/to/scratchbert                a ScratchBert, with its own export to BERT

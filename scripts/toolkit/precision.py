@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
+from toolkit.batching import batches_by_length
 from toolkit.benchmark.timing import interleave
 from toolkit.benchmark.variants import Run, missing, peak_memory
 from toolkit.benchmark.workloads import Batch, pad
 from toolkit.checkpoint import class_name, covering_classes, load, open_class, read_checkpoint
 from toolkit.cli import about, one_line, table
-from toolkit.corpus.batching import batches_by_length
-from toolkit.corpus.job import TOKENS_ON_CPU
 from toolkit.hub import check_vocabulary, open_tokenizer
 from toolkit.inputs import Source, open_files, read_texts
 from toolkit.machine import identity, lines
@@ -23,7 +22,7 @@ from toolkit.pictures import new_figure
 PRECISIONS = {"float32": "ours", "bfloat16": "bert-bf16", "int8": "ours-int8", "int8 calibrated": "ours-int8"}
 LABELLED = ("ForSequenceClassification", "ForTokenClassification")
 MAX_ROWS = 500  # with all-MiniLM-L6-v2, they take about a minute
-REPETITIONS = 3
+REPETITIONS, TOKENS_PER_BATCH = 3, 2048
 
 
 def open_precision(folder: Path, threads: int, name: str, precision: str, calibration: Path | None) -> Run:
@@ -70,7 +69,7 @@ def check(args) -> dict:
     ids = tokenizer(
         [row["text"] for row in texts], truncation=True, max_length=config.max_position_embeddings
     ).input_ids
-    numbers = list(batches_by_length(list(map(len, ids)), TOKENS_ON_CPU))
+    numbers = list(batches_by_length(list(map(len, ids)), TOKENS_PER_BATCH))
     batches = [pad([torch.tensor(ids[number]) for number in batch]) for batch in numbers]
     special = torch.tensor([number for number in tokenizer.all_special_ids if number != tokenizer.unk_token_id])
     skipped = {each: reason for each, variant in PRECISIONS.items() if (reason := missing(variant)) is not None}

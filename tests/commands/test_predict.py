@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import predict
 from support.corpora import reference_of, save_model, texts, write_rows
 from support.tasks import compute
-from toolkit.corpus.batching import batches_by_length, packed
+from toolkit.batching import batches_by_length, packed
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -38,7 +38,6 @@ from toolkit.hub import silence_libraries
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 Build = Callable[[Path, int], Callable]
 CALIBRATION_BATCHES = 8
-SAMPLING_SECONDS = 0.001  # between two readings of the memory
 GPU, ON_GPU = "cuda", "bfloat16 on a GPU"
 
 
@@ -311,7 +310,7 @@ def sample_anonymous_memory(samples: list[float]) -> None:
     """Appends to `samples` until the process ends, because Linux does not record the peak of anonymous memory."""
     while True:
         samples.append(memory("RssAnon"))
-        time.sleep(SAMPLING_SECONDS)
+        time.sleep(0.001)
 
 
 def peak_memory(build: Build, folder: Path, threads: int, batch: Batch) -> tuple[float, float]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from tokenizers import Encoding
 
+from toolkit.batching import batches_by_length, packed
 from toolkit.checkpoint import verification
-from toolkit.corpus.batching import batches_by_length, packed
 from toolkit.corpus.job import Job
 from toolkit.corpus.model import longest, open_for
 from toolkit.corpus.sentence_folder import SentenceFolder
