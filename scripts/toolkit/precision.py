@@ -11,7 +11,7 @@ from toolkit.benchmark.timing import interleave
 from toolkit.benchmark.variants import Run, missing, peak_memory
 from toolkit.benchmark.workloads import Batch, pad
 from toolkit.checkpoint import class_name, covering_classes, load, open_class, read_checkpoint
-from toolkit.cli import about, one_line, table
+from toolkit.cli import about, one_line, shortened, table
 from toolkit.hub import check_vocabulary, open_tokenizer
 from toolkit.inputs import Source, open_files, read_texts
 from toolkit.machine import identity, lines
@@ -133,5 +133,6 @@ def plot(report: dict, path: Path) -> None:
         axes = figure.subplots()
         for row in report["rows"]:
             axes.plot(sorted(row["cosines"].values()), label=row["precision"])
-        axes.set(xlabel="texts, the lowest cosine first", ylabel="cosine to float32", title=report["model"])
+        axes.set(xlabel="texts, the lowest cosine first", ylabel="cosine to float32")
+        axes.set_title(shortened(report["model"], 70))
         axes.legend()
