@@ -9,6 +9,9 @@ OUTPUT becomes a folder with the graph, which requires neither this package nor 
 the tokenizer, config.json (without references to the model's code) and generation_config.json:
 
     torch      model.pt2            torch.export.load(…).module()(input_ids=…, attention_mask=…, token_type_ids=…)
+    aotinductor
+               compiled_model.pt2   torch._inductor.aoti_load_package(…)(input_ids=…, …); machine code, for this
+                                    processor, number of threads and version of torch. Writing it requires g++
     onnx       model.onnx           onnxruntime.InferenceSession(…).run(None, {"input_ids": …, …}); weights of more
                                     than 1.5 GB are beside it, in model.onnx.data
     openvino   openvino_model.xml   openvino.Core().compile_model(…, "CPU", {"INFERENCE_PRECISION_HINT": "f32"});
@@ -26,8 +29,8 @@ The written files are opened in their runtime and run on ragged batches of sever
 token differs from the model's by more than 1e-4, nothing is written. OUTPUT appears, or is replaced, only when all
 graphs agree.
 
-Exit code: 0 exported, 1 the export disagrees with the model, 2 bad usage, a library that is not installed, or a
-checkpoint that cannot be exported, 130 interrupted.
+Exit code: 0 exported, 1 the export disagrees with the model, 2 bad usage, a library or compiler that is not installed,
+or a checkpoint that cannot be exported, 130 interrupted.
 """
 
 import sys
@@ -40,7 +43,8 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="a ScratchBert or BERT checkpoint: a folder or a hub id")
     parser.add_output("OUTPUT", help="the folder to write")
     output = parser.group("output")
-    output.add_argument("--format", choices=("torch", "onnx", "openvino"), required=True, help="the format to write")
+    output.add_argument("--format", choices=("torch", "aotinductor", "onnx", "openvino"), required=True,
+                        help="the format to write")  # fmt: skip
     output.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it holds an export or a checkpoint")
     return parser
 

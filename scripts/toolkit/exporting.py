@@ -1,4 +1,4 @@
-"""Exporting models to torch.export, ONNX and OpenVINO, and checking each graph against the model."""
+"""Exporting models to torch.export, AOTInductor, ONNX and OpenVINO, and checking each graph against the model."""
 
 import math
 import shutil
@@ -154,6 +154,7 @@ class Format:
     needs: tuple[str, ...]  # libraries
     write: Callable[[Piece, ExportedProgram, Path], None]
     open: Callable[[Path, int], Run]  # with this number of threads
+    check: Callable[[], None] = lambda: None  # raises CommandError if a program is missing
 
 
 def dynamic_shapes(piece: Piece) -> dict[str, dict[int, Dim]]:
@@ -169,6 +170,31 @@ def trace(piece: Piece) -> ExportedProgram:
 
 def open_torch(path: Path, threads: int) -> Run:
     module = torch.export.load(path).module()
+    return lambda inputs: module(**inputs)
+
+
+def check_compiler() -> None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise CommandError("no C++ compiler was found; expected g++, or the one that the environment variable CXX "
+                           "names. Install g++, or export with another --format.") from error  # fmt: skip
+
+
+def write_aotinductor(piece: Piece, program: ExportedProgram, path: Path) -> None:
+    from torch._inductor.utils import fresh_cache
+
+    # Prepacked weights in oneDNN's layout, and one multiplication for queries, keys and values.
+    options = {"freezing": True, "cpp.enable_concat_linear": True}
+    # The default cache would keep a second copy of the weights.
+    with fresh_cache():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def open_aotinductor(path: Path, threads: int) -> Run:
+    module = torch._inductor.aoti_load_package(str(path))
     return lambda inputs: module(**inputs)
 
 
@@ -223,6 +249,7 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
 
 
 FORMATS = {"torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
+           "aotinductor": Format("compiled_{}.pt2", (), write_aotinductor, open_aotinductor, check_compiler),
            "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
            "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino)}  # fmt: skip
 
@@ -291,12 +318,13 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
         overwrite: replace `target` if it holds a checkpoint or an export.
 
     Raises:
-        CommandError: a library is missing, or (exit code 1) the export disagrees with the model.
+        CommandError: a library or a compiler is missing, or (exit code 1) the export disagrees with the model.
         ValueError: the checkpoint cannot be exported.
         OSError: a file cannot be read or written, or `target` is in use.
     """
     chosen = FORMATS[format_name]
     require(*chosen.needs)
+    chosen.check()
     check_target(Path(source).resolve(), target.resolve(), overwrite)
     checkpoint = read_checkpoint(source)
     with atomic_folder(target) as folder, torch.no_grad():

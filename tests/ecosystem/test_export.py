@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -72,6 +73,8 @@ def runtime(folder, format_name, piece="model"):
     if format_name == "torch":
         module = torch.export.load(folder / f"{piece}.pt2").module()
         return lambda **inputs: module(**inputs)
+    if format_name == "aotinductor":
+        return torch._inductor.aoti_load_package(str(folder / f"compiled_{piece}.pt2"))
     if format_name == "onnx":
         import onnxruntime
 
@@ -143,6 +146,10 @@ def test_every_head(format_name, head, folder, needs, tmp_path, capsys):
     ("format_name", "head"),
     [
         ("torch", "ForConditionalGeneration"),
+        pytest.param(
+            *("aotinductor", "ForConditionalGeneration"),
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor requires a C++ compiler"),
+        ),
         ("onnx", "ForConditionalGeneration"),
         ("onnx", "Seq2SeqModel"),
         ("openvino", "ForConditionalGeneration"),
@@ -260,6 +267,28 @@ def test_it_is_used_without_the_package(folder, tmp_path):
     found = json.loads(done.stdout)
     assert found[0][:4] == expected[0][:4]
     assert found[1] == expected[1]
+
+
+WITHOUT_A_COMPILER = """
+import sys
+sys.modules["modeling_scratchbert"] = sys.modules["transformers"] = None
+import torch
+run = torch._inductor.aoti_load_package("out/compiled_model.pt2")
+for inputs, expected in torch.load("expected.pt"):
+    torch.testing.assert_close(run(**inputs)["logits"], expected, rtol=0, atol=1e-5)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor requires a C++ compiler")
+def test_a_compiled_model_runs_without_the_compiler(folder, tmp_path):
+    source, model = folder("ForSequenceClassification")
+    assert run(source, tmp_path / "out", "--format", "aotinductor") == 0
+    batches = [ragged(*shape) for shape in SHAPES]
+    with torch.no_grad():
+        torch.save([(batch, model(**batch).logits) for batch in batches], tmp_path / "expected.pt")
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], capture_output=True, text=True, cwd=tmp_path,
+                          env={"PATH": "", "TMPDIR": str(tmp_path)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_onnx_file_is_sound(folder, needs, tmp_path, monkeypatch):
@@ -501,6 +530,14 @@ def test_an_exporter_that_fails(one_model, tmp_path, monkeypatch, capsys):
 def test_a_package_that_is_missing(format_name, missing, words, one_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
     assert_refused([one_model, tmp_path / "out", "--format", format_name], [words], capsys, tmp_path / "out")
+
+
+def test_a_compiler_that_is_missing(one_model, tmp_path, monkeypatch, capsys):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    words = ["no C++ compiler was found", "Install g++"]
+    assert_refused([one_model, tmp_path / "out", "--format", "aotinductor"], words, capsys, tmp_path / "out")
 
 
 def test_a_target_in_use(one_model, tmp_path, capsys):
