@@ -11,7 +11,7 @@ the tokenizer, config.json (without references to the model's code) and generati
     torch      model.pt2            torch.export.load(…).module()(input_ids=…, attention_mask=…, token_type_ids=…)
     aotinductor
                compiled_model.pt2   torch._inductor.aoti_load_package(…)(input_ids=…, …); machine code, for this
-                                    processor, number of threads and version of torch. Writing it requires g++
+                                    processor and version of torch. Writing it requires a C++ compiler
     onnx       model.onnx           onnxruntime.InferenceSession(…).run(None, {"input_ids": …, …}); weights of more
                                     than 1.5 GB are beside it, in model.onnx.data
     openvino   openvino_model.xml   openvino.Core().compile_model(…, "CPU", {"INFERENCE_PRECISION_HINT": "f32"});
