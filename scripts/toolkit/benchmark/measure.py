@@ -20,7 +20,7 @@ from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, in_new_process, mi
 from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
 from toolkit.cli import about, described, table
 from toolkit.comparison import largest
-from toolkit.hub import check_source, silence_libraries
+from toolkit.hub import check_source
 from toolkit.machine import lines
 
 TOLERANCE = 1e-5  # of our variants in float32
@@ -61,7 +61,6 @@ def measure(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> dic
 
 def measure_alone(build, folder: Path, threads: int, workloads: dict[str, list[Batch]]) -> dict[str, dict]:
     """What this process measures of one variant, by workload."""
-    silence_libraries()
     torch.set_num_threads(threads)
     run = build(folder, threads)
     return {name: measure({"": run}, batches, SENTENCE_REPETITIONS)[""] for name, batches in workloads.items()}

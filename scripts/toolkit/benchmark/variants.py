@@ -283,7 +283,7 @@ def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[st
 
 def in_new_process(function: Callable, *arguments):
     """What the function returns in a new process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), silence_libraries) as pool:
         return pool.submit(function, *arguments).result()
 
 
