@@ -17,7 +17,7 @@ from toolkit.benchmark import ENCODER_WORKLOADS, SENTENCES
 from toolkit.benchmark.steps import decode, train
 from toolkit.benchmark.timing import describe, encoder_seconds, interleave, measure_again
 from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, in_new_process, missing, open_variants, peak_memory
-from toolkit.benchmark.workloads import Batch, linearity_batches, make_batches
+from toolkit.benchmark.workloads import Batch, make_batches
 from toolkit.cli import about, described, table
 from toolkit.comparison import largest
 from toolkit.hub import check_source
@@ -25,8 +25,6 @@ from toolkit.machine import lines
 
 TOLERANCE = 1e-5  # of our variants in float32
 SENTENCE_REPETITIONS = 3  # of each sentence, in each process
-LINEARITY_SIZES = [2**i for i in range(9)]
-LINEARITY_FILL_RATES = [i / 10 for i in range(1, 11)]
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -108,17 +106,6 @@ def rows_of(workload: str, measured: dict[str, list[dict]], batches: list[Batch]
     return rows
 
 
-def linearity_rows(run: Run, config, repetitions: int, seed: int, machine: dict) -> list[dict]:
-    """Time against non-padding tokens: a row for each batch."""
-    batches = linearity_batches(config, LINEARITY_SIZES, LINEARITY_FILL_RATES, seed)
-    for _, batch in batches:
-        run(batch.inputs)
-    seconds = interleave({"run": run}, [batch.inputs for _, batch in batches], repetitions)["run"]
-    return [{"series": series, "sequences": len(batch.lengths), "fill_rate": batch.fill_rate, "tokens": batch.tokens,
-             "seconds": took, "lower_bound": encoder_seconds(config, batch.lengths, machine, "float32")}
-            for (series, batch), took in zip(batches, seconds, strict=True)]  # fmt: skip
-
-
 # --------------------------------------------------------------------------------------------------------------- report
 
 
@@ -156,13 +143,6 @@ def cells(row: dict) -> tuple[str, ...]:
             "" if math.isnan(share) else f"{share:.0%}",
             f"{row['max_abs']:.1e}" + ("" if peak is None else f"  peak {peak:.0f} MiB"),
             *([f"{cosine:.5f}" for cosine in cosines] or ("", "")))  # fmt: skip
-
-
-def print_linearity(rows: list[dict]) -> None:
-    header = ("varied", "sequences", "fill rate", "tokens", "ms", "bound, ms")
-    lines = [(row["series"], str(row["sequences"]), f"{row['fill_rate']:.0%}", str(row["tokens"]),
-              f"{1000 * row['seconds']:.1f}", f"{1000 * row['lower_bound']:.1f}") for row in rows]  # fmt: skip
-    print_lines("\nlinearity: ours-optimised", table([header, *lines]))
 
 
 def print_lines(*lines: str) -> None:
@@ -261,10 +241,7 @@ def benchmark(args) -> dict:
         print_lines(*(f"skipped {name}: {reason}" for name, reason in unavailable.items()))
         report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
                   "command": args.command, "repetitions": args.repetitions, "seed": args.seed, "rows": [],
-                  "unavailable": unavailable, "linearity": [], "training": None, "decoding": []}  # fmt: skip
-        if "linearity" in args.workloads and "ours-optimised" in runs:
-            report["linearity"] = linearity_rows(runs["ours-optimised"], config, args.repetitions, args.seed, machine)
-            print_linearity(report["linearity"])
+                  "unavailable": unavailable, "training": None, "decoding": []}  # fmt: skip
         run_encoder(report, runs, config, folder, args)
         run_steps(report, config, folder, args)
     report["failures"] = failures(report)

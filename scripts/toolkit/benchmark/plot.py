@@ -1,4 +1,4 @@
-"""The picture of a benchmark: speed relative to BertModel, a panel for each precision, and time against tokens."""
+"""The picture of a benchmark: speed relative to BertModel, a panel for each precision."""
 
 from pathlib import Path
 
@@ -9,29 +9,23 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 STRONG, TEXT = "#d1410c", "#404040"
 # The bars of a group in their order. Ours: one hue, strong for the optimised model, lighter for the others; the others:
 # greys, one for each runtime. A variant is drawn like the longest of these names that its own begins with.
-LOOKS = {"ours-": STRONG, "ours": "#f0a07a", "ours-eager": "#f5b896", "ours-compiled": "#f9d3c0", "openvino": "#5c5c5c",
-         "ctranslate2": "#757575", "onnx": "#8f8f8f", "sentence-transformers": "#a3a3a3", "bert": "#b3b3b3",
-         "bert-compiled": "#cccccc", "bert-eager": "#e0e0e0"}  # fmt: skip
+LOOKS = {"ours-": STRONG, "ours": "#f0a07a", "ours-eager": "#f5b896", "ours-compiled": "#f9d3c0",
+         "ours-aotinductor": "#e8874f", "openvino": "#5c5c5c", "ctranslate2": "#757575", "onnx": "#8f8f8f",
+         "sentence-transformers": "#a3a3a3", "bert": "#b3b3b3", "bert-compiled": "#cccccc",
+         "bert-eager": "#e0e0e0"}  # fmt: skip
 
 
 def plot(report: dict, path: Path) -> None:
-    """Draws a panel for each precision in which a variant was timed, and one for linearity if it was measured."""
+    """Draws a panel for each precision in which a variant was timed."""
     timed = [row for row in report["rows"] if row["error"] is None]
     timed = [row for row in timed if row["variant"] != "bert"] or timed
     by_precision = {name: [row for row in timed if row["precision"] == name] for name in PRECISIONS}
-    panels = [(bars, name, rows) for name, rows in by_precision.items() if rows]
-    if report["linearity"]:
-        panels.append((lines, "", report["linearity"]))
-    columns = 2 if len(panels) == 4 else max(1, len(panels))
-    grid = [panels[i : i + columns] for i in range(0, len(panels), columns)] or [[]]
-    heights = [2.5 + 0.14 * max((len(rows) for draw, _, rows in row if draw is bars), default=10) for row in grid]
-    machine = report["machine"]
-    with new_figure(path, 5.6 * columns, sum(heights)) as figure:
-        axes = figure.subplots(len(grid), columns, height_ratios=heights, squeeze=False)
-        for (draw, title, rows), axis in zip(panels, axes.flat, strict=False):
-            draw(axis, title, rows)
-        for axis in axes.flat[len(panels) :]:
-            axis.set_axis_off()
+    panels = {name: rows for name, rows in by_precision.items() if rows}
+    most, machine = max(map(len, panels.values()), default=10), report["machine"]
+    with new_figure(path, 5.6 * max(1, len(panels)), 2.5 + 0.14 * most) as figure:
+        axes = figure.subplots(1, max(1, len(panels)), squeeze=False).flat
+        for (title, rows), axis in zip(panels.items(), axes, strict=False):
+            bars(axis, title, rows)
         title = f"{shortened(report['model'], 80)}; {machine['processor']}, threads: {machine['threads']}"
         figure.suptitle(title, fontsize="medium")
 
@@ -69,20 +63,3 @@ def bars(axis, title: str, rows: list[dict]) -> None:
 def label(workload: str, rows: list[dict]) -> str:
     fill_rate = next(row["fill_rate"] for row in rows if row["workload"] == workload)
     return workload if fill_rate == 1 else f"{workload}\n{fill_rate:.0%} filled"
-
-
-def lines(axis, title: str, rows: list[dict]) -> None:
-    """Draws time against non-padding tokens, with the GEMM lower bound."""
-    looks = {"sequences": (STRONG, "o", "1 to 256 sequences of mixed lengths"),
-             "fill_rate": (LOOKS["ours"], "s", "32 × 128 tokens, fill rate 10 to 100 %")}  # fmt: skip
-    for series, (color, marker, text) in looks.items():
-        points = sorted((row["tokens"], row["seconds"]) for row in rows if row["series"] == series)
-        axis.loglog(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=text)
-    bound = sorted({(row["tokens"], row["lower_bound"]) for row in rows})
-    axis.loglog(*zip(*bound, strict=True), color=LOOKS["openvino"], linestyle=":", label="GEMM lower bound")
-    axis.grid(color="lightgrey", linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("non-padding tokens in the batch")
-    axis.set_ylabel("seconds per batch")
-    axis.set_title("float32: time against tokens, ours-optimised", weight="bold", loc="left")
-    axis.legend(fontsize="small")

@@ -30,6 +30,7 @@ from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.cpu.matrices import multiplies_int8, multiplies_natively
+from toolkit import exporting
 from toolkit.benchmark.workloads import Batch, pad, random_rows
 from toolkit.cli import described, how_to_install
 from toolkit.exporting import TensorModel, open_onnx, open_openvino
@@ -82,6 +83,16 @@ def ours_optimised(folder: Path, threads: int, dtype: torch.dtype | str = torch.
     """In bfloat16, the weights are loaded as such; int8 weights are made of float32."""
     loaded = torch.float32 if dtype == "int8" else dtype
     return torch_run(load(folder, ScratchBertModel, attention, loaded).optimize_for_inference(dtype))
+
+
+def aotinductor(folder: Path, threads: int) -> Run:
+    file = folder / "aotinductor.pt2"
+    if not file.exists():
+        with torch.no_grad():
+            piece = exporting.piece_of(load(folder, ScratchBertModel))
+            exporting.write_aotinductor(piece, exporting.trace(piece), file)
+    run = exporting.open_aotinductor(file, threads)
+    return lambda inputs: run({**inputs, "token_type_ids": torch.zeros_like(inputs["input_ids"])})["last_hidden_state"]
 
 
 def to_export(folder: Path) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -237,6 +248,7 @@ VARIANTS = {
     "ours-optimised": Variant(ours_optimised),
     "ours-eager": Variant(partial(ours_optimised, attention="eager")),
     "ours-compiled": Variant(partial(as_loaded, model_class=ScratchBertModel, compiled=True)),
+    "ours-aotinductor": Variant(aotinductor),
     "ours-bf16": Variant(partial(ours_optimised, dtype=torch.bfloat16), precision="bfloat16"),
     "ours-int8": Variant(partial(ours_optimised, dtype="int8"), precision="int8"),
     "ours-cuda": Variant(partial(on_gpu, model_class=ScratchBertModel), precision=ON_GPU),

@@ -117,12 +117,3 @@ def make_batches(name: str, config, model: str | None, count: int, seed: int) ->
     count = SENTENCE_COUNT if name in SENTENCES else count
     lengths = (LENGTHS.get(name) or mix_lengths(config, 32, generator) for _ in range(count))
     return [pad(random_rows(config, each, generator)) for each in lengths]
-
-
-def linearity_batches(config, sizes: list[int], fill_rates: list[float], seed: int) -> list[tuple[str, Batch]]:
-    """Batches that grow in the number of sequences, and batches of 32 × 128 that grow in non-padding tokens only."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = mix_lengths(config, max(sizes, default=0), generator)
-    batches = [("sequences", pad(random_rows(config, lengths[:size], generator))) for size in sizes]
-    filled = [random_rows(config, [round(128 * fill_rate)] * 32, generator) for fill_rate in fill_rates]
-    return batches + [("fill_rate", pad(rows, width=128)) for rows in filled]
