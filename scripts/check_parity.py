@@ -35,9 +35,7 @@ def make_parser() -> Parser:
     parser.add_texts("compare the precisions of MODEL on these texts")
     data = parser.group("data")
     data.add_argument("--rows", type=integer_from(1), metavar="N", help="use only the first N rows; default: 500")
-    data.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="of save_calibration, to compare calibrated int8"
-    )
+    data.add_argument("--calibration", type=Path, metavar="FILE", help="of save_calibration; adds calibrated int8")
     parser.group("evaluation").add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the "
                                             "random ids, and of the scalar whose gradients are compared")  # fmt: skip
     parser.add_report_output("write all rows, the verdict and the versions",
@@ -50,14 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.data is not None and args.other is not None:
-        parser.error(
-            "OTHER is given with --data; expected MODEL alone, to compare its precisions. Omit OTHER or --data."
-        )
+        parser.error("OTHER is given with --data; expected MODEL alone. Omit OTHER or --data.")
     for name in ("column", "delimiter", "rows", "calibration"):
         if args.data is None and getattr(args, name) is not None:
-            parser.error(
-                f"--{name} is given without --data; expected both. Give the texts as --data, or omit --{name}."
-            )
+            parser.error(f"--{name} is given without --data; expected both. Pass the texts, or omit --{name}.")
 
     def work() -> int:
         open_report_output(args)

@@ -202,7 +202,7 @@ class Int8Matrix(PackedMatrix):
         product = self._operator(rows, 1.0, 0, *weight, None, 1.0, 0, torch.float32, "none", [], "")
         y = torch.addcmul(self._float_bias, minimum, self._row_sums).addcmul_(product, scale)
         if gelu_form is not None:
-            y = nn.functional.gelu(y)
+            torch.ops.aten.gelu_.default(y)
         return y.to(self.dtype).view(*shape[:-1], -1)
 
 

@@ -154,7 +154,7 @@ class Format:
     needs: tuple[str, ...]  # libraries
     write: Callable[[Piece, ExportedProgram, Path], None]
     open: Callable[[Path, int], Run]  # with this number of threads
-    check: Callable[[], None] = lambda: None  # raises CommandError if a program is missing
+    is_compiled: bool = False  # writing it requires a C++ compiler
 
 
 def dynamic_shapes(piece: Piece) -> dict[str, dict[int, Dim]]:
@@ -173,14 +173,13 @@ def open_torch(path: Path, threads: int) -> Run:
     return lambda inputs: module(**inputs)
 
 
-def check_compiler() -> None:
+def has_compiler() -> bool:
     from torch._inductor import cpp_builder, exc
 
     try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        raise CommandError("no C++ compiler was found; expected g++, or the one that the environment variable CXX "
-                           "names. Install g++, or export with another --format.") from error  # fmt: skip
+        return bool(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return False
 
 
 def write_aotinductor(piece: Piece, program: ExportedProgram, path: Path) -> None:
@@ -249,7 +248,7 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
 
 
 FORMATS = {"torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
-           "aotinductor": Format("compiled_{}.pt2", (), write_aotinductor, open_aotinductor, check_compiler),
+           "aotinductor": Format("compiled_{}.pt2", (), write_aotinductor, open_aotinductor, True),
            "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
            "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino)}  # fmt: skip
 
@@ -324,7 +323,9 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
     """
     chosen = FORMATS[format_name]
     require(*chosen.needs)
-    chosen.check()
+    if chosen.is_compiled and not has_compiler():
+        raise CommandError("no C++ compiler was found; expected g++, or the one that the environment variable CXX "
+                           "names. Install g++, or export with another --format.")  # fmt: skip
     check_target(Path(source).resolve(), target.resolve(), overwrite)
     checkpoint = read_checkpoint(source)
     with atomic_folder(target) as folder, torch.no_grad():

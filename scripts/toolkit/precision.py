@@ -66,9 +66,8 @@ def check(args) -> dict:
     with about(args.model):
         tokenizer = open_tokenizer(args.model)
         check_vocabulary(len(tokenizer), config)
-    ids = tokenizer(
-        [row["text"] for row in texts], truncation=True, max_length=config.max_position_embeddings
-    ).input_ids
+    longest = config.max_position_embeddings
+    ids = tokenizer([row["text"] for row in texts], truncation=True, max_length=longest).input_ids
     numbers = list(batches_by_length(list(map(len, ids)), TOKENS_PER_BATCH))
     batches = [pad([torch.tensor(ids[number]) for number in batch]) for batch in numbers]
     special = torch.tensor([number for number in tokenizer.all_special_ids if number != tokenizer.unk_token_id])

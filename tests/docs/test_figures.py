@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from figures import PAGES, bound_tables, rewrite
+from figures import PAGES, Figures, bound_tables, read_report, rewrite
 from support.folders import ROOT
 
 PAGE = """# Speed
@@ -65,6 +65,14 @@ def differing(page) -> list[int]:
 def test_the_tables_have_the_figures_of_their_reports(page):
     for line, table, expected in bound_tables(page, ROOT / "docs"):
         assert table == expected, f"{page.name}, line {line}: run `python tests/docs/figures.py`"
+
+
+def test_the_first_screen_has_the_speed_ups_of_the_report():
+    rows = Figures(read_report(ROOT / "docs", "reports/zen4.json")).rows
+    first = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n- **The same bits")[0]
+    for variant in ("ours-optimised", "ours-int8"):
+        assert f"{rows[variant, 'reviews']['vs_bert']:.1f} times" in first
+    assert f"({rows['bert', 'reviews']['fill_rate']:.0%}".replace("%", " % non-padding tokens)") in first
 
 
 @pytest.mark.parametrize("path", (ROOT / "docs").glob("reports/*.json"), ids=lambda path: path.name)

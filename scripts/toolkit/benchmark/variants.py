@@ -269,6 +269,8 @@ def missing(name: str) -> str | None:
         return "this CPU has no bfloat16 instructions"
     if variant.precision == ON_GPU and not torch.cuda.is_available():
         return "this machine has no CUDA GPU that torch can use"
+    if name == "ours-aotinductor" and not exporting.has_compiler():
+        return "there is no C++ compiler"
     if name == "ours-int8" and not multiplies_int8():
         return "this CPU has no int8 instructions (VNNI)"
     return None
