@@ -57,7 +57,7 @@ def bars(axis, title: str, rows: list[dict]) -> None:
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.set_xlabel("speed relative to BertModel in float32")
     axis.set_title(title, weight="bold", loc="left")
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2)  # below: it hides no figure
 
 
 def label(workload: str, rows: list[dict]) -> str:
