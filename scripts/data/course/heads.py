@@ -1,0 +1,31 @@
+"""Chapter 3, docs/course/03_heads.md: fill the gaps, then run `scratchbert course check 3`.
+
+B is the number of sequences, T their length, C the width of a hidden state, H the number of heads, D = C / H.
+"""
+
+import torch
+from torch import nn
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, config):
+        super().__init__()
+        # Your check: raise a ValueError if `config.hidden_size` is not divisible by `config.num_attention_heads`.
+        self.num_heads = config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            x: `(B, T, C)`.
+            mask: additive, of a shape that broadcasts to `(B, H, T, T)`; None for no mask.
+
+        Returns:
+            The result, `(B, T, C)`, and the weights of all heads, `(B, H, T, T)`.
+        """
+        ...  # your code

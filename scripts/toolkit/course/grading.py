@@ -1,0 +1,181 @@
+"""Compares what a learner's functions return with the right results and with those of known mistakes."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from transformers import AutoTokenizer, BertModel
+
+from modeling_scratchbert import ScratchBertModel
+from toolkit.cli import CommandError
+from toolkit.course import FILES
+
+SENTENCES = ["The cat sat on the mat because it was tired.", "Yes.", "Shares fell on Monday, and rose on Tuesday."]
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # differences of rounding between correct solutions
+
+
+class MistakeError(Exception):
+    """A result is wrong. The message says how."""
+
+
+class GapError(Exception):
+    """A gap is not filled."""
+
+
+class Weights:
+    """A BERT checkpoint, and a batch of sentences in it, from which the exercises get their inputs.
+
+    Args:
+        source: a folder or a hub id.
+    """
+
+    def __init__(self, source: str):
+        self.source = source
+
+    @cached_property
+    def model(self) -> ScratchBertModel:
+        return ScratchBertModel.from_pretrained(self.source, attn_implementation="eager")
+
+    @cached_property
+    def bert(self) -> BertModel:
+        return BertModel.from_pretrained(self.source)
+
+    @cached_property
+    def batch(self) -> dict[str, torch.Tensor]:
+        """Three sentences of different lengths, with token types of both kinds."""
+        batch = dict(AutoTokenizer.from_pretrained(self.source)(SENTENCES, padding=True, return_tensors="pt"))
+        batch["token_type_ids"][2, 5:] = 1
+        return batch
+
+    @cached_property
+    def states(self) -> torch.Tensor:
+        """The embeddings of the batch, `(B, T, C)`: the input of the first block."""
+        return self.model.embeddings(self.batch["input_ids"], self.batch["token_type_ids"])
+
+    @cached_property
+    def heads(self) -> list[torch.Tensor]:
+        """Queries, keys and values of the heads of the first block, `(B, H, T, D)` each."""
+        attention = self.model.encoder.blocks[0].attention
+        return [attention._split_heads(each) for each in attention.project(self.states)]
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """The additive mask `(B, 1, 1, T)` that hides the padding of the batch."""
+        hidden = self.batch["attention_mask"][:, None, None] == 0
+        return torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def compare(actual, reference: Callable, mistakes: dict[str, dict], **right) -> None:
+    """Compares a result with the right one. If it is that of one or two known mistakes, the error names them.
+
+    Args:
+        actual: what the learner's function returned.
+        reference: returns the right result: a tensor, or a tuple of tensors.
+        mistakes: from what is wrong, and what to do, to keyword arguments with which `reference` returns the wrong
+            result.
+        right: further keyword arguments of `reference`.
+
+    Raises:
+        MistakeError: the results differ.
+        GapError: there is no result.
+    """
+    expected = reference(**right)
+    if agree(filled(actual), expected):
+        return
+    for number in (1, 2):
+        for names in combinations(mistakes, number):
+            options = dict(right)
+            for name in names:
+                options |= mistakes[name]
+            if agree(actual, reference(**options)):
+                raise MistakeError(" ".join(names))
+    raise MistakeError(difference(actual, expected))
+
+
+def filled(result):
+    """The result of a learner's function. Raises GapError if it is None."""
+    if result is None:
+        raise GapError
+    return result
+
+
+def agree(actual, expected) -> bool:
+    """Whether two results have the same shapes, and the same values except for rounding."""
+    if isinstance(expected, tuple):
+        return (isinstance(actual, tuple) and len(actual) == len(expected)
+                and all(agree(*pair) for pair in zip(actual, expected, strict=True)))  # fmt: skip
+    return (isinstance(actual, torch.Tensor) and actual.shape == expected.shape
+            and torch.allclose(actual.to(expected.dtype), expected, RELATIVE, ABSOLUTE, equal_nan=True))  # fmt: skip
+
+
+def difference(actual, expected, what: str = "the result") -> str:
+    """How a result differs from the right one."""
+    if isinstance(expected, tuple):
+        if not isinstance(actual, tuple) or len(actual) != len(expected):
+            return f"{what} is a {type(actual).__name__}; expected a tuple of {len(expected)} tensors."
+        pairs = enumerate(zip(actual, expected, strict=True), start=1)
+        return next(difference(*pair, f"tensor {i} of {what}") for i, pair in pairs if not agree(*pair))
+    if not isinstance(actual, torch.Tensor):
+        return f"{what} is a {type(actual).__name__}; expected a tensor of shape {tuple(expected.shape)}."
+    if actual.shape != expected.shape:
+        return f"{what} has shape {tuple(actual.shape)}; expected {tuple(expected.shape)}."
+    distance = (actual.detach().double() - expected.detach().double()).abs().nan_to_num(torch.inf)
+    place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    return (f"{what} has the right shape and wrong values, and it is not one of the known mistakes; the largest "
+            f"difference is at {list(place)}: {actual[place]:.4f}, expected {expected[place]:.4f}.")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- the learner's file
+
+
+def open_exercise(folder: Path, chapter: int) -> ModuleType:
+    """Runs the learner's file of a chapter, and what it imports of the other chapters.
+
+    Raises:
+        CommandError: there is no such file.
+        Exception: whatever the file raises.
+    """
+    path = folder / FILES[chapter - 1]
+    if not path.is_file():
+        raise CommandError(f"{folder} has no {path.name}; expected the file with the exercises of chapter {chapter}. "
+                           f"Run `scratchbert course start {folder}`.")  # fmt: skip
+    names = [Path(name).stem for name in FILES]
+    for name in names:
+        sys.modules.pop(name, None)  # of another folder, or of the file before it was changed
+    sys.path.insert(0, str(folder.resolve()))
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(names[chapter - 1])
+    finally:
+        sys.path.pop(0)
+
+
+def verdict(check: Callable, module: ModuleType, weights: Weights, folder: Path) -> tuple[str, str]:
+    """Whether a part of the learner's file is right: "right", "WRONG" or "gap"; and a remark, or what is wrong."""
+    try:
+        torch.manual_seed(0)
+        return "right", check(module, weights) or ""
+    except MistakeError as error:
+        return "WRONG", str(error)
+    except GapError:
+        return "gap", ""
+    except Exception as error:
+        return "WRONG", explained(error, folder)
+
+
+def explained(error: Exception, folder: Path) -> str:
+    """An error, with the last line of the learner's files that was running, if there is one."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    own = [f" in {Path(file).name}, line {line}" for file, line in places if Path(file).parent == folder.resolve()]
+    return f"{type(error).__name__}{own[-1] if own else ''}: {error}"
