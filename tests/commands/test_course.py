@@ -1,9 +1,13 @@
 """`scripts/course.py`: correct solutions pass, however they are written, and each known mistake is named."""
 
 import pytest
+import torch
+from transformers import BertConfig, BertModel
 
 import course
+from modeling_scratchbert import ScratchBertModel
 from support.exercises import GAP, SOLUTIONS, WITH_GAPS, solve
+from support.models import tiny_config
 from toolkit.course import FILES, grading
 from toolkit.course.run import CHECKS, verdicts
 
@@ -227,6 +231,7 @@ MISTAKES = [
     (8, "accuracy", "model.eval()\n", "", ["Dropout is active at evaluation"]),
     (8, "accuracy", "model.train(was_training)\n", "", ["evaluation mode"]),
     (8, "accuracy", "with torch.no_grad():", "if True:", ["no_grad"]),
+    (8, "accuracy", 'len(batch["labels"])', 'len(batch.pop("labels"))', ["labels", "batch"]),
     (8, "accuracy", '.sum().item()\n        total += len(batch["labels"])',
      ".float().mean().item()\n        total += 1",
      ["accuracies of the batches are averaged"]),
@@ -318,6 +323,7 @@ def test_a_file_that_is_changed_is_read_again(here, capsys, minilm, weights):
         ("def attention(:\n", "SyntaxError in attention.py, line 1"),
         ("\nimport no_such_library\n", "ModuleNotFoundError in attention.py, line 2"),
         ("1 / 0\n", "ZeroDivisionError in attention.py, line 1"),
+        ("import sys\nsys.exit(0)\n", "SystemExit in attention.py, line 2"),
     ],
 )
 def test_a_file_that_does_not_run_is_reported_with_its_line(text, place, here, weights):
@@ -331,6 +337,42 @@ def test_a_function_that_raises_is_reported_with_its_line(here, weights):
     assert "RuntimeError in attention.py, line " in error
     (here / "attention.py").write_text("x = 1\n")
     assert all("AttributeError" in error for error in wrong_parts(here, 1, weights).values())
+
+
+def test_a_function_that_changes_its_arguments_is_wrong_and_harms_no_other_check(here, weights):
+    solve(here, "mean, variance = x.mean", "x -= x.mean(dim=-1, keepdim=True)\nmean, variance = x.mean")
+    before = weights.states.clone()
+    assert "in place" in wrong_parts(here, 4, weights)["LayerNorm"]
+    assert torch.equal(weights.states, before)
+    assert not wrong_parts(here, 3, weights)
+    solve(here, "scores = query @ key.transpose(-2, -1)", "sys.exit(0)")
+    assert "NameError" in wrong_parts(here, 1, weights)["attention"]
+    solve(here, "scores = query @ key.transpose(-2, -1)", "raise SystemExit(0)")
+    assert "SystemExit" in wrong_parts(here, 1, weights)["attention"]
+
+
+def test_no_bytecode_is_left(here, weights):
+    solve(here)
+    assert not wrong_parts(here, 6, weights)
+    assert sorted(path.name for path in here.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize(("config", "word"), [({"hidden_act": "relu"}, "relu"), ({"is_decoder": True}, "is_decoder")])
+def test_a_bert_that_the_course_does_not_write_is_refused(config, word, here, capsys):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(**sizes, **config)).save_pretrained("other")
+    solve(here)
+    assert course.main(["check", "1", "--folder", ".", "--model", "./other"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert word in error
+
+
+def test_a_scratchbert_is_refused(here, capsys):
+    ScratchBertModel(tiny_config()).save_pretrained("ours")
+    solve(here)
+    assert course.main(["check", "1", "--folder", ".", "--model", "./ours"]) == 2
+    assert "scratchbert" in capsys.readouterr().err
 
 
 def test_weights_of_other_names_are_reported(here, weights):

@@ -3,18 +3,20 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from transformers import AutoTokenizer, BertModel
+from transformers import BertModel
 
 from modeling_scratchbert import ScratchBertModel
+from toolkit.checkpoint import read_checkpoint
 from toolkit.cli import CommandError
 from toolkit.course import FILES
+from toolkit.hub import open_tokenizer
 
 SENTENCES = ["The cat sat on the mat because it was tired.", "Yes.", "Shares fell on Monday, and rose on Tuesday."]
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # differences of rounding between correct solutions
@@ -29,46 +31,54 @@ class GapError(Exception):
 
 
 class Weights:
-    """A BERT checkpoint, and a batch of sentences in it, from which the exercises get their inputs.
+    """A BERT, and a batch of sentences in it, from which the exercises get their inputs.
 
     Args:
         source: a folder or a hub id.
+
+    Raises:
+        ValueError: it is no BERT as the course writes it.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, source: str):
-        self.source = source
+        self.source, checkpoint = source, read_checkpoint(source)
+        found = {"kind": checkpoint.kind, "is_decoder": checkpoint.config.is_decoder,
+                 "hidden_act": checkpoint.config.hidden_act}  # fmt: skip
+        expected = {"kind": "bert", "is_decoder": False, "hidden_act": "gelu"}
+        if found != expected:
+            raise ValueError(f"{source} has {found}; expected {expected}. Pass the BERT of another --model.")
+        self.model = ScratchBertModel.from_pretrained(source, attn_implementation="eager")
+        self.bert = BertModel.from_pretrained(source)
 
-    @cached_property
-    def model(self) -> ScratchBertModel:
-        return ScratchBertModel.from_pretrained(self.source, attn_implementation="eager")
+        batch = dict(open_tokenizer(source)(SENTENCES, padding=True, return_tensors="pt"))
+        batch["token_type_ids"][2, 5:] = self.model.config.type_vocab_size - 1
+        attention, hidden = self.model.encoder.blocks[0].attention, batch["attention_mask"][:, None, None] == 0
+        with torch.no_grad():
+            self.batch = batch
+            self.states = self.model.embeddings(batch["input_ids"], batch["token_type_ids"])  # (B, T, C)
+            # Queries, keys and values of the heads of the first block, (B, H, T, D) each.
+            self.heads = [attention._split_heads(each) for each in attention.project(self.states)]
+            # Hides the padding of the batch: (B, 1, 1, T), additive.
+            self.mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
 
-    @cached_property
-    def bert(self) -> BertModel:
-        return BertModel.from_pretrained(self.source)
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restores the inputs afterwards.
 
-    @cached_property
-    def batch(self) -> dict[str, torch.Tensor]:
-        """Three sentences of different lengths, with token types of both kinds."""
-        batch = dict(AutoTokenizer.from_pretrained(self.source)(SENTENCES, padding=True, return_tensors="pt"))
-        batch["token_type_ids"][2, 5:] = 1
-        return batch
-
-    @cached_property
-    def states(self) -> torch.Tensor:
-        """The embeddings of the batch, `(B, T, C)`: the input of the first block."""
-        return self.model.embeddings(self.batch["input_ids"], self.batch["token_type_ids"])
-
-    @cached_property
-    def heads(self) -> list[torch.Tensor]:
-        """Queries, keys and values of the heads of the first block, `(B, H, T, D)` each."""
-        attention = self.model.encoder.blocks[0].attention
-        return [attention._split_heads(each) for each in attention.project(self.states)]
-
-    @cached_property
-    def mask(self) -> torch.Tensor:
-        """The additive mask `(B, 1, 1, T)` that hides the padding of the batch."""
-        hidden = self.batch["attention_mask"][:, None, None] == 0
-        return torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        Raises:
+            MistakeError: they have been changed.
+        """
+        inputs = [*self.batch.values(), self.states, *self.heads, self.mask]
+        before = [each.clone() for each in inputs]
+        try:
+            yield
+        finally:
+            changed = [pair for pair in zip(inputs, before, strict=True) if not torch.equal(*pair)]
+            for now, old in changed:
+                now.copy_(old)
+        if changed:
+            raise MistakeError("An argument is changed in place; compute a new tensor, as in x = x - mean.")
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
@@ -152,27 +162,32 @@ def open_exercise(folder: Path, chapter: int) -> ModuleType:
     for name in names:
         sys.modules.pop(name, None)  # of another folder, or of the file before it was changed
     sys.path.insert(0, str(folder.resolve()))
+    # A file that changes twice in a second would be read from the bytecode of its first version.
+    writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     importlib.invalidate_caches()
     try:
         return importlib.import_module(names[chapter - 1])
     finally:
-        sys.path.pop(0)
+        sys.path.remove(str(folder.resolve()))
+        sys.dont_write_bytecode = writes_bytecode
 
 
 def verdict(check: Callable, module: ModuleType, weights: Weights, folder: Path) -> tuple[str, str]:
     """Whether a part of the learner's file is right: "right", "WRONG" or "gap"; and a remark, or what is wrong."""
     try:
         torch.manual_seed(0)
-        return "right", check(module, weights) or ""
+        with weights.kept(), torch.enable_grad():
+            remark = check(module, weights)
+        return "right", remark or ""
     except MistakeError as error:
         return "WRONG", str(error)
     except GapError:
         return "gap", ""
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return "WRONG", explained(error, folder)
 
 
-def explained(error: Exception, folder: Path) -> str:
+def explained(error: BaseException, folder: Path) -> str:
     """An error, with the last line of the learner's files that was running, if there is one."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):

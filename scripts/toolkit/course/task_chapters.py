@@ -65,7 +65,7 @@ def check_head(module: ModuleType, weights: Weights) -> None:
     if head.decoder.weight is not words.weight:
         raise MistakeError("The output matrix is not tied to the word embeddings: a copy would be trained apart from "
                            "them. Assign the parameter: self.decoder.weight = word_embeddings.weight.")  # fmt: skip
-    states = weights.states.detach()
+    states = weights.states
 
     def reference(activation=nn.functional.gelu, norm=head.norm, dense=head.dense):
         return head.decoder(norm(activation(dense(states))))
@@ -146,7 +146,6 @@ def check_parameter_groups(module: ModuleType, weights: Weights) -> None:
 
 def check_accuracy(module: ModuleType, weights: Weights) -> None:
     model = make_classifier(weights)
-    model.config.hidden_dropout_prob = 0.1
     batch = weights.batch
     with torch.no_grad():
         predictions = model.eval()(**batch).logits.argmax(dim=-1)
@@ -156,9 +155,12 @@ def check_accuracy(module: ModuleType, weights: Weights) -> None:
         {name: tensor[:1] for name, tensor in batch.items()} | {"labels": 1 - predictions[:1]},
     ]
     seen: list[tuple[bool, bool]] = []
-    hook = model.register_forward_pre_hook(lambda *_: seen.append((model.training, torch.is_grad_enabled())))
+    hook = model.model.register_forward_pre_hook(lambda *_: seen.append((model.training, torch.is_grad_enabled())))
     result = filled(module.accuracy(model.train(), batches))
     hook.remove()
+    if not all("labels" in batch for batch in batches):
+        raise MistakeError("The labels are removed from the batches, so that a second evaluation fails; read them with "
+                           "batch[\"labels\"].")  # fmt: skip
     if any(training for training, _ in seen):
         raise MistakeError("Dropout is active at evaluation; call model.eval() first, and model.train() afterwards.")
     if not model.training:
@@ -256,7 +258,7 @@ def check_greedy(module: ModuleType, weights: Weights) -> None:
 
 
 def check_unpad(module: ModuleType, weights: Weights) -> None:
-    x, mask = weights.states.detach(), weights.batch["attention_mask"]
+    x, mask = weights.states, weights.batch["attention_mask"]
     starts = nn.functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
 
     def reference(rows="tokens", offsets="starts"):
@@ -274,7 +276,7 @@ def check_unpad(module: ModuleType, weights: Weights) -> None:
 
 
 def check_pad(module: ModuleType, weights: Weights) -> None:
-    x, mask = weights.states.detach(), weights.batch["attention_mask"]
+    x, mask = weights.states, weights.batch["attention_mask"]
 
     def reference(side="right"):
         places = mask.flip(1) if side == "left" else mask
@@ -300,7 +302,7 @@ def int8_linear(x, linear: nn.Linear, *, x_rows=True, weight_rows=True, minimum=
 
 
 def check_int8_linear(module: ModuleType, weights: Weights) -> None:
-    linear, x = weights.model.encoder.blocks[0].feed_forward.intermediate, weights.states.detach()
+    linear, x = weights.model.encoder.blocks[0].feed_forward.intermediate, weights.states
     with torch.no_grad():
         result = filled(module.int8_linear(x, linear))
         if agree(result, linear(x)):
