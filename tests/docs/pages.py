@@ -1,13 +1,14 @@
 """The pages of docs/: runs their Python, and compares the output with what the page shows.
 
-    python tests/docs/pages.py docs/walkthrough.md --marks slow --folder docs/walkthrough
-    python tests/docs/pages.py docs/walkthrough.md --notebook build/walkthrough.ipynb
+    python tests/docs/pages.py docs/course/0*.md --marks slow --folder docs/course/pictures
+    python tests/docs/pages.py docs/course/01_attention.md --notebooks build/notebooks
 
 A page is Markdown. Its ```python blocks run in one namespace, from top to bottom. A ```text block that follows one of
-them is the output of that block. Words after `python` are marks: a block runs only if all its marks are given.
+them is the output of that block. Words after `python` are marks: a block runs only if all its marks are given. A block
+```text varies is an output that depends on the processor, such as that of a training: it is not compared.
 
-The first command runs a page with its slow blocks; the files that the blocks write go to --folder. The second one
-writes the page as a notebook, without the outputs.
+The first command runs pages with their slow blocks; the files that the blocks write go to --folder. The second one
+runs a page as a notebook, and writes it with its outputs and pictures.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -35,7 +37,7 @@ class Block:
     line: int  # the line of its fence
     code: str
     marks: frozenset[str]
-    output: str = ""
+    output: str | None = ""  # None for any output
 
 
 def fenced_blocks(text: str) -> Iterator[tuple[re.Match, str, frozenset[str], int]]:
@@ -57,14 +59,14 @@ def python_blocks(text: str) -> list[Block]:
         elif language == "text":
             if not follows_code:
                 raise ValueError(f"line {line}: a text block follows no Python block; expected the output of one.")
-            blocks[-1].output = match["text"]
+            blocks[-1].output = None if "varies" in marks else match["text"]
             end_of_code = None
     return blocks
 
 
 def without_outputs(text: str) -> str:
     """The page without the outputs of its Python blocks."""
-    return re.sub(r"^```text\n.*?^```\n\n?", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```text( varies)?\n.*?^```\n\n?", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def agrees(actual: str, expected: str) -> bool:
@@ -109,28 +111,56 @@ def run(page: Path, marks: Collection[str] = (), model: str | None = None) -> di
     return namespace
 
 
-def check_output(place: str, actual: str, expected: str) -> None:
+def check_output(place: str, actual: str, expected: str | None) -> None:
     """Raises AssertionError, with the differences, if the outputs do not agree."""
-    if not agrees(actual, expected):
+    if expected is not None and not agrees(actual, expected):
         lines = (stripped(text).split("\n") for text in (expected, actual))
         differences = difflib.unified_diff(*lines, "the page", "the output", lineterm="")
         raise AssertionError("\n".join([f"{place}: the output is not what the page shows.", *differences]))
 
 
-def write_notebook(page: Path, notebook: Path) -> None:
-    """Writes the page as a notebook without outputs. Its pictures are read from where they are."""
-    import jupytext
+def write_notebook(page: Path, folder: Path) -> Path:
+    """Runs the page as a notebook, all blocks of it, and writes it with its outputs and pictures. Returns the path.
 
+    Raises:
+        nbclient.exceptions.CellExecutionError: a block failed.
+    """
+    import jupytext
+    from nbclient import NotebookClient
+
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = jupytext.reads(notebook_text(page, folder), fmt="md")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    with tempfile.TemporaryDirectory() as working_directory:
+        NotebookClient(notebook, timeout=None, resources={"metadata": {"path": working_directory}}).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # without progress bars and warnings of libraries
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    path = folder / page.with_suffix(".ipynb").name
+    jupytext.write(notebook, path)
+    return path
+
+
+def notebook_text(page: Path, folder: Path) -> str:
+    """The Markdown of a page for a notebook in `folder`: without the outputs and pictures that its cells will have.
+    Links to other pages with a number lead to their notebooks."""
     text = without_outputs(page.read_text(encoding="utf-8"))
     # jupytext would make cells of shell blocks.
     text = re.sub(rf"^```({'|'.join(SHELL)})$", "```", text, flags=re.MULTILINE)
-    notebook.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(os.path.relpath(page.resolve().parent, notebook.resolve().parent)).as_posix()
-    links = re.compile(rf"{FENCED.pattern}|(?P<link>\]\()(?!#|[a-z]+:)", FENCED.flags)  # those outside of the blocks
-    text = links.sub(lambda match: match[0] + (f"{folder}/" if match["link"] else ""), text)
-    content = jupytext.reads(text, fmt="md")
-    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    jupytext.write(content, notebook)
+    here = Path(os.path.relpath(page.resolve().parent, folder.resolve())).as_posix()
+
+    def changed(match: re.Match) -> str:
+        target = match["target"]
+        if target is None or re.match(r"#|[a-z]+:", target):  # a block, or a link that leads there as it is
+            return match[0]
+        if match["picture"] and target.startswith("pictures/"):
+            return ""
+        number = re.fullmatch(r"(\d+_\w+)\.md(#.*)?", target)
+        target = f"{number[1]}.ipynb{number[2] or ''}" if number else f"{here}/{target}"
+        return f"{match['picture'] or ''}[{match['label']}]({target})"
+
+    link = re.compile(rf"{FENCED.pattern}|(?P<picture>!)?\[(?P<label>[^\]]*)\]\((?P<target>[^)\s]+)\)", FENCED.flags)
+    return link.sub(changed, text)
 
 
 # ------------------------------------------------------------------------------------------------------ shell commands
@@ -186,24 +216,25 @@ def make_targets(text: str) -> list[tuple[int, str]]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path)
+    parser.add_argument("pages", type=Path, nargs="+", metavar="page")
     parser.add_argument("--marks", nargs="*", default=[], metavar="MARK", help="also run the blocks with these marks")
     parser.add_argument("--folder", type=Path, default=Path(), help="the working directory of the blocks")
-    parser.add_argument("--notebook", type=Path, help="write the page as this notebook, and run nothing")
+    parser.add_argument("--notebooks", type=Path, help="write the pages into this folder as notebooks, run completely")
     args = parser.parse_args(argv)
-    if args.notebook:
-        write_notebook(args.page, args.notebook)
-        print(args.notebook)
+    pages = [page.resolve() for page in args.pages]
+    if args.notebooks:
+        for page in pages:
+            print(write_notebook(page, args.notebooks), flush=True)
         return 0
-    page = args.page.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
     os.chdir(args.folder)
-    try:
-        run(page, args.marks)
-    except AssertionError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"{args.page}: every output is as shown.")
+    for page in pages:
+        try:
+            run(page, args.marks)
+        except AssertionError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(f"{page.name}: every output is as shown.", flush=True)
     return 0
 
 

@@ -1,42 +1,39 @@
-"""The walk-through as a notebook: the cells run, and print what the page shows."""
+"""The chapters of the course as notebooks: the cells run, and print what the page shows."""
 
 import os
-import subprocess
-import sys
 
-import jupytext
 import nbformat
+import pytest
 
-from pages import agrees, main, python_blocks
+from pages import agrees, main, notebook_text, python_blocks
 from support.folders import ROOT
 
-WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+COURSE = ROOT / "docs" / "course"
+CHAPTER = COURSE / "01_attention.md"
 
 
-def test_the_notebook_runs(tmp_path):
-    path = tmp_path / "build" / "walkthrough.ipynb"
-    assert main([str(WALKTHROUGH), "--notebook", str(path)]) == 0
+def test_a_notebook_has_the_outputs_and_pictures_of_its_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    assert main([str(CHAPTER), "--notebooks", str(tmp_path / "notebooks")]) == 0
 
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(tmp_path / "notebooks" / "01_attention.ipynb", as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    blocks = python_blocks(WALKTHROUGH.read_text(encoding="utf-8"))
+    blocks = python_blocks(CHAPTER.read_text(encoding="utf-8"))
     assert [cell.source for cell in cells] == [block.code.rstrip("\n") for block in blocks]
-    assert not any(cell.outputs for cell in cells)
-    assert not any("```text" in cell.source for cell in notebook.cells)
-
-    notebook.cells = [cell for cell in notebook.cells if "slow" not in cell.metadata]
-    (tmp_path / "script.py").write_text(jupytext.writes(notebook, fmt="py:percent"), encoding="utf-8")
-    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert agrees(result.stdout, "".join(block.output for block in blocks if not block.marks))
+    for cell, block in zip(cells, blocks, strict=True):
+        printed = "".join(output.text for output in cell.outputs if output.output_type == "stream")
+        assert agrees(printed, block.output)
+        pictures = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+        assert len(pictures) == block.code.count("savefig")
+    assert not any("```text" in cell.source or "](pictures/" in cell.source for cell in notebook.cells)
 
 
-def test_the_pictures_are_found_from_the_notebook(tmp_path):
-    path = tmp_path / "walkthrough.ipynb"
-    main([str(WALKTHROUGH), "--notebook", str(path)])
-    folder = os.path.relpath(WALKTHROUGH.parent, tmp_path)
-    assert f"]({folder}/walkthrough/positions.png)" in path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", sorted(COURSE.glob("[0-9]*.md")), ids=lambda page: page.name)
+def test_links_lead_to_notebooks_and_to_files(page, tmp_path):
+    text = notebook_text(page, tmp_path)
+    assert "](pictures/" not in text
+    assert f"]({os.path.relpath(COURSE, tmp_path)}/../../modeling_scratchbert/" in text
+    assert ".ipynb)" in text
+    assert "```text" not in text

@@ -13,18 +13,21 @@ import convert_checkpoint
 from modeling_scratchbert.cpu.matrices import multiplies_int8
 from pages import FENCED, commands, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
+from toolkit.course import FILES
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+CHAPTERS = sorted((ROOT / "docs" / "course").glob("[0-9]*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "course" / "README.md", *CHAPTERS]
+PICTURES = ROOT / "docs" / "course" / "pictures"
 MAX_PICTURE_BYTES = 60_000
-# Of blocks that run elsewhere: `slow` in `make walkthrough`, `ecosystem` and `corpus` in `make test-ecosystem`; or that
+# Of blocks that run elsewhere: `slow` in `make course-full`, `ecosystem` and `corpus` in `make test-ecosystem`; or that
 # need VNNI.
 MARKS = {"slow", "ecosystem", "corpus", "vnni"}
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-every_page_and_the_readme = pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES], ids=lambda page: page.name
+every_page, every_page_and_the_readme = (
+    pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+    for pages in (PAGES, [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES])
 )
+every_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.name)
 
 
 @every_page
@@ -41,14 +44,22 @@ def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypat
         assert (tmp_path / "a-bert" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", [path.name for path in PAGES if path.name not in ("README.md", "walkthrough.md")])
-def test_the_index_lists(name):
-    assert f"]({name})" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.name)
+def test_the_index_of_its_folder_lists(page):
+    assert f"]({page.name})" in (page.parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_texts_are_short():
-    for path, lines in ((ROOT / "README.md", 150), (WALKTHROUGH, 650)):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= lines
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_there_is_a_chapter_for_each_file_of_exercises():
+    assert [page.name[:2] for page in CHAPTERS] == [f"{number:02}" for number in range(1, len(FILES) + 1)]
+    for number, (page, file) in enumerate(zip(CHAPTERS, FILES, strict=True), start=1):
+        text = page.read_text(encoding="utf-8")
+        assert f"scratchbert course check {number}\n" in text
+        assert f"`{file}`" in text
+        assert f"docs/course/{page.name}" in (SCRIPTS / "data" / "course" / file).read_text(encoding="utf-8")
 
 
 def test_each_quantiser_of_transformers_is_unpadded_or_padded():
@@ -111,23 +122,23 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_the_walkthrough_draws_the_pictures_that_it_shows():
-    text = WALKTHROUGH.read_text(encoding="utf-8")
-    shown = re.findall(r"\]\(walkthrough/([^)]+)\)", text)
+@every_chapter
+def test_a_chapter_draws_the_pictures_that_it_shows(page):
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(pictures/([^)]+)\)", text)
     assert shown == re.findall(r'savefig\("([^"]+)"', text)
-    assert sorted(shown) == sorted(path.name for path in (ROOT / "docs" / "walkthrough").iterdir())
+    assert sorted(shown) == sorted(path.name for path in PICTURES.glob(f"{page.name[:2]}_*"))
     for name in shown:
-        assert (ROOT / "docs" / "walkthrough" / name).stat().st_size < MAX_PICTURE_BYTES
+        assert (PICTURES / name).stat().st_size < MAX_PICTURE_BYTES
 
 
-def test_the_walkthrough_shows_the_worked_example():
-    text = WALKTHROUGH.read_text(encoding="utf-8")
+def test_the_first_chapter_shows_the_worked_example():
+    """Each number of the example is in the page, as `print` writes it."""
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "course" / "01_attention.md").read_text(encoding="utf-8"))
     worked = json.loads((DATA / "worked_attention.json").read_text(encoding="utf-8"))
-    plain, scaled = worked["unscaled_without_weights"], worked["scaled_with_weights"]
     assert json.dumps(worked["tokens"]) in text
-    for row in worked["embeddings"]:
-        assert f"[{', '.join(f'{number:.2f}' for number in row)}]" in text
-    for name in ("scores", "weights", "contexts"):
-        assert str(plain[name][1]) in text
-    for name in ("attention", "contexts"):
-        assert str([round(number, 3) for number in scaled[name][1]]) in text
+    plain, scaled = worked["unscaled_without_weights"], worked["scaled_with_weights"]
+    tables = [plain[name] for name in ("scores", "weights", "contexts")]
+    tables += [scaled[name] for name in ("W_query", "W_key", "W_value", "scores", "attention", "contexts")]
+    for row in (row for table in tables for row in table):
+        assert f"[{', '.join(f'{number:.4f}' for number in row)}]" in text

@@ -157,7 +157,7 @@ def open_exercise(folder: Path, chapter: int) -> ModuleType:
     path = folder / FILES[chapter - 1]
     if not path.is_file():
         raise CommandError(f"{folder} has no {path.name}; expected the file with the exercises of chapter {chapter}. "
-                           f"Run `scratchbert course start {folder}`.")  # fmt: skip
+                           f"Run `scratchbert course start --folder {folder}`.")  # fmt: skip
     names = [Path(name).stem for name in FILES]
     for name in names:
         sys.modules.pop(name, None)  # of another folder, or of the file before it was changed

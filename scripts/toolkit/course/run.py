@@ -37,6 +37,8 @@ CHECKS = (
 
 def start(folder: Path) -> int:
     """Writes the files with gaps into `folder`, apart from those that are there. Returns the exit code."""
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"{folder} is a file; expected a folder. Pass another --folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for chapter, name in enumerate(FILES, start=1):
         path = folder / name
