@@ -119,8 +119,16 @@ def check_output(place: str, actual: str, expected: str | None) -> None:
         raise AssertionError("\n".join([f"{place}: the output is not what the page shows.", *differences]))
 
 
+def machine_marks() -> set[str]:
+    """The marks of blocks that need instructions of this processor."""
+    from modeling_scratchbert.cpu.matrices import multiplies_int8
+
+    return {"vnni"} if multiplies_int8() else set()
+
+
 def write_notebook(page: Path, folder: Path) -> Path:
-    """Runs the page as a notebook, all blocks of it, and writes it with its outputs and pictures. Returns the path.
+    """Runs the page as a notebook, with all blocks that this processor can run, and writes it with its outputs and
+    pictures. Returns the path.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a block failed.
@@ -131,6 +139,8 @@ def write_notebook(page: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     notebook = jupytext.reads(notebook_text(page, folder), fmt="md")
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    impossible = {"vnni"} - machine_marks()
+    notebook.cells = [cell for cell in notebook.cells if not impossible & cell.metadata.keys()]
     with tempfile.TemporaryDirectory() as working_directory:
         NotebookClient(notebook, timeout=None, resources={"metadata": {"path": working_directory}}).execute()
     for cell in notebook.cells:
@@ -230,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     os.chdir(args.folder)
     for page in pages:
         try:
-            run(page, args.marks)
+            run(page, {*args.marks, *machine_marks()})
         except AssertionError as error:
             print(error, file=sys.stderr)
             return 1

@@ -10,8 +10,7 @@ import pytest
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import convert_checkpoint
-from modeling_scratchbert.cpu.matrices import multiplies_int8
-from pages import FENCED, commands, make_targets, python_blocks, run
+from pages import FENCED, commands, machine_marks, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
 from toolkit.course import FILES
 
@@ -38,7 +37,7 @@ def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypat
     assert {mark for block in blocks for mark in block.marks} <= MARKS
     if any('"my-model"' in block.code for block in blocks):
         assert convert_checkpoint.main([minilm, "my-model"]) == 0
-    run(page, marks=["vnni"] if multiplies_int8() else [], model=minilm)
+    run(page, marks=machine_marks(), model=minilm)
     if page.name == "checkpoints.md":
         assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
         assert (tmp_path / "a-bert" / "model.safetensors").exists()
