@@ -169,7 +169,9 @@ def notebook_text(page: Path, folder: Path) -> str:
         target = f"{number[1]}.ipynb{number[2] or ''}" if number else f"{here}/{target}"
         return f"{match['picture'] or ''}[{match['label']}]({target})"
 
-    link = re.compile(rf"{FENCED.pattern}|(?P<picture>!)?\[(?P<label>[^\]]*)\]\((?P<target>[^)\s]+)\)", FENCED.flags)
+    link = re.compile(
+        rf"{FENCED.pattern}|(?P<picture>!)?\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)", FENCED.flags
+    )
     return link.sub(changed, text)
 
 
