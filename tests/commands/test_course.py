@@ -141,7 +141,7 @@ MISTAKES = [
     (1, "attention", " / query.shape[-1] ** 0.5", "", ["√d"]),
     (1, "attention", "softmax(dim=-1)", "softmax(dim=-2)", ["softmax", "queries"]),
     (1, "attention", "softmax(dim=-1)", "softmax(1)", ["softmax", "wrong dimension"]),
-    (1, "attention", "query.shape[-1] ** 0.5", "query.shape[-1]", ["wrong values"]),
+    (1, "attention", "query.shape[-1] ** 0.5", "query.shape[-1]", ["divided by d", "√d"]),
     (1, "attention", "return weights @ value, weights", "return weights @ value", ["tuple"]),
     (1, "to_linear", "nn.Parameter(matrix.T)", "nn.Parameter(matrix)", ["transpose"]),
     (1, "to_linear", "bias=False", "bias=True", ["bias=False"]),
@@ -186,6 +186,17 @@ MISTAKES = [
     (4, "Block", "self.attention(x, mask)", "self.attention(x)", ["mask"]),
     (4, "Block", "self.dropout(", "nn.functional.dropout(", ["Dropout is active at evaluation"]),
     (4, "Block", "self.dropout(", "(", ["no dropout in training"]),
+    (4, "Block", "x + self.dropout(self.feed_forward(x))", "self.dropout(x + self.feed_forward(x))", ["wrong place"]),
+    (4, "Block", "self.dropout(self.feed_forward(self.feed_forward_norm(x)))",
+     "self.feed_forward(self.feed_forward_norm(x))", ["wrong place"]),
+    (4, "Block", "return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))",
+     "return self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), None", ["tuple"]),
+    (4, "Block", "return self.feed_forward_norm(x +", "return self.feed_forward_norm(", ["residual", "feed-forward"]),
+    (4, "Block", "return self.feed_forward_norm(x +", "return self.attention_norm(x +", ["wrong values"]),
+    (4, "Block", "return self.feed_forward_norm(x + self", "return (x + self", ["feed_forward_norm", "missing"]),
+    (4, "LayerNorm", "(x - mean)", "x", ["mean is not subtracted"]),
+    (4, "LayerNorm", "(variance + self.eps).sqrt()", "(variance.sqrt() + self.eps)", ["eps", "standard deviation"]),
+    (1, "attention", "scores.softmax(dim=-1)", "scores / scores.sum(dim=-1, keepdim=True)", ["sum", "softmax"]),
     (5, "sinusoidal_table", "table[:, 0::2], table[:, 1::2]", "table[:, :width // 2], table[:, width // 2 :]",
      ["side"]),
     (5, "sinusoidal_table", "angle.sin(), angle.cos()", "angle.cos(), angle.sin()", ["swapped"]),
@@ -205,7 +216,7 @@ MISTAKES = [
     (6, "mean_pooling", "/ mask.sum(dim=1)", "/ mask.shape[1]", ["counts padding"]),
     (6, "mean_pooling", "(states * mask).sum(dim=1) / mask.sum(dim=1)", "states[:, 0]", ["[CLS]"]),
     (6, "MyBert", "view(B, T, self.num_heads, -1).transpose(1, 2)", "view(B, self.num_heads, T, -1)",
-     ["chapter 4", "chapter 3", "transpose"]),
+     ["chapter 3", "transpose"]),
     (6, "MyBert", "x = x + self.token_type_embeddings(token_type_ids)\n", "", ["chapter 5", "token types"]),
     (7, "mask_tokens", "lottery = torch.rand(input_ids.shape)", "lottery = torch.zeros(input_ids.shape)",
      ["Every chosen token"]),
@@ -312,9 +323,9 @@ def test_the_learners_model_passes_check_parity(here, capsys, minilm):
 
 def test_a_file_that_is_changed_is_read_again(here, capsys, minilm, weights):
     solve(here, "softmax(dim=-1)", "softmax(dim=-2)")
-    assert wrong_parts(here, 4, weights).keys() == {"Block"}
+    assert wrong_parts(here, 6, weights).keys() == {"MyBert"}
     solve(here)
-    assert not wrong_parts(here, 4, weights)
+    assert not wrong_parts(here, 6, weights)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +373,7 @@ def test_a_bert_that_the_course_does_not_write_is_refused(config, word, here, ca
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     BertModel(BertConfig(**sizes, **config)).save_pretrained("other")
     solve(here)
+    capsys.readouterr()
     assert course.main(["check", "1", "--folder", ".", "--model", "./other"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -373,6 +385,25 @@ def test_a_scratchbert_is_refused(here, capsys):
     solve(here)
     assert course.main(["check", "1", "--folder", ".", "--model", "./ours"]) == 2
     assert "scratchbert" in capsys.readouterr().err
+
+
+def test_a_mistake_is_reported_once(here, weights):
+    solve(here, "(1 + torch.erf(x / 2**0.5)) / 2", "0.5")
+    assert wrong_parts(here, 4, weights).keys() == {"gelu"}
+    solve(here, "correction=0", "correction=1")
+    assert wrong_parts(here, 4, weights).keys() == {"LayerNorm"}
+    assert not wrong_parts(here, 5, weights)
+    assert "chapter 4" in wrong_parts(here, 6, weights)["MyBert"]
+
+
+def test_a_missing_return_is_no_gap(here, weights):
+    solve(here, "return self.output(context), weights", "self.output(context), weights")
+    assert "return" in wrong_parts(here, 3, weights)["MultiHeadAttention.forward"]
+
+
+def test_an_error_for_every_width_is_reported(here, weights):
+    solve(here, "if config.hidden_size % config.num_attention_heads:", "if True:")
+    assert "ValueError in heads.py" in wrong_parts(here, 3, weights)["MultiHeadAttention.__init__"]
 
 
 def test_weights_of_other_names_are_reported(here, weights):

@@ -1,8 +1,10 @@
 """The checks of chapters 1 to 6: attention, masks, heads, blocks, embeddings and the whole model."""
 
 import copy
+import sys
 from functools import partial
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,13 +14,15 @@ from modeling_scratchbert.embeddings import sinusoidal_table
 from toolkit import parity
 from toolkit.checkpoint import read_checkpoint
 from toolkit.comparison import compare as compare_models
-from toolkit.course.grading import GapError, MistakeError, Weights, agree, compare, filled
+from toolkit.course.grading import GapError, MistakeError, Weights, agree, check_comment, compare, filled
 
 LOWEST = torch.finfo(torch.float32).min
 
 # What is wrong in attention, and what to do: keyword arguments of `attention`.
 ATTENTION_MISTAKES = {
     "The scores are not divided by √d; divide them by the square root of the width of a query.": {"width": 1},
+    "The scores are divided by d; divide them by √d, the square root of the width of a query.": {"power": 1.0},
+    "The scores are divided by their sum; use the softmax, whose weights are never negative.": {"is_softmax": False},
     "The softmax is over the queries; compute it over the keys, the last dimension (dim=-1).": {"dim": -2},
     "The softmax is over the wrong dimension; compute it over the keys, the last dimension (dim=-1).": {"dim": 1},
 }
@@ -32,15 +36,15 @@ MASK_MISTAKES = ATTENTION_MISTAKES | {
 }  # fmt: skip
 
 
-def attention(query, key, value, mask=None, *, width=None, dim=-1, place="before"):
+def attention(query, key, value, mask=None, *, width=None, power=0.5, dim=-1, place="before", is_softmax=True):
     """Scaled dot-product attention, with options for what can go wrong."""
-    scores = query @ key.transpose(-2, -1) / (width or query.shape[-1]) ** 0.5
+    scores = query @ key.transpose(-2, -1) / (width or query.shape[-1]) ** power
     mask = torch.zeros(()) if mask is None or place == "nowhere" else mask
     if place == "before":
         scores = scores + mask
     elif place == "subtracted":
         scores = scores - mask
-    weights = scores.softmax(dim)
+    weights = scores.softmax(dim) if is_softmax else scores / scores.sum(dim, keepdim=True)
     if place == "after":
         weights = weights + mask
     elif place == "multiplied":
@@ -138,13 +142,15 @@ def multi_head(layer: nn.Module, x, mask=None, *, split="right", join="right", o
 
 def check_divisibility(module: ModuleType, weights: Weights) -> None:
     config = copy.deepcopy(weights.model.config)
+    module.MultiHeadAttention(config)
     config.hidden_size = config.num_attention_heads * 8 + 1
     try:
         module.MultiHeadAttention(config)
     except ValueError:
         return
+    check_comment(module.MultiHeadAttention)
     raise MistakeError(f"A width of {config.hidden_size} with {config.num_attention_heads} heads is accepted; raise a "
-                "ValueError if the heads do not divide the width.")  # fmt: skip
+                       "ValueError if the heads do not divide the width.")  # fmt: skip
 
 
 def check_heads(module: ModuleType, weights: Weights) -> None:
@@ -169,12 +175,13 @@ def loaded(part: nn.Module, source: nn.Module) -> nn.Module:
     Raises:
         MistakeError: it has other names or shapes of weights.
     """
-    try:
-        part.load_state_dict(source.state_dict())
-    except RuntimeError as error:
+    shapes, expected = ({name: tuple(weight.shape) for name, weight in each.state_dict().items()}
+                        for each in (part, source))  # fmt: skip
+    if shapes != expected:
         raise MistakeError(
-            f"The names or shapes of the weights are not those of the file with gaps: {error}"
-        ) from error
+            f"The part has the weights {shapes}; expected {expected}. Keep the names of the file with gaps."
+        )
+    part.load_state_dict(source.state_dict())
     return part.eval()
 
 
@@ -197,85 +204,116 @@ def check_gelu(module: ModuleType, weights: Weights) -> None:
     })  # fmt: skip
 
 
-def layer_norm(x, norm, *, correction=0, power=0.5, dim=-1, affine=True, eps="inside"):
+def layer_norm(x, norm, eps, *, correction=0, power=0.5, dim=-1, affine=True, place="inside", is_centred=True):
     """Layer norm with the weights of `norm`, with options for what can go wrong."""
     mean, variance = x.mean(dim, keepdim=True), x.var(dim, correction=correction, keepdim=True)
-    normed = (x - mean) / ((variance + norm.eps * (eps == "inside")) ** power + norm.eps * (eps == "outside"))
+    normed = (x - mean * is_centred) / ((variance + eps * (place == "inside")) ** power + eps * (place == "outside"))
     return normed * norm.weight + norm.bias if affine else normed
 
 
 def check_layer_norm(module: ModuleType, weights: Weights) -> None:
-    source = weights.model.encoder.blocks[0].attention_norm
-    norm = loaded(module.LayerNorm(len(source.weight), source.eps), source)
-    for x in (weights.states, weights.states * 1e-5):  # with small numbers, eps counts
-        compare(norm(x), partial(layer_norm, x, norm), {
-            "The variance is divided by n - 1; divide by n (var(..., correction=0)).": {"correction": 1},
-            "The numbers are divided by the variance; divide by its square root.": {"power": 1.0},
-            "The mean and the variance are over the tokens; compute them over the last dimension.": {"dim": -2},
-            "weight and bias are not applied.": {"affine": False},
-            "eps is not used; add it to the variance.": {"eps": "nowhere"},
-            "eps is added to the standard deviation; add it to the variance, before the square root.":
-                {"eps": "outside"},
-        })  # fmt: skip
+    source, x, eps = (
+        weights.model.encoder.blocks[0].attention_norm,
+        weights.states,
+        0.5,
+    )  # so large that its place counts
+    norm = loaded(module.LayerNorm(len(source.weight), eps), source)
+    compare(norm(x), partial(layer_norm, x, source, eps), {
+        "The variance is divided by n - 1; divide by n (var(..., correction=0)).": {"correction": 1},
+        "The numbers are divided by the variance; divide by its square root.": {"power": 1.0},
+        "The mean is not subtracted.": {"is_centred": False},
+        "The mean and the variance are over the tokens; compute them over the last dimension.": {"dim": -2},
+        "weight and bias are not applied.": {"affine": False},
+        "eps is not used; add it to the variance.": {"place": "nowhere"},
+        "eps is added to the standard deviation; add it to the variance, before the square root.":
+            {"place": "outside"},
+    })  # fmt: skip
 
 
 def check_feed_forward(module: ModuleType, weights: Weights) -> None:
     source = weights.model.encoder.blocks[0].feed_forward
     part = loaded(module.FeedForward(weights.model.config), source)
+    with mock.patch.object(module, "gelu", nn.functional.gelu):  # a wrong GELU is reported once
+        result = part(weights.states)
 
     def reference(activation=nn.functional.gelu, last=lambda x: x):
         return last(source.output(activation(source.intermediate(weights.states))))
 
-    compare(part(weights.states), reference, {
+    compare(result, reference, {
         "GELU is missing between the two linear layers.": {"activation": lambda x: x},
         "The activation is ReLU; expected GELU.": {"activation": torch.relu},
         "GELU is applied after the second linear layer as well.": {"last": nn.functional.gelu},
+        "The input is added to the result; the residual sum is part of the block.":
+            {"last": lambda x: x + weights.states},
     })  # fmt: skip
 
 
-def block_reference(block: nn.Module, x, mask, *, order="post", residual=True, **options):
-    """A block with the parts of the package's `block`, with options for what can go wrong."""
-    block.attention.num_heads = block.attention.query.out_features // block.attention.head_width
-    parts = [(lambda x: multi_head(block.attention, x, mask, **options)[0], block.attention_norm),
-             (block.feed_forward, block.feed_forward_norm)]  # fmt: skip
-    for part, norm in parts:
+class RightAttention(nn.Module):
+    """The attention of the package's block, with the arguments of the learner's."""
+
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        self.query, self.key, self.value, self.output = source.query, source.key, source.value, source.output
+        self.num_heads = source.query.out_features // source.head_width
+
+    def forward(self, x, mask=None, **options):
+        return multi_head(self, x, mask, **options)
+
+
+def run_block(block: nn.Module, x, mask, *, order="post", skipped="", swapped=False, drop=1.0, **options):
+    """A block with the parts of `block`, with options for what can go wrong."""
+    norms = [block.attention_norm, block.feed_forward_norm][:: -1 if swapped else 1]
+    parts = [("attention", lambda x: block.attention(x, mask, **options)[0]), ("feed_forward", block.feed_forward)]
+    for (name, part), norm in zip(parts, norms, strict=True):
+        norm = nn.Identity() if skipped == f"{name}_norm" else norm
+        residual = 0.0 if skipped in (name, "both") else 1.0
         if order == "pre":
-            x = x * residual + part(norm(x))
+            x = x * residual + part(norm(x)) * drop
         elif order == "post":
-            x = norm(x * residual + part(x))
+            x = norm(x * residual + part(x) * drop)
         elif order == "norm of the part":
-            x = x * residual + norm(part(x))
+            x = x * residual + norm(part(x)) * drop
     return x
 
 
+def check_evaluation(part: nn.Module, *inputs) -> None:
+    """Raises MistakeError if a part in evaluation mode returns zeros, or something else each time."""
+    results = filled(part(*inputs)), part(*inputs)
+    if isinstance(results[0], torch.Tensor) and not (results[0].any() and agree(*results)):
+        raise MistakeError("Dropout is active at evaluation; use self.dropout, which model.eval() switches off.")
+
+
 def check_block(module: ModuleType, weights: Weights) -> None:
-    prefixed("MultiHeadAttention of chapter 3: ", check_heads, module, weights)
+    """Checks the block alone: its parts are replaced by right ones."""
+    x, mask, source = weights.states, weights.mask, weights.model.encoder.blocks[0]
     for order, other in (("post", "pre"), ("pre", "post")):
         config = copy.deepcopy(weights.model.config)
-        config.norm_first, config.hidden_dropout_prob = order == "pre", 0.1
-        source = weights.model.encoder.blocks[0]
+        config.norm_first, config.hidden_dropout_prob = order == "pre", 1.0  # dropout with probability 1 leaves zeros
         block = loaded(module.Block(config), source)
-        result = filled(block(weights.states, weights.mask))
-        if not agree(block(weights.states, weights.mask), result):
-            raise MistakeError("Dropout is active at evaluation; use self.dropout, which model.eval() switches off.")
-        compare(result, partial(block_reference, source, weights.states, weights.mask), {
+        block.attention, block.feed_forward = RightAttention(source.attention), source.feed_forward
+        block.attention_norm, block.feed_forward_norm = source.attention_norm, source.feed_forward_norm
+        run = partial(run_block, block, x, mask)
+        mistakes = {
             f"The order is {other}-norm where config.norm_first is {config.norm_first}; expected {order}-norm.":
                 {"order": other},
             "The norm is applied to the result of each part, before the residual sum; see the formulas above.":
                 {"order": "norm of the part"},
-            "A residual sum is missing: add the input of each part to its result.": {"residual": False},
+            "The residual sums are missing: add the input of each part to its result.": {"skipped": "both"},
+            "The residual sum of the attention is missing.": {"skipped": "attention"},
+            "The residual sum of the feed-forward is missing.": {"skipped": "feed_forward"},
+            "attention_norm is missing.": {"skipped": "attention_norm"},
+            "feed_forward_norm is missing.": {"skipped": "feed_forward_norm"},
+            "The two norms are swapped.": {"swapped": True},
             "The mask is not passed to the attention.": {"place": "nowhere"},
-        }, order=order)  # fmt: skip
-        if agree(block.train()(weights.states, weights.mask), result):
+        }  # fmt: skip
+        check_evaluation(block, x, mask)
+        compare(block(x, mask), run, mistakes, order=order)
+        result = block.train()(x, mask)
+        if agree(result, run(order=order)):
             raise MistakeError("There is no dropout in training; apply self.dropout to the result of each part.")
-
-
-def prefixed(prefix: str, check, module: ModuleType, weights: Weights) -> None:
-    """Runs a check of an earlier chapter, whose part this one contains."""
-    try:
-        check(module, weights)
-    except MistakeError as error:
-        raise MistakeError(f"{prefix}{error}") from error
+        if not agree(result, run(order=order, drop=0.0)):
+            raise MistakeError("Dropout is in the wrong place; apply self.dropout to the result of each part, before "
+                               "the residual sum.")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- 5: the embeddings
@@ -305,16 +343,19 @@ def check_sinusoidal_table(module: ModuleType, weights: Weights) -> None:
 
 def check_embeddings(module: ModuleType, weights: Weights) -> None:
     source = weights.model.embeddings
-    part = loaded(module.Embeddings(weights.model.config), source)
+    config = copy.deepcopy(weights.model.config)
+    config.hidden_dropout_prob = 1.0
+    part = loaded(module.Embeddings(config), source)
+    part.norm = source.norm  # a wrong layer norm is reported in chapter 4
     ids, types = weights.batch["input_ids"], weights.batch["token_type_ids"]
 
-    def reference(types, positions=True, use_types=True, norm=True):
+    def reference(types, positions=True, use_types=True, norm=True, drop=1.0):
         total = source.word_embeddings(ids)
         if positions is not False:
             total = total + source.position_embeddings(torch.arange(ids.shape[1]) + (positions is not True))
         if use_types:
             total = total + source.token_type_embeddings(types)
-        return source.norm(total) if norm else total
+        return (source.norm(total) if norm else total) * drop
 
     mistakes = {
         "The positions are forgotten: add position_embeddings of 0, 1, 2, …": {"positions": False},
@@ -322,11 +363,11 @@ def check_embeddings(module: ModuleType, weights: Weights) -> None:
         "The token types are forgotten: add token_type_embeddings, also of type 0.": {"use_types": False},
         "The layer norm is forgotten.": {"norm": False},
     }
-    result = filled(part(ids, types))
-    if not agree(part(ids, types), result):
-        raise MistakeError("Dropout is active at evaluation; use self.dropout, which model.eval() switches off.")
-    compare(result, reference, mistakes, types=types)
+    check_evaluation(part, ids, types)
+    compare(part(ids, types), reference, mistakes, types=types)
     compare(part(ids), reference, mistakes, types=torch.zeros_like(types))
+    if not agree(part.train()(ids, types), reference(types, drop=0.0)):
+        raise MistakeError("There is no dropout in training; apply self.dropout to the result.")
 
 
 # --------------------------------------------------------------------------------------------------------- 6: the model
@@ -376,8 +417,15 @@ def check_mean_pooling(module: ModuleType, weights: Weights) -> None:
 
 def check_my_bert(module: ModuleType, weights: Weights) -> str:
     """The comparison of `check_parity`, between the learner's model and `BertModel`. Returns its verdict."""
-    for prefix, check in (("chapter 4, Block: ", check_block), ("chapter 5, Embeddings: ", check_embeddings)):
-        prefixed(prefix, check, module, weights)
+    for chapter, name, check in ((3, "heads", check_heads), (4, "blocks", check_gelu), (4, "blocks", check_layer_norm),
+                                 (4, "blocks", check_feed_forward), (4, "blocks", check_block),
+                                 (5, "embeddings", check_embeddings)):  # fmt: skip
+        try:
+            check(sys.modules[name], weights)
+        except (MistakeError, GapError) as error:
+            raise MistakeError(
+                f"A part of chapter {chapter} is wrong. {error} Run the check of that chapter."
+            ) from error
     rows, _ = parity.encode([read_checkpoint(weights.source)], seed=0)
     model = module.MyBert.from_pretrained(weights.source, attn_implementation="eager")
     config: ScratchBertConfig = model.config

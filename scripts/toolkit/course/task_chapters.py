@@ -12,7 +12,7 @@ from modeling_scratchbert import (
     ScratchBertForConditionalGeneration,
     ScratchBertForSequenceClassification,
 )
-from toolkit.course.grading import MistakeError, Weights, agree, compare, filled
+from toolkit.course.grading import MistakeError, Weights, agree, check_comment, compare, filled
 
 # --------------------------------------------------------------------------------------------------- 7: pre-training
 
@@ -63,6 +63,7 @@ def check_head(module: ModuleType, weights: Weights) -> None:
     words = copy.deepcopy(weights.model.embeddings.word_embeddings)
     head = module.MaskedLMHead(weights.model.config, words)
     if head.decoder.weight is not words.weight:
+        check_comment(module.MaskedLMHead)
         raise MistakeError("The output matrix is not tied to the word embeddings: a copy would be trained apart from "
                            "them. Assign the parameter: self.decoder.weight = word_embeddings.weight.")  # fmt: skip
     states = weights.states
