@@ -21,7 +21,7 @@ from toolkit.course import FILES
 from toolkit.hub import open_tokenizer
 
 SENTENCES = ["The cat sat on the mat because it was tired.", "Yes.", "Shares fell on Monday, and rose on Tuesday."]
-GAP = re.compile(r"# [Yy]our (code|check)")  # in the files with gaps
+GAP = re.compile(r"\.\.\. +# your code|# Your (code|check)")  # in the files with gaps
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # differences of rounding between correct solutions
 
 
@@ -30,7 +30,7 @@ class MistakeError(Exception):
 
 
 class GapError(Exception):
-    """A gap is not filled."""
+    """Nothing has happened: the gap is not filled, or it is as the message says."""
 
 
 class Weights:
@@ -67,12 +67,13 @@ class Weights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restores the inputs afterwards.
+        """Restores the inputs and the models afterwards.
 
         Raises:
             MistakeError: they have been changed.
         """
         inputs = [*self.batch.values(), self.states, *self.heads, self.mask]
+        inputs += [weight for model in (self.model, self.bert) for weight in model.state_dict().values()]
         before = [each.clone() for each in inputs]
         try:
             yield
@@ -117,14 +118,8 @@ def compare(actual, reference: Callable, mistakes: dict[str, dict], **right) -> 
 def filled(result):
     """The result of a learner's function. Raises GapError if it is None."""
     if result is None:
-        raise GapError
+        raise GapError("The result is None. Is a return missing?")
     return result
-
-
-def check_comment(part: type) -> None:
-    """Raises GapError if the source of a class has the comment of a gap."""
-    if "# Your " in inspect.getsource(part):
-        raise GapError
 
 
 def agree(actual, expected) -> bool:
@@ -150,7 +145,7 @@ def difference(actual, expected, what: str = "the result") -> str:
     distance = (actual.detach().double() - expected.detach().double()).abs().nan_to_num(torch.inf)
     place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     return (f"{what} has the right shape and wrong values, and it is not one of the known mistakes; the largest "
-            f"difference is at {list(place)}: {actual[place]:.4f}, expected {expected[place]:.4f}.")  # fmt: skip
+            f"difference is at {list(place)}: {actual[place]:.4g}, expected {expected[place]:.4g}.")  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- the learner's file
@@ -181,7 +176,7 @@ def open_exercise(folder: Path, chapter: int) -> ModuleType:
         sys.dont_write_bytecode = writes_bytecode
 
 
-def verdict(check: Callable, module: ModuleType, weights: Weights, folder: Path) -> tuple[str, str]:
+def verdict(part: str, check: Callable, module: ModuleType, weights: Weights, folder: Path) -> tuple[str, str]:
     """Whether a part of the learner's file is right: "right", "WRONG" or "gap"; and a remark, or what is wrong."""
     try:
         torch.manual_seed(0)
@@ -190,10 +185,9 @@ def verdict(check: Callable, module: ModuleType, weights: Weights, folder: Path)
         return "right", remark or ""
     except MistakeError as error:
         return "WRONG", str(error)
-    except GapError:
-        if GAP.search(Path(module.__file__ or "").read_text(encoding="utf-8")):
-            return "gap", ""
-        return "WRONG", "The result is None. Is a return missing?"
+    except GapError as error:
+        name = part.partition(".")[0]
+        return ("gap", "") if GAP.search(inspect.getsource(vars(module)[name])) else ("WRONG", str(error))
     except (Exception, SystemExit) as error:
         return "WRONG", explained(error, folder)
 
@@ -204,4 +198,5 @@ def explained(error: BaseException, folder: Path) -> str:
     if isinstance(error, SyntaxError):
         places.append((error.filename or "", error.lineno))
     own = [f" in {Path(file).name}, line {line}" for file, line in places if Path(file).parent == folder.resolve()]
-    return f"{type(error).__name__}{own[-1] if own else ''}: {error}"
+    message = error.msg if isinstance(error, SyntaxError) else error
+    return f"{type(error).__name__}{own[-1] if own else ''}: {message}"

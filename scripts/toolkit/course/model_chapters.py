@@ -14,7 +14,7 @@ from modeling_scratchbert.embeddings import sinusoidal_table
 from toolkit import parity
 from toolkit.checkpoint import read_checkpoint
 from toolkit.comparison import compare as compare_models
-from toolkit.course.grading import GapError, MistakeError, Weights, agree, check_comment, compare, filled
+from toolkit.course.grading import GapError, MistakeError, Weights, agree, compare, filled
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -44,6 +44,8 @@ def attention(query, key, value, mask=None, *, width=None, power=0.5, dim=-1, pl
         scores = scores + mask
     elif place == "subtracted":
         scores = scores - mask
+    elif place == "infinite":
+        scores = scores.masked_fill(mask < 0, -torch.inf)
     weights = scores.softmax(dim) if is_softmax else scores / scores.sum(dim, keepdim=True)
     if place == "after":
         weights = weights + mask
@@ -117,8 +119,14 @@ def hidden_as_lowest(mask):
 
 
 def check_masked_attention(module: ModuleType, weights: Weights) -> None:
-    for mask in (weights.mask, torch.triu(torch.full((weights.states.shape[1],) * 2, LOWEST), diagonal=1)):
-        compare(module.masked_attention(*weights.heads, mask), partial(attention, *weights.heads, mask), MASK_MISTAKES)
+    causal = torch.triu(torch.full((weights.states.shape[1],) * 2, LOWEST), diagonal=1)
+    no_keys = causal.clone()
+    no_keys[0] = LOWEST
+    infinite = {"Hidden keys have minus infinity, so that a query without keys gets NaN; add the mask as it is.":
+                {"place": "infinite"}}  # fmt: skip
+    for mask in (weights.mask, causal, no_keys):
+        result = module.masked_attention(*weights.heads, mask)
+        compare(result, partial(attention, *weights.heads, mask), MASK_MISTAKES | infinite)
 
 
 # ------------------------------------------------------------------------------------------------------- 3: the heads
@@ -148,8 +156,7 @@ def check_divisibility(module: ModuleType, weights: Weights) -> None:
         module.MultiHeadAttention(config)
     except ValueError:
         return
-    check_comment(module.MultiHeadAttention)
-    raise MistakeError(f"A width of {config.hidden_size} with {config.num_attention_heads} heads is accepted; raise a "
+    raise GapError(f"A width of {config.hidden_size} with {config.num_attention_heads} heads is accepted; raise a "
                        "ValueError if the heads do not divide the width.")  # fmt: skip
 
 
@@ -349,12 +356,12 @@ def check_embeddings(module: ModuleType, weights: Weights) -> None:
     part.norm = source.norm  # a wrong layer norm is reported in chapter 4
     ids, types = weights.batch["input_ids"], weights.batch["token_type_ids"]
 
-    def reference(types, positions=True, use_types=True, norm=True, drop=1.0):
+    def reference(types, positions=True, use_types=True, norm=True, drop=1.0, default=0):
         total = source.word_embeddings(ids)
         if positions is not False:
             total = total + source.position_embeddings(torch.arange(ids.shape[1]) + (positions is not True))
         if use_types:
-            total = total + source.token_type_embeddings(types)
+            total = total + source.token_type_embeddings(types + default)
         return (source.norm(total) if norm else total) * drop
 
     mistakes = {
@@ -365,7 +372,8 @@ def check_embeddings(module: ModuleType, weights: Weights) -> None:
     }
     check_evaluation(part, ids, types)
     compare(part(ids, types), reference, mistakes, types=types)
-    compare(part(ids), reference, mistakes, types=torch.zeros_like(types))
+    default = {"The token type is 1 where token_type_ids is None; expected 0.": {"default": types.max()}}
+    compare(part(ids), reference, mistakes | default, types=torch.zeros_like(types))
     if not agree(part.train()(ids, types), reference(types, drop=0.0)):
         raise MistakeError("There is no dropout in training; apply self.dropout to the result.")
 
@@ -379,7 +387,7 @@ def check_copy_layer(module: ModuleType, weights: Weights) -> None:
     random = {name: weight.clone() for name, weight in block.state_dict().items()}
     module.copy_layer(weights.bert.encoder.layer[0], block)
     if all(torch.equal(weight, random[name]) for name, weight in block.state_dict().items()):
-        raise GapError
+        raise GapError("The block is unchanged; copy the weights of the layer into the block.")
     for name, weight in block.state_dict().items():
         if torch.equal(weight, source[name]):
             continue
@@ -400,7 +408,8 @@ def mean_pooling(states, tokens, *, padding="left out", first=False):
     if padding == "averaged":
         return states.mean(dim=1)
     total = (states * tokens[:, :, None]).sum(dim=1)
-    return total / (tokens.shape[1] if padding == "counted" else tokens.sum(dim=1, keepdim=True))
+    numbers = {"counted": tokens.shape[1], "summed": 1, "left out": tokens.sum(dim=1, keepdim=True)}
+    return total / numbers[padding]
 
 
 def check_mean_pooling(module: ModuleType, weights: Weights) -> None:
@@ -412,6 +421,7 @@ def check_mean_pooling(module: ModuleType, weights: Weights) -> None:
         "The sum is divided by the length of the batch, which counts padding; divide by the number of tokens of each "
         "sequence.": {"padding": "counted"},
         "This is the vector of [CLS]; expected the mean over all tokens.": {"first": True},
+        "The sum is not divided by the number of tokens.": {"padding": "summed"},
     })  # fmt: skip
 
 

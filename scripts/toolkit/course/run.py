@@ -75,4 +75,4 @@ def verdicts(folder: Path, chapter: int, weights: Weights) -> Iterator[tuple[str
         yield FILES[chapter - 1], "WRONG", explained(error, folder)
         return
     for part, check_part in CHECKS[chapter - 1].items():
-        yield part, *verdict(check_part, module, weights, folder)
+        yield part, *verdict(part, check_part, module, weights, folder)

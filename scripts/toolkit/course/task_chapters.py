@@ -12,7 +12,7 @@ from modeling_scratchbert import (
     ScratchBertForConditionalGeneration,
     ScratchBertForSequenceClassification,
 )
-from toolkit.course.grading import MistakeError, Weights, agree, check_comment, compare, filled
+from toolkit.course.grading import GapError, MistakeError, Weights, agree, compare, filled
 
 # --------------------------------------------------------------------------------------------------- 7: pre-training
 
@@ -63,8 +63,7 @@ def check_head(module: ModuleType, weights: Weights) -> None:
     words = copy.deepcopy(weights.model.embeddings.word_embeddings)
     head = module.MaskedLMHead(weights.model.config, words)
     if head.decoder.weight is not words.weight:
-        check_comment(module.MaskedLMHead)
-        raise MistakeError("The output matrix is not tied to the word embeddings: a copy would be trained apart from "
+        raise GapError("The output matrix is not tied to the word embeddings: a copy would be trained apart from "
                            "them. Assign the parameter: self.decoder.weight = word_embeddings.weight.")  # fmt: skip
     states = weights.states
 
@@ -230,29 +229,39 @@ def make_seq2seq() -> ScratchBertForConditionalGeneration:
     return model
 
 
+@torch.no_grad()
+def greedy(
+    model, source, mask, max_new_tokens, *, stops=True, position=-1, last_only=False, is_masked=True, part="all"
+):
+    """Greedy decoding, with options for what can go wrong."""
+    ids = torch.tensor([[START]])
+    for _ in range(max_new_tokens):
+        inputs = ids[:, -1:] if last_only else ids
+        logits = model(source, mask if is_masked else None, decoder_input_ids=inputs).logits
+        ids = torch.cat([ids, logits[:, [position]].argmax(dim=-1)], dim=1)
+        if stops and ids[0, -1] == END:
+            break
+    return {"all": ids, "without start": ids[:, 1:], "without end": ids[:, :-1]}[part]
+
+
 def check_greedy(module: ModuleType, weights: Weights) -> None:
-    ended = 0
-    for _ in range(8):
-        model = make_seq2seq()
-        source = torch.randint(3, 12, (1, 6))
-        mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
-        expected = model.generate(source, attention_mask=mask, max_new_tokens=9, do_sample=False)
-        ended += expected.shape[1] < 10
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    models = [(make_seq2seq(), torch.randint(3, 12, (1, 6))) for _ in range(8)]  # some of the outputs end early
+    with torch.no_grad():
+        results = tuple(filled(module.greedy(model, source, mask, 9)) for model, source in models)
 
-        def reference(part="all", expected=expected):
-            return {"all": expected, "without start": expected[:, 1:], "without end": expected[:, :-1]}[part]
+    def reference(**options):
+        return tuple(greedy(model, source, mask, 9, **options) for model, source in models)
 
-        with torch.no_grad():
-            result = module.greedy(model, source, mask, 9)
-        compare(result, reference, {
-            "The start token is missing in the result; `generate` returns it.": {"part": "without start"},
-            "The last token is missing; the end token, or the last of max_new_tokens, is part of the result.":
-                {"part": "without end"},
-        })  # fmt: skip
-    if not 0 < ended < 8:
-        raise AssertionError(
-            f"{ended} of 8 outputs end early; expected some of them, so that both ways to stop are checked"
-        )
+    compare(results, reference, {
+        "The start token is missing in the result; `generate` returns it.": {"part": "without start"},
+        "The last token is missing; the end token, or the last of max_new_tokens, is part of the result.":
+            {"part": "without end"},
+        "The output goes on after the end token.": {"stops": False},
+        "The logits of the first position are used; those of the last one are for the next token.": {"position": 0},
+        "The decoder gets the last token only; without a cache, it needs all tokens so far.": {"last_only": True},
+        "attention_mask is not passed to the model, so that it attends to padding.": {"is_masked": False},
+    })  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- 10: speed
@@ -290,16 +299,17 @@ def check_pad(module: ModuleType, weights: Weights) -> None:
     })  # fmt: skip
 
 
-def int8_linear(x, linear: nn.Linear, *, x_rows=True, weight_rows=True, minimum=True, bias=True):
+def int8_linear(x, linear: nn.Linear, *, s_rows=True, m_rows=True, t_rows=True, minimum=True, bias=True,
+                rounding=torch.round, overflows=False):  # fmt: skip
     """A linear layer in integers, with options for what can go wrong."""
-    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if x_rows else (x.min(), x.max())
-    s = (high - low) / 255
-    q = ((x - low) / s).round()
-    t = linear.weight.abs().amax(1, keepdim=True) / 127 if weight_rows else linear.weight.abs().max() / 127
-    v = (linear.weight / t).round()
-    product = s * (q.double() @ v.double().T * t.squeeze()).float()
-    product = product + low * (v.sum(1) * t.squeeze()) * minimum
-    return product + linear.bias * bias
+    m = x.amin(-1, keepdim=True) if m_rows else x.min()
+    s = ((x.amax(-1, keepdim=True) - m) if s_rows else (x.max() - x.min())) / 255
+    t = linear.weight.abs().amax(1) / 127 if t_rows else linear.weight.abs().max().expand(len(linear.weight)) / 127
+    q, v = rounding((x - m) / s).double(), rounding(linear.weight / t[:, None]).double()
+    product = q @ v.T
+    if overflows:  # 8 bits keep the remainder
+        product = (product + 128) % 256 - 128
+    return s * product.float() * t + m * (v.float().sum(1) * t) * minimum + linear.bias * bias
 
 
 def check_int8_linear(module: ModuleType, weights: Weights) -> None:
@@ -309,9 +319,11 @@ def check_int8_linear(module: ModuleType, weights: Weights) -> None:
         if agree(result, linear(x)):
             raise MistakeError("Nothing is rounded: this is the result of the layer itself.")
         compare(result, partial(int8_linear, x, linear), {
-            "There is one scale for all of x; compute s and m for each row, over the last dimension.":
-                {"x_rows": False},
-            "There is one scale for the whole weight; compute t for each row.": {"weight_rows": False},
+            "There is one s for all of x; compute it for each row, over the last dimension.": {"s_rows": False},
+            "There is one m for all of x; compute it for each row, over the last dimension.": {"m_rows": False},
+            "There is one scale for the whole weight; compute t for each row.": {"t_rows": False},
+            "The product overflows: multiply int32 or float64 numbers, not int8.": {"overflows": True},
+            "The numbers are truncated; round them.": {"rounding": torch.trunc},
             "m is forgotten: x ≈ s · q + m, so m times the sum of each row of the weight is part of the product.":
                 {"minimum": False},
             "The bias is forgotten.": {"bias": False},
