@@ -410,6 +410,10 @@ def test_a_mistake_is_reported_once(here, weights):
 def test_a_missing_return_is_no_gap(here, weights):
     solve(here, "return self.output(context), weights", "self.output(context), weights")
     assert "return" in wrong_parts(here, 3, weights)["MultiHeadAttention.forward"]
+    (here / "attention.py").write_text(
+        "from functools import partial\nattention = to_linear = partial(print, end='')\n"
+    )
+    assert "return" in wrong_parts(here, 1, weights)["attention"]
 
 
 def test_an_error_for_every_width_is_reported(here, weights):
