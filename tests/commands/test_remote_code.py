@@ -81,6 +81,7 @@ OPENING = {
     "check_determinism": ["MODEL"],
     "check_parity": ["MODEL"],
     "convert_checkpoint": ["MODEL", "NEW"],
+    "course": ["check", "1", "--model", "MODEL"],
     "export": ["MODEL", "NEW", "--format", "torch"],
     "finetune_classification": TRAINING,
     "finetune_question_answering": TRAINING,
