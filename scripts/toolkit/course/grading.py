@@ -81,6 +81,7 @@ class Weights:
             changed = [pair for pair in zip(inputs, before, strict=True) if not torch.equal(*pair)]
             for now, old in changed:
                 now.copy_(old)
+            self.model.eval()
         if changed:
             raise MistakeError("An argument is changed in place; compute a new tensor, as in x = x - mean.")
 

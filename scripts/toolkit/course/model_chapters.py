@@ -111,11 +111,8 @@ def check_padding_mask(module: ModuleType, weights: Weights) -> None:
 
 def hidden_as_lowest(mask):
     """A mask with `LOWEST` for each number that hides a key as well: those from -10,000 down."""
-    return (
-        mask.masked_fill(mask <= -10_000, LOWEST)
-        if isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
-        else mask
-    )
+    is_additive = isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
+    return mask.masked_fill(mask <= -10_000, LOWEST) if is_additive else mask
 
 
 def check_masked_attention(module: ModuleType, weights: Weights) -> None:
@@ -219,11 +216,8 @@ def layer_norm(x, norm, eps, *, correction=0, power=0.5, dim=-1, affine=True, pl
 
 
 def check_layer_norm(module: ModuleType, weights: Weights) -> None:
-    source, x, eps = (
-        weights.model.encoder.blocks[0].attention_norm,
-        weights.states,
-        0.5,
-    )  # so large that its place counts
+    source, x = weights.model.encoder.blocks[0].attention_norm, weights.states
+    eps = 0.5  # so large that its place counts
     norm = loaded(module.LayerNorm(len(source.weight), eps), source)
     compare(norm(x), partial(layer_norm, x, source, eps), {
         "The variance is divided by n - 1; divide by n (var(..., correction=0)).": {"correction": 1},
