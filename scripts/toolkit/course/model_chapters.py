@@ -75,7 +75,7 @@ def check_to_linear(module: ModuleType, weights: Weights) -> None:
             raise MistakeError("The layer has a bias; pass bias=False.")
         if linear.weight.shape == each.shape != each.T.shape or agree(linear.weight, each):
             raise MistakeError("The matrix is not transposed; nn.Linear stores the transpose, `(D, C)`, and computes "
-                        "x @ weight.T.")  # fmt: skip
+                               "x @ weight.T.")  # fmt: skip
         compare(linear(x), lambda each=each: x @ each, {})
 
 
@@ -154,7 +154,7 @@ def check_divisibility(module: ModuleType, weights: Weights) -> None:
     except ValueError:
         return
     raise GapError(f"A width of {config.hidden_size} with {config.num_attention_heads} heads is accepted; raise a "
-                       "ValueError if the heads do not divide the width.")  # fmt: skip
+                   "ValueError if the heads do not divide the width.")  # fmt: skip
 
 
 def check_heads(module: ModuleType, weights: Weights) -> None:
