@@ -1,0 +1,67 @@
+"""Runs a command, and records its cost and its result in a report of docs/reports, for the figures of the pages.
+
+    python tests/docs/record.py training.json reviews --result out/metrics.json -- python scripts/… --output out
+
+The report has the machine, the commit and the versions, and for each name: the command, the date, the seconds of the
+clock and of the processor, the peak memory of the largest process, and the JSON file of --result. A name that is there
+already is replaced. A report is of one machine, one commit and one set of versions. `figures.py` compares the pages
+with the reports.
+"""
+
+import argparse
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from toolkit.files import read_json, write_json  # noqa: E402
+from toolkit.machine import identity  # noqa: E402
+
+
+def measure(command: list[str]) -> dict:
+    """Runs a command, and returns what it cost. Raises CalledProcessError if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    subprocess.run(command, check=True)
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"command": shlex.join(command), "date": date.today().isoformat(), "seconds": seconds,
+            "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "peak_gb": after.ru_maxrss * 1024 / 1e9}  # fmt: skip
+
+
+def add(path: Path, name: str, run: dict, machine: dict) -> None:
+    """Adds a run to a report.
+
+    Raises:
+        ValueError: the report is of another machine, commit or version.
+    """
+    report = read_json(path) if path.exists() else {"machine": machine, "runs": {}}
+    differing = [key for key, value in machine.items() if report["machine"].get(key) != value]
+    if differing:
+        raise ValueError(f"{path.name} is of another {', '.join(differing)}; expected one report for each. Record all "
+                         "its runs again, or choose another file.")  # fmt: skip
+    write_json(path, {**report, "runs": {**report["runs"], name: run}})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=lambda name: ROOT / "docs" / "reports" / name)
+    parser.add_argument("name")
+    parser.add_argument("--result", type=Path, help="a JSON file that the command writes")
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args(argv)
+    run = measure(args.command)
+    add(args.report, args.name, run | {"result": read_json(args.result) if args.result else None}, identity())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
