@@ -1,163 +1,298 @@
-"""The tables of figures in README.md and docs/: writes their cells from the reports of `scripts/benchmark.py --json`.
+"""The measured figures in README.md and docs/: each is bound to a report, to a test or to an output on its page.
 
-    python tests/docs/figures.py    # rewrites each table that is bound to a report
+    python tests/docs/figures.py    # writes the figures of the reports into the pages; exit code 1 if one is not bound
 
-A comment directly before a table binds it; the path of the report is relative to docs/:
+A figure is a number with decimals or with a unit, outside of code, links and versions. It may be repeated wherever its
+page has it in a block of code or output. Every other paragraph, list or table with figures has a comment directly
+before it:
 
-    <!-- figures: reports/zen4.json; rows: ms ours onnx; columns: reviews single difference -->
-    | | film reviews | 12 tokens | largest difference |
-    | --- | --: | --: | --: |
+    <!-- figures: reports/NAME.json; TERM TERM … -->                   the figures of a text, in their order
+    <!-- figures: reports/NAME.json; rows: TERM …; columns: TERM … --> the cells of a table
+    <!-- figures: tests/FOLDER/test_NAME.py -->                        each is a number in that file
+    <!-- figures: given -->                                            not measured: definitions, settings, quotations
+    <!-- figures: no report; WHAT IS KNOWN -->                         measured before reports were kept
 
-Rows are variants and columns are workloads, or the other way round. A cell is the speed-up over `BertModel`. Other
-names:
+The path of a report is relative to docs/. A term is a path of names in it, such as `random.result.accuracy`;
+`a:b.seconds` is `a.seconds` divided by `b.seconds`. The term of a cell is its row's and then its column's. `a/b` is
+several figures in a cell. `-` is a figure, or cells, that stay as they are. A percentage is 100 times the number.
 
-- `ms` in place of a variant: milliseconds per batch of `BertModel`.
-- `difference`, `lowest`, `mean` in place of a workload: the largest difference, the lowest and the mean cosine, over
-  the workloads of the table, or of the report if the table has none.
-- `training`, and `decoding-8-greedy` or `decoding-32-beam-4`: workloads of steps. `–` where a variant has none.
-- `a/b`: two figures in one cell.
-- `-`: the cells stay as they are.
+In a report of `scripts/benchmark.py`, `VARIANT.WORKLOAD`, or the reverse, is the speed-up over `BertModel`.
+`ms.WORKLOAD` is its milliseconds per batch, and `padding.WORKLOAD` the share of padding. `VARIANT.difference`,
+`.lowest` and `.mean` are the largest difference, the lowest and the mean cosine over the workloads of the table, or of
+the report if the table has none. `decoding-8-beam-4` is a workload, too. In other reports, `runs` and `rows` are left
+out of a path, `minutes` and `processor_minutes` are added to the seconds, and an element of a list is found by its
+variant, precision or name.
 
-The header, and labels of rows that are not names of variants, stay as they are. Without rows, the labels are the names.
+The text of the page decides how many digits a figure has.
 """
 
 import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
+from pages import FENCED
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BOUND = re.compile(r"^<!-- figures: (?P<terms>.*) -->\n(?P<table>(?:\|.*\n)+)", re.MULTILINE)
-MS, STATISTICS, KEPT, NONE = "ms", ("difference", "lowest", "mean"), "-", "–"
-MS_LABEL = "`BertModel`, ms per batch"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+NUMBER = r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w]|[.,/]\d)"
+UNIT = r"\s+(?:%|ms|s|seconds?|minutes?|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|texts/s|changed)(?!\w)"
+FIGURE = re.compile(rf"{NUMBER}(?:{UNIT})?")
+LIBRARY = (
+    r"(?:Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|openvino|"
+    r"OpenVINO|CTranslate2|ctranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|section|figure)"
+)
+HIDDEN = re.compile(
+    rf"`[^`]*`|<!--.*?-->|\]\([^)]*\)|\b{LIBRARY}\s+\d[\w.+]*(?:\s+(?:to|and|or)\s+\d[\w.+]*)*", re.DOTALL
+)
+COMMENT = re.compile(r" *<!-- figures: (?P<terms>.*?) -->\n", re.DOTALL)
+STATISTICS, KEPT, NONE = ("difference", "lowest", "mean"), "-", "–"
 
 
-def read_report(folder: Path, name: str) -> dict:
-    """The report of this name.
+@dataclass
+class Block:
+    """A paragraph, list or table, and the terms of the comment before it."""
 
-    Raises:
-        ValueError: there is none.
-    """
+    line: int
+    start: int
+    text: str
+    terms: str | None
+
+    @property
+    def is_table(self) -> bool:
+        return self.text.startswith("|")
+
+
+def blanked(match: re.Match) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """The blocks of a page outside of fences. Raises ValueError for a comment with nothing directly after it."""
+    prose = FENCED.sub(blanked, page)
+    for match in re.finditer(r"(?:[^\n]*\S[^\n]*\n?)+", prose):
+        comment = COMMENT.match(match[0])
+        start = match.start() + (comment.end() if comment else 0)
+        line = page.count("\n", 0, match.start()) + 1
+        if comment and start == match.end():
+            raise ValueError("the comment has no text or table directly after it")
+        terms = re.sub(r"\s+", " ", comment["terms"]) if comment else None
+        yield Block(line, start, page[start : match.end()], terms)
+
+
+def figures_in(text: str) -> list[re.Match]:
+    """The figures of a text: numbers with decimals or a unit."""
+    matches = FIGURE.finditer(HIDDEN.sub(blanked, text))
+    return [match for match in matches if re.search(rf"\.\d|\de[-+]?\d|{UNIT}", match[0])]
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+def benchmark_figures(report: dict, workloads: Iterable[str]) -> dict:
+    """The speed-ups of a report of `scripts/benchmark.py`, by variant and workload, and by workload and variant."""
+    rows = [row for row in report["rows"] if row["error"] is None]
+    found: dict = {}
+    for row in rows:
+        found.setdefault(row["variant"], {})[row["workload"]] = row["vs_bert"]
+        if row["variant"] == "bert":
+            found.setdefault("ms", dict.fromkeys(STATISTICS, ""))[row["workload"]] = 1000 * row["seconds_per_batch"]
+            found.setdefault("padding", {})[row["workload"]] = 1 - row["fill_rate"]
+    for variant in {row["variant"] for row in rows}:
+        own = [row for row in rows if row["variant"] == variant]
+        own = [row for row in own if row["workload"] in workloads] or own
+        sequences = [row["sequences"] for row in own]
+        found[variant] |= {
+            "difference": max(row["max_abs"] for row in own),
+            "lowest": min(row["cosine_lowest"] for row in own),
+            "mean": statistics.fmean([row["cosine_mean"] for row in own], sequences),
+        }
+    steps = {f"decoding-{row['batch']}-{row['decoding'].replace(' ', '-')}": row["vs_bert"]
+             for row in report["decoding"]}  # fmt: skip
+    if report["training"] is not None:
+        steps["training"] = {"ours": report["training"]["vs_bert"]}
+    for variant in {variant for speed_ups in steps.values() for variant in speed_ups}:
+        found.setdefault(variant, {}).update({step: of.get(variant, NONE) for step, of in steps.items()})
+    by_workload: dict = {}
+    for variant, numbers in found.items():
+        for workload, number in numbers.items():
+            by_workload.setdefault(workload, {})[variant] = number
+    return found | by_workload
+
+
+def read_figures(folder: Path, name: str, workloads: Iterable[str] = ()) -> dict:
+    """The figures of a report. Raises ValueError if there is none."""
     if not (folder / name).is_file():
-        raise ValueError(f"there is no {name}; expected a report that scripts/benchmark.py --json docs/{name} writes")
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+        raise ValueError(f"there is no {name}; expected a report in docs/reports")
+    report = json.loads((folder / name).read_text(encoding="utf-8"))
+    if "decoding" in report:
+        return benchmark_figures(report, workloads)
+    for run in report.get("runs", {}).values():
+        run |= {name.replace("seconds", "minutes"): run[name] / 60 for name in ("seconds", "processor_seconds")}
+    return report | report.get("runs", {}) | by_name(report.get("rows", []))
 
 
-class Figures:
-    """The figures of a report, as text."""
-
-    def __init__(self, report: dict):
-        rows = [row for row in report["rows"] if row["error"] is None]
-        self.rows = {(row["variant"], row["workload"]): row for row in rows}
-        self.steps = {f"decoding-{row['batch']}-{row['decoding'].replace(' ', '-')}": row["vs_bert"]
-                      for row in report["decoding"]}  # fmt: skip
-        if report["training"] is not None:
-            self.steps["training"] = {"ours": report["training"]["vs_bert"]}
-        of_steps = [variant for speed_ups in self.steps.values() for variant in speed_ups]
-        self.variants = list(dict.fromkeys([*(row["variant"] for row in rows), *of_steps]))
-        self.workloads = [*dict.fromkeys(row["workload"] for row in rows), *self.steps]
-
-    def check(self, names: list[str], known: list[str], kind: str) -> None:
-        """Raises ValueError for a name that is not in the report."""
-        unknown = {part for name in names for part in name.split("/")} - {*known, KEPT}
-        if unknown:
-            raise ValueError(f"the report has no {kind} {', '.join(sorted(unknown))}; it has {', '.join(known)}")
-
-    def cell(self, variant: str, workload: str, workloads: list[str]) -> str:
-        """The text for these names, which may be pairs."""
-        pairs = [(v, w) for v in variant.split("/") for w in workload.split("/")]
-        return " / ".join(self.figure(*pair, workloads) for pair in pairs)
-
-    def figure(self, variant: str, workload: str, workloads: list[str]) -> str:
-        if KEPT in (variant, workload):
-            return NONE
-        if workload in self.steps:
-            speed_up = self.steps[workload].get(variant)
-            return NONE if speed_up is None else f"{speed_up:.2f}"
-        if workload in STATISTICS:
-            return "" if variant in (MS, "bert") else self.statistic(variant, workload, workloads)
-        row = self.rows.get(("bert" if variant == MS else variant, workload))
-        if row is None:
-            raise ValueError(f"the report has no {variant} on {workload}")
-        return f"{1000 * row['seconds_per_batch']:,.0f}" if variant == MS else f"{row['vs_bert']:.2f}"
-
-    def statistic(self, variant: str, name: str, workloads: list[str]) -> str:
-        rows = [row for key, row in self.rows.items() if key[0] == variant and (key[1] in workloads or not workloads)]
-        if name == "difference":
-            return f"{max(row['max_abs'] for row in rows):.1e}"
-        if name == "lowest":
-            return f"{min(row['cosine_lowest'] for row in rows):.5f}"
-        sequences = [row["sequences"] for row in rows]
-        return f"{statistics.fmean([row['cosine_mean'] for row in rows], sequences):.5f}"
+def by_name(rows: list[dict]) -> dict:
+    return {str(row.get("variant") or row.get("precision") or row.get("name")): row for row in rows}
 
 
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+def look_up(figures: dict, path: str) -> float | str:
+    """The number of a path. Raises ValueError if there is none."""
+    found = figures
+    names = path.split(".")
+    for position, name in enumerate(names):
+        if isinstance(found, list):
+            found = by_name(found)
+        if not isinstance(found, dict) or name not in found:
+            known = ", ".join(found) if isinstance(found, dict) else "no names"
+            raise ValueError(f"the report has no {'.'.join(names[: position + 1])}; it has {known}")
+        found = found[name]
+    if not isinstance(found, (int, float, str)):
+        raise ValueError(f"{path} is no number in the report; it has {', '.join(map(str, found))}")
+    return found
 
 
-def table_of(terms: str, table: str, folder: Path) -> str:
-    """The table as the report has it.
+def evaluate(figures: dict, term: str) -> float | str:
+    """The number of a term: of a path, or of two whose last name is the same (`a:b.seconds`)."""
+    base, colon, path = term.rpartition(":")
+    number = look_up(figures, path)
+    return look_up(figures, f"{base}.{path.rpartition('.')[2]}") / number if colon else number
 
-    Args:
-        terms: the words of the comment.
-        table: as it is on the page.
-        folder: the path of the report is relative to it.
 
-    Raises:
-        ValueError: the comment does not fit the report or the table.
-    """
-    name, *others = (term.strip() for term in terms.split(";"))
-    named = {key.strip(): names.split() for key, _, names in (term.partition(":") for term in others)}
-    if named.keys() != {"rows", "columns"}:
-        raise ValueError(f"the comment has {', '.join(named) or 'no names'}; expected rows and columns")
-    figures = Figures(read_report(folder, name))
-    rows, columns = named["rows"], named["columns"]
-    by_variant = any(part in (MS, *figures.variants) for name in rows for part in name.split("/"))
-    variants, workloads = (rows, columns) if by_variant else (columns, rows)
-    figures.check(variants, [MS, *figures.variants], "variant")
-    figures.check(workloads, [*figures.workloads, *STATISTICS], "workload")
-    measured = [name for name in workloads if name in figures.workloads and name not in figures.steps]
+def written(number: float | str, like: str) -> str:
+    """A number with the digits and the notation of another text."""
+    if isinstance(number, str):
+        return number
+    digits, unit = re.fullmatch(rf"({NUMBER})((?:{UNIT})?)", like).groups() if re.match(r"\d", like) else ("0.0", "")
+    number *= 100 if unit.strip() == "%" else 1
+    mantissa, _, exponent = digits.partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    if exponent or 0 < abs(number) < 0.5 * 10**-decimals:
+        text = f"{number:.{decimals if exponent else 1}e}"
+        return (text if re.match(r"[-+]?0", exponent) else re.sub(r"e([-+])0", r"e\1", text)) + unit
+    return f"{number:,.{decimals}f}{unit}"
 
-    header, ruler, *old = table.splitlines()
-    old_cells = [cells_of(line) for line in old] or [[MS_LABEL if row == MS else row, *columns] for row in rows]
-    if len(old_cells) != len(rows) or len(cells_of(header)) != 1 + len(columns):
-        raise ValueError(f"the table has {len(old)} rows and {len(cells_of(header)) - 1} columns; the comment names "
+
+def with_figures(text: str, matches: list[re.Match], terms: list[str], figures: dict) -> str:
+    """The text with the number of each term in place of each match. Raises ValueError if they are not as many."""
+    if len(matches) != len(terms):
+        shown = ", ".join(match[0] for match in matches)
+        raise ValueError(f"the comment has {len(terms)} terms; expected one for each of {shown or 'no figure'}")
+    for match, term in reversed(list(zip(matches, terms, strict=True))):
+        if term != KEPT:
+            text = text[: match.start()] + written(evaluate(figures, term), match[0]) + text[match.end() :]
+    return text
+
+
+def table_with_figures(table: str, rows: list[str], columns: list[str], figures: dict) -> str:
+    """The table with the numbers of its rows and columns."""
+    header, ruler, *lines = table.splitlines()
+    cells = [[cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")] for line in lines]
+    if len(cells) != len(rows) or any(len(row) != 1 + len(columns) for row in cells):
+        raise ValueError(f"the table has {len(cells)} rows and {len(cells[0]) - 1} columns; the comment names "
                          f"{len(rows)} and {len(columns)}")  # fmt: skip
-    lines = [header, ruler]
-    for row, (label, *cells) in zip(rows, old_cells, strict=True):
-        new = [row if label in figures.variants else label]
-        for column, cell in zip(columns, cells, strict=True):
-            variant, workload = (row, column) if by_variant else (column, row)
-            new.append(cell if KEPT in (row, column) else figures.cell(variant, workload, measured))
-        lines.append("".join(f"| {cell} " if cell else "| " for cell in new) + "|")
-    return "\n".join(lines) + "\n"
+    new = [header, ruler]
+    for row, (label, *own) in zip(rows, cells, strict=True):
+        filled = [label, *(cell_with_figures(*pair, row, figures) for pair in zip(own, columns, strict=True))]
+        if label != row and label in figures:
+            raise ValueError(f"the label {label!r} is in the row of {row!r}")
+        new.append("".join(f"| {cell} " if cell else "| " for cell in filled) + "|")
+    return "\n".join(new) + "\n"
 
 
-def bound_tables(page: Path, folder: Path) -> Iterator[tuple[int, str, str]]:
-    """The line of each comment, its table, and the table as the report has it.
+def cell_with_figures(cell: str, column: str, row: str, figures: dict) -> str:
+    if KEPT in (row, column):
+        return cell
+    terms = [
+        KEPT if KEPT in (r, c) else f"{c.rpartition(':')[0]}:{r}.{c.rpartition(':')[2]}" if ":" in c else f"{r}.{c}"
+        for r in row.split("/")
+        for c in column.split("/")
+    ]
+    matches = list(re.finditer(rf"{NONE}|{FIGURE.pattern}", cell))
+    if not matches and terms != [KEPT] and not isinstance(evaluate(figures, terms[0]), str):
+        raise ValueError(f"the cell {cell!r} of {row} and {column} has no number; expected one, with its digits")
+    return with_figures(cell, matches, terms, figures) if matches else cell
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+def bound_text(block: Block, folder: Path) -> str:
+    """The text of a block as its report has it.
 
     Raises:
-        ValueError: a comment fits no report or table; the message has the line.
+        ValueError: the comment does not fit the report or the text.
     """
+    name, *others = (term.strip() for term in block.terms.split(";"))
+    if name.startswith("tests/"):
+        file = ROOT / name
+        numbers = numbers_in(file.read_text(encoding="utf-8")) if file.is_file() else []
+        missing = [match[0] for match in figures_in(block.text) if not is_shown(match[0], numbers)]
+        if missing:
+            raise ValueError(f"{name} has no {', '.join(missing)}")
+    elif name.startswith("reports/") and block.is_table:
+        named = {key.strip(): names.split() for key, _, names in (term.partition(":") for term in others)}
+        if named.keys() != {"rows", "columns"}:
+            raise ValueError(f"the comment has {', '.join(named) or 'no names'}; expected rows and columns")
+        figures = read_figures(folder, name, {*named["rows"], *named["columns"]})
+        return table_with_figures(block.text, named["rows"], named["columns"], figures)
+    elif name.startswith("reports/"):
+        terms = " ".join(others).split()
+        return with_figures(block.text, figures_in(block.text), terms, read_figures(folder, name))
+    elif name != "given" and not (name == "no report" and others):
+        raise ValueError(f"the comment names {name!r}; expected a report, a test, 'given', or 'no report' and a reason")
+    return block.text
+
+
+def bound_blocks(page: Path, folder: Path) -> Iterator[tuple[Block, str]]:
+    """The blocks with a comment, and their text as the report has it. Raises ValueError, with the line."""
+    line = 0
+    try:
+        for block in blocks_of(page.read_text(encoding="utf-8")):
+            line = block.line
+            if block.terms is not None:
+                yield block, bound_text(block, folder)
+    except ValueError as error:
+        raise ValueError(f"{page.name}, line {line}: {error}.") from error
+
+
+def numbers_in(text: str) -> list[Decimal]:
+    found = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", text)
+    return [Decimal(number.replace(",", "")) for number in found]
+
+
+def is_shown(figure: str, numbers: list[Decimal]) -> bool:
+    """Whether a figure is one of the numbers, rounded to its digits."""
+    digits, unit = re.match(rf"({NUMBER})(.*)", figure, re.DOTALL).groups()
+    expected = Decimal(digits.replace(",", ""))
+    tolerance = Decimal(5).scaleb(expected.as_tuple().exponent - 1)
+    scales = (1, 100) if unit.strip() == "%" else (1,)
+    return any(abs(number * scale - expected) <= tolerance for number in numbers for scale in scales)
+
+
+def unbound_figures(page: Path) -> list[tuple[int, str]]:
+    """The line and the text of each figure that has no comment, and is in no block of code or output of its page."""
     text = page.read_text(encoding="utf-8")
-    if len(re.findall("^<!-- figures:", text, re.MULTILINE)) != len(BOUND.findall(text)):
-        raise ValueError(f"{page.name}: a comment with figures has no table directly after it")
-    for match in BOUND.finditer(text):
-        line = text.count("\n", 0, match.start()) + 1
-        try:
-            yield line, match["table"], table_of(match["terms"], match["table"], folder)
-        except ValueError as error:
-            raise ValueError(f"{page.name}, line {line}: {error}.") from error
+    numbers = numbers_in("\n".join(match["text"] for match in FENCED.finditer(text)))
+    return [
+        (text.count("\n", 0, block.start + match.start()) + 1, match[0])
+        for block in blocks_of(text)
+        if block.terms is None
+        for match in figures_in(block.text)
+        if not is_shown(match[0], numbers)
+    ]
 
 
 def rewrite(page: Path, folder: Path) -> bool:
     """Writes the figures into a page. Returns whether any was different."""
     text = new = page.read_text(encoding="utf-8")
-    for _, table, expected in bound_tables(page, folder):
-        new = new.replace(f" -->\n{table}", f" -->\n{expected}")
+    for block, expected in reversed(list(bound_blocks(page, folder))):
+        new = new[: block.start] + expected + new[block.start + len(block.text) :]
     if new != text:
         page.write_text(new, encoding="utf-8")
     return new != text
@@ -171,7 +306,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"rewritten: {', '.join(changed) or 'nothing'}")
-    return 0
+    unbound = [f"{page.relative_to(ROOT)}:{line}: {figure}" for page in PAGES for line, figure in unbound_figures(page)]
+    print("\n".join([*unbound, f"figures that are not bound: {len(unbound)}"]))
+    return 1 if unbound else 0
 
 
 if __name__ == "__main__":

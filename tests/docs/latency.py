@@ -1,0 +1,102 @@
+"""Measures the README's server: the time of an answer, with several numbers of clients.
+
+    python tests/docs/latency.py MY_CLASSIFIER MY_BERT --json latency.json
+
+MY_CLASSIFIER is a ScratchBert classifier, MY_BERT the same as a BERT. The variants of the server start one after the
+other, in several rounds. Each client sends one film review after the other. A time is the median over the rounds, of
+the median (or the 95th percentile) over the requests. `changed` is the number of reviews whose answer with several
+clients is not, bit for bit, that with one.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from support.server import PORT, Client, running, server_code  # noqa: E402
+from toolkit.files import write_json  # noqa: E402
+
+REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
+OPTIMISATION = "        self.classify.model.optimize_for_inference()\n"
+
+
+def variants() -> dict[str, str]:
+    """The code of each server."""
+    code = server_code()
+    loaded = code.replace(OPTIMISATION, "")
+    return {
+        "bert": loaded.replace('"my-classifier"', '"my-bert"'),
+        "ours": loaded,
+        "ours-optimised": code,
+        "ours-int8": code.replace("optimize_for_inference()", 'optimize_for_inference("int8")'),
+    }
+
+
+def measure(texts: list[str], clients: int) -> tuple[dict, list]:
+    """The times of the requests of several clients, and the answers."""
+
+    def send(share: list[str]) -> Iterator[tuple[float, object]]:
+        client = Client(PORT)
+        for text in share:
+            start = time.perf_counter()
+            status, answer = client.request("POST", "/predict", {"text": text})
+            assert status == 200, answer
+            yield time.perf_counter() - start, answer
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        shares = list(pool.map(lambda share: list(send(share)), (texts[i::clients] for i in range(clients))))
+    seconds = time.perf_counter() - start
+    ordered = [shares[i % clients][i // clients] for i in range(len(texts))]
+    times = [time for time, _ in ordered]
+    found = {"median_ms": 1000 * statistics.median(times), "p95_ms": 1000 * statistics.quantiles(times, n=20)[-1],
+             "requests_per_second": len(texts) / seconds}  # fmt: skip
+    return found, [answer for _, answer in ordered]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("classifier", type=Path)
+    parser.add_argument("bert", type=Path)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--requests", type=int, default=480)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args(argv)
+    with REVIEWS.open(encoding="utf-8", newline="") as file:
+        texts = [row["text"] for row in csv.DictReader(file)][: args.requests]
+    rounds: dict = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "my-classifier").symlink_to(args.classifier.resolve())
+        (folder / "my-bert").symlink_to(args.bert.resolve())
+        for _ in range(args.rounds):
+            for variant, code in variants().items():
+                (folder / "server.py").write_text(code, encoding="utf-8")
+                with running([sys.executable, "server.py"], folder):
+                    measure(texts[:64], 4)  # warm up
+                    results = {clients: measure(texts, clients) for clients in args.clients}
+                alone = results[args.clients[0]][1]
+                for clients, (found, answers) in results.items():
+                    found["changed"] = sum(map(lambda a, b: a != b, alone, answers))
+                    rounds.setdefault(variant, {}).setdefault(f"clients-{clients}", []).append(found)
+                    print(variant, clients, found, flush=True)
+    write_json(args.json, {
+        variant: {clients: {key: statistics.median(found[key] for found in results) for key in results[0]}
+                  for clients, results in by_clients.items()}
+        for variant, by_clients in rounds.items()
+    })  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The server of the README, in a process of its own."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.folders import ROOT
+
+PORT = 8000  # of the README
+
+
+def server_code() -> str:
+    """The Python block of the README that is saved as server.py."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.search(r"^```python server\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[1]
+
+
+@contextmanager
+def running(command: list[str], folder: Path, port: int = PORT) -> Iterator[None]:
+    """Runs a server and its processes in a folder until the end of the block. Raises RuntimeError if it does not start,
+    with its log, or if there is a server already."""
+    if answers(port):
+        raise RuntimeError(f"a server runs at port {port} already; expected none. Stop it first.")
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 180
+        while not answers(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((folder / "server.log").read_text(encoding="utf-8"))
+            time.sleep(0.2)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    """Whether a server at this port is ready."""
+    try:
+        return Client(port).request("GET", "/health")[0] == 200
+    except OSError:
+        return False
+
+
+class Client:
+    """A client that keeps its connection."""
+
+    def __init__(self, port: int = PORT):
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def request(self, method: str, path: str, body: object = None) -> tuple[int, object]:
+        """The status, and the answer if it is JSON."""
+        text = None if body is None else json.dumps(body)
+        self.connection.request(method, path, text, {"Content-Type": "application/json"})
+        response = self.connection.getresponse()
+        answer = response.read()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(answer) if is_json else answer.decode()
+
+
+def start(code: str, folder: Path):
+    """Saves the code as server.py, and runs it."""
+    (folder / "server.py").write_text(code, encoding="utf-8")
+    return running([sys.executable, "server.py"], folder)
