@@ -7,6 +7,8 @@ results than the folder's code, so the folder is refused.
 
 import hashlib
 import importlib
+import json
+import re
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -37,6 +39,11 @@ def check_code(source: str, has_flag: bool) -> None:
             raise ValueError(f"It has its own code in {name}; expected none. {advice}.")
     path = find(source, "config.json")
     fields = read_json_object(path) if path is not None else {}
+    kernel = re.search(r'attn_implementation\w*": (?:{[^}]*)?"([^"]*/[^"]*)"', json.dumps(fields))
+    if kernel:  # transformers would load it from the Hub
+        raise ValueError(
+            f"Its config.json names the code of an attention kernel, {kernel[1]}; expected none. {advice}."
+        )
     auto_map = fields.get("auto_map") or {}
     if fields.get("model_type") == "scratchbert" or auto_map:
         package = import_package()

@@ -142,7 +142,9 @@ def test_a_bert_that_names_our_code_opens(folder, tmp_path, auto_map):
 
 
 @pytest.mark.parametrize("script", [generate, sentence_similarity])
-@pytest.mark.parametrize("change", ["code", "missing file", "auto_map", "other repository", "tokenizer", "generate"])
+@pytest.mark.parametrize(
+    "change", ["code", "missing file", "auto_map", "other repository", "tokenizer", "generate", "kernel"]
+)
 def test_other_code_is_refused(folder, script, change, capsys):
     config = folder / "config.json"
     auto_map = read_json(config)["auto_map"]
@@ -154,6 +156,8 @@ def test_other_code_is_refused(folder, script, change, capsys):
         set_field(config, "auto_map", auto_map | {"AutoModel": "other.Model"})
     elif change == "other repository":
         set_field(config, "auto_map", auto_map | {"AutoModel": f"ada/code--{auto_map['AutoModel']}"})
+    elif change == "kernel":
+        set_field(config, "attn_implementation", {"": "someone/attention"})
     elif change == "tokenizer":
         set_field(folder / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["own.Tokenizer", None]})
     else:

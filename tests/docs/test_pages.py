@@ -24,7 +24,7 @@ MARKS = {"slow", "ecosystem", "corpus", "vnni"}
 
 every_page, every_page_and_the_readme = (
     pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
-    for pages in (PAGES, [ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES])
+    for pages in (PAGES, [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *PAGES])
 )
 every_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.name)
 
@@ -48,8 +48,14 @@ def test_the_index_of_its_folder_lists(page):
     assert f"]({page.name})" in (page.parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+def test_the_version_is_everywhere_the_same():
+    version, date = re.search(
+        r"^## ([\d.]+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    ).groups()
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text("utf-8")
+    assert f"\nversion: {version}\n" in citation
+    assert f'\ndate-released: "{date}"\n' in citation
 
 
 def test_there_is_a_chapter_for_each_file_of_exercises():

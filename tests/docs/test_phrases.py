@@ -27,6 +27,7 @@ PHRASES = {
     r"another's block": "custom block",
     r"numbers of booleans": "convert the mask",
     r"nobody waits for": "non-blocking",
+    r"comput(e|es|ed|ing) padding": "skips padding, or also processes padding tokens",
     r"it wants (one )?of": "expected one of",
 }
 SUFFIXES = {".cfg", ".jinja", ".json", ".md", ".py", ".toml", ".yaml"}
@@ -34,7 +35,10 @@ SUFFIXES = {".cfg", ".jinja", ".json", ".md", ".py", ".toml", ".yaml"}
 
 def texts():
     """The files that a user of the project reads."""
-    yield from (ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "setup.cfg"))
+    yield from (
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "setup.cfg")
+    )
     for folder in (ROOT / "docs", ROOT / "modeling_scratchbert", SCRIPTS, CONFIGURATION):
         # Data of other people is as they wrote it.
         files = (path for path in sorted(folder.rglob("*")) if "data" not in path.relative_to(folder).parts[:-1])
