@@ -27,6 +27,7 @@ from pathlib import Path
 
 FENCED = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"((?<![\w.])[-+]?(?<!\w)\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w))")
+BERT = "google-bert/bert-base-uncased"
 SHELL = ("", "sh", "bash", "shell", "console")
 
 
@@ -88,13 +89,13 @@ def is_same_number(actual: str, expected: str) -> bool:
     return abs(Decimal(actual) - Decimal(expected)) <= tolerance
 
 
-def run(page: Path, marks: Collection[str] = (), model: str | None = None) -> dict:
+def run(page: Path, marks: Collection[str] = (), model: str | None = None, source: str = BERT) -> dict:
     """Runs the Python blocks of a page in the working directory, and returns their namespace.
 
     Args:
         page: the Markdown file.
         marks: blocks with other marks are skipped.
-        model: the BERT that the blocks open in place of bert-base-uncased, as a folder or hub id.
+        model: the BERT that the blocks open in place of `source`, as a folder or hub id.
 
     Raises:
         AssertionError: a block printed something else than the page shows.
@@ -103,7 +104,7 @@ def run(page: Path, marks: Collection[str] = (), model: str | None = None) -> di
     for block in python_blocks(page.read_text(encoding="utf-8")):
         if block.marks <= set(marks):
             # Empty lines before the code: a traceback then has the line of the page.
-            text = block.code.replace("google-bert/bert-base-uncased", model) if model else block.code
+            text = block.code.replace(source, model) if model else block.code
             code = compile("\n" * block.line + text, str(page), "exec")
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(code, namespace)

@@ -11,11 +11,8 @@ import datasets
 import pytest
 
 import convert_checkpoint
-from support.folders import ROOT, SCRIPTS
-
-sys.path.append(str(ROOT / "tests" / "docs"))
-
 from pages import fenced_blocks, python_blocks, run
+from support.folders import ROOT, SCRIPTS
 
 PAGES = [
     page

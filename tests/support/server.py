@@ -6,10 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from support.folders import ROOT
@@ -39,7 +38,8 @@ def running(command: list[str], folder: Path, port: int = PORT) -> Iterator[None
             time.sleep(0.2)
         yield
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -47,7 +47,7 @@ def answers(port: int) -> bool:
     """Whether a server at this port is ready."""
     try:
         return Client(port).request("GET", "/health")[0] == 200
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
@@ -65,9 +65,3 @@ class Client:
         answer = response.read()
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(answer) if is_json else answer.decode()
-
-
-def start(code: str, folder: Path):
-    """Saves the code as server.py, and runs it."""
-    (folder / "server.py").write_text(code, encoding="utf-8")
-    return running([sys.executable, "server.py"], folder)
