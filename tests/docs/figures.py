@@ -13,8 +13,9 @@ before it:
     <!-- figures: no report; WHAT IS KNOWN -->                         measured before reports were kept
 
 The path of a report is relative to docs/. A term is a path of names in it, such as `random.result.accuracy`;
-`a:b.seconds` is `a.seconds` divided by `b.seconds`. The term of a cell is its row's and then its column's. `a/b` is
-several figures in a cell. `-` is a figure, or cells, that stay as they are. A percentage is 100 times the number.
+`a:b.seconds` is `a.seconds` divided by `b.seconds`. The term of a cell is its row's and then its column's, or the one
+of the columns `a|b` that the row has. `a/b` is several figures in a cell. `-` is a figure, or cells, that stay as they
+are. A percentage is 100 times the number.
 
 In a report of `scripts/benchmark.py`, `VARIANT.WORKLOAD`, or the reverse, is the speed-up over `BertModel`.
 `ms.WORKLOAD` is its milliseconds per batch, and `padding.WORKLOAD` the share of padding. `VARIANT.difference`,
@@ -208,15 +209,23 @@ def table_with_figures(table: str, rows: list[str], columns: list[str], figures:
 def cell_with_figures(cell: str, column: str, row: str, figures: dict) -> str:
     if KEPT in (row, column):
         return cell
-    terms = [
-        KEPT if KEPT in (r, c) else f"{c.rpartition(':')[0]}:{r}.{c.rpartition(':')[2]}" if ":" in c else f"{r}.{c}"
-        for r in row.split("/")
-        for c in column.split("/")
-    ]
+    terms = [KEPT if KEPT in (r, c) else term_of(r, c, figures) for r in row.split("/") for c in column.split("/")]
     matches = list(re.finditer(rf"{NONE}|{FIGURE.pattern}", cell))
     if not matches and terms != [KEPT] and not isinstance(evaluate(figures, terms[0]), str):
         raise ValueError(f"the cell {cell!r} of {row} and {column} has no number; expected one, with its digits")
     return with_figures(cell, matches, terms, figures) if matches else cell
+
+
+def term_of(row: str, column: str, figures: dict) -> str:
+    """The term of a cell, with the first of the names `a|b` that the row has."""
+    base, colon, names = column.rpartition(":")
+    for name in names.split("|"):
+        try:
+            look_up(figures, f"{row}.{name}")
+            break
+        except ValueError:
+            pass
+    return f"{base}{colon}{row}.{name}"
 
 
 # --------------------------------------------------------------------------------------------------------------- pages
