@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from PIL import Image
 
-from figures import PAGES, bound_blocks, read_figures, rewrite, unbound_figures, written
+from figures import DIGEST, PAGES, SPEEDS, bound_blocks, digest, read_figures, rewrite, unbound_figures, written
 from record import add
 from support.folders import ROOT
 
@@ -36,6 +37,11 @@ it is 3.3 times as fast as `encode`, in 0.50 minutes.
 | --- | --: | --: | --: |
 | `encode` | 100 | 1.00 | 90 % |
 | `predict` | 30 | 3.34 | 91.3 % |
+
+<!-- figures: reports/runs.json; predict.result.accuracy - -->
+```
+accuracy 0.9128, rate 0.1
+```
 
 <!-- figures: tests/docs/test_figures.py -->
 The tolerance is 1.25e-7.
@@ -105,6 +111,11 @@ def test_a_report_is_of_a_commit_and_used(path):
     assert any(f"figures: reports/{path.name};" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
+@pytest.mark.parametrize("name", ["benchmarks.png", "speed.png"])
+def test_a_picture_is_of_its_report(name):
+    assert Image.open(ROOT / "docs" / name).text[DIGEST] == digest(ROOT / "docs" / SPEEDS)
+
+
 def test_the_page_is_as_its_reports(page):
     assert differing(page) == []
     assert not rewrite(page, page.parent)
@@ -126,6 +137,7 @@ def test_the_page_is_as_its_reports(page):
         ("3.3 times", "3.4 times", 18),
         ("| 3.34 |", "| 3.35 |", 23),
         ("| 91.3 % |", "| 91.2 % |", 23),
+        ("accuracy 0.9128", "accuracy 0.9129", 30),
     ],
 )
 def test_a_changed_figure_is_found_and_rewritten(old, new, line, page):
@@ -187,7 +199,7 @@ def test_what_is_kept_stays(page):
         ("made-up.json; rows: ms", "other.json; rows: ms", "there is no reports/other.json"),
         ("rows: ms ours ours-int8;", "rows: ms ours;", "the table has 3 rows and 5 columns; the comment names 2 and 5"),
         ("rows: ms ours ours-int8; ", "", "the comment has columns; expected rows and columns"),
-        (" -->\n| | film", " -->\n\n| | film", "the comment has no text or table directly after it"),
+        (" -->\n| | film", " -->\n\n| | film", "the comment has no text, table or output directly after it"),
         ("| 0.98 |", "| fast |", "the cell 'fast' of ours and single has no number"),
         (
             "predict.seconds predict.result",
