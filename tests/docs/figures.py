@@ -1,7 +1,6 @@
 """The measured figures in README.md and docs/: each is bound to a report, to a test or to an output on its page.
 
-    python tests/docs/figures.py    # writes the figures of the reports into the pages, and draws the speeds; exit code 1
-                                    # if a figure is not bound
+    python tests/docs/figures.py    # writes the figures of the reports into the pages; exit code 1 if one is not bound
 
 A figure is a number with decimals or with a unit, outside of code, links and versions. It may be repeated wherever its
 page has it in a block of code or output. Every other paragraph, list or table with figures has a comment directly
@@ -28,7 +27,6 @@ variant, precision or name.
 The text of the page decides how many digits a figure has.
 """
 
-import hashlib
 import json
 import re
 import statistics
@@ -38,16 +36,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-
 from pages import FENCED
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from toolkit.benchmark.plot import plot  # noqa: E402
-
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 NUMBER = r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w]|[.,/]\d)"
@@ -60,7 +51,6 @@ LIBRARY = (
 HIDDEN = re.compile(
     rf"`[^`]*`|<!--.*?-->|\]\([^)]*\)|\b{LIBRARY}\s+\d[\w.+]*(?:\s+(?:to|and|or)\s+\d[\w.+]*)*", re.DOTALL
 )
-SPEEDS, DIGEST = "reports/zen4.json", "SHA-256 of the report"
 COMMENT = re.compile(r" *<!-- figures: (?P<terms>.*?) -->\n", re.DOTALL)
 STATISTICS, KEPT, NONE = ("difference", "lowest", "mean"), "-", "–"
 
@@ -320,28 +310,8 @@ def rewrite(page: Path, folder: Path) -> bool:
     return new != text
 
 
-def digest(report: Path) -> str:
-    return hashlib.sha256(report.read_bytes()).hexdigest()
-
-
-def draw(report: Path, path: Path, workloads: dict[str, str] | None = None) -> None:
-    """Draws a report of `scripts/benchmark.py`, unless the picture has its digest. Some workloads get other names."""
-    if path.exists() and Image.open(path).text.get(DIGEST) == digest(report):
-        return
-    content = json.loads(report.read_text(encoding="utf-8"))
-    if workloads:
-        rows = [row for row in content["rows"] if row["workload"] in workloads]
-        content["rows"] = [{**row, "workload": workloads[row["workload"]]} for row in rows]
-    plot(content, path)
-    information = PngInfo()
-    information.add_text(DIGEST, digest(report))
-    Image.open(path).save(path, pnginfo=information, optimize=True)
-
-
 def main() -> int:
     """Returns the exit code."""
-    draw(ROOT / "docs" / SPEEDS, ROOT / "docs" / "benchmarks.png")
-    draw(ROOT / "docs" / SPEEDS, ROOT / "docs" / "speed.png", {"reviews": "film reviews", "single": "one sentence"})
     try:
         changed = [page.name for page in PAGES if rewrite(page, ROOT / "docs")]
     except ValueError as error:

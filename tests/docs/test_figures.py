@@ -5,7 +5,8 @@ import json
 import pytest
 from PIL import Image
 
-from figures import DIGEST, PAGES, SPEEDS, bound_blocks, digest, read_figures, rewrite, unbound_figures, written
+from figures import PAGES, bound_blocks, read_figures, rewrite, unbound_figures, written
+from pictures import DIGEST, digest
 from record import add
 from support.folders import ROOT
 
@@ -113,7 +114,7 @@ def test_a_report_is_of_a_commit_and_used(path):
 
 @pytest.mark.parametrize("name", ["benchmarks.png", "speed.png"])
 def test_a_picture_is_of_its_report(name):
-    assert Image.open(ROOT / "docs" / name).text[DIGEST] == digest(ROOT / "docs" / SPEEDS)
+    assert Image.open(ROOT / "docs" / name).text[DIGEST] == digest()
 
 
 def test_the_page_is_as_its_reports(page):
