@@ -41,9 +41,9 @@ from pages import FENCED
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-NUMBER = r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w]|[.,/]\d)"
-UNIT = r"\s+(?:%|ms|s|seconds?|minutes?|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|texts/s|changed)(?!\w)"
-FIGURE = re.compile(rf"{NUMBER}(?:{UNIT})?")
+DIGITS = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+UNIT = r"\s*(?:%|×|x|ms|s|seconds?|minutes?|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|texts/s|changed)(?!\w)"
+FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?!\w|[.,/]\d))")
 LIBRARY = (
     r"(?:Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|openvino|"
     r"OpenVINO|CTranslate2|ctranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|sections?|figure)"
@@ -92,7 +92,7 @@ def blocks_of(page: str) -> Iterator[Block]:
 def figures_in(text: str) -> list[re.Match]:
     """The figures of a text: numbers with decimals or a unit."""
     matches = FIGURE.finditer(HIDDEN.sub(blanked, text))
-    return [match for match in matches if re.search(rf"\.\d|\de[-+]?\d|{UNIT}", match[0])]
+    return [match for match in matches if re.search(rf"\.\d|\de[-+]?\d|{UNIT}$", match[0])]
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -172,7 +172,7 @@ def written(number: float | str, like: str) -> str:
     """A number with the digits and the notation of another text."""
     if isinstance(number, str):
         return number
-    digits, unit = re.fullmatch(rf"({NUMBER})((?:{UNIT})?)", like).groups() if re.match(r"\d", like) else ("0.0", "")
+    digits, unit = re.fullmatch(rf"({DIGITS})((?:{UNIT})?)", like).groups() if re.match(r"\d", like) else ("0.0", "")
     number *= 100 if unit.strip() == "%" else 1
     mantissa, _, exponent = digits.partition("e")
     decimals = len(mantissa.partition(".")[2])
@@ -274,13 +274,13 @@ def bound_blocks(page: Path, folder: Path) -> Iterator[tuple[Block, str]]:
 
 
 def numbers_in(text: str) -> list[Decimal]:
-    found = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", text)
+    found = re.findall(DIGITS, text)
     return [Decimal(number.replace(",", "")) for number in found]
 
 
 def is_shown(figure: str, numbers: list[Decimal]) -> bool:
     """Whether a figure is one of the numbers, rounded to its digits."""
-    digits, unit = re.match(rf"({NUMBER})(.*)", figure, re.DOTALL).groups()
+    digits, unit = re.match(rf"({DIGITS})(.*)", figure, re.DOTALL).groups()
     expected = Decimal(digits.replace(",", ""))
     tolerance = Decimal(5).scaleb(expected.as_tuple().exponent - 1)
     scales = (1, 100) if unit.strip() == "%" else (1,)

@@ -39,6 +39,7 @@ ROWS = [
     Row("`datasets.map` with two processes", ("datasets",), ("processes", "hub_form"), "datasets.map"),
     Row("pickle, cloudpickle, dill", ("cloudpickle", "dill"), ("processes", "hub_form"), "pickle|dill"),
     Row("sixteen threads; a FastAPI server", ("fastapi", "uvicorn"), ("threads",)),
+    Row("LitServe: the server of the README", ("litserve",), ("server",)),
     Row("bertviz", ("bertviz",), ("attention_readers",), "bertviz"),
     Row("Captum", ("captum",), ("attention_readers",), "captum"),
     Row("hooks, nnsight", ("nnsight",), ("attention_readers",), "hooks|nnsight"),
