@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 DIGITS = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
-UNIT = r"\s*(?:%|×|x|ms|s|seconds?|minutes?|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|texts/s|changed)(?!\w)"
+UNIT = r"(?:x|\s*(?:%|ms|s|seconds?|minutes?|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|texts/s|changed))(?!\w)"
 FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?!\w|[.,/]\d))")
 LIBRARY = (
     r"(?:Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|openvino|"
@@ -142,7 +142,8 @@ def read_figures(folder: Path, name: str, workloads: Iterable[str] = ()) -> dict
 
 
 def by_name(rows: list[dict]) -> dict:
-    return {str(row.get("variant") or row.get("precision") or row.get("name")): row for row in rows}
+    names = (str(row.get("variant") or row.get("precision") or row.get("name")) for row in rows)
+    return {name.replace(" ", "-"): row for name, row in zip(names, rows, strict=True)}
 
 
 def look_up(figures: dict, path: str) -> float | str:
@@ -312,15 +313,16 @@ def rewrite(page: Path, folder: Path) -> bool:
 
 def main() -> int:
     """Returns the exit code."""
-    try:
-        changed = [page.name for page in PAGES if rewrite(page, ROOT / "docs")]
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
+    changed, errors = [], []
+    for page in PAGES:
+        try:
+            changed += [page.name] if rewrite(page, ROOT / "docs") else []
+        except ValueError as error:
+            errors.append(str(error))
     print(f"rewritten: {', '.join(changed) or 'nothing'}")
     unbound = [f"{page.relative_to(ROOT)}:{line}: {figure}" for page in PAGES for line, figure in unbound_figures(page)]
-    print("\n".join([*unbound, f"figures that are not bound: {len(unbound)}"]))
-    return 1 if unbound else 0
+    print("\n".join([*unbound, f"figures that are not bound: {len(unbound)}", *errors]))
+    return 1 if unbound or errors else 0
 
 
 if __name__ == "__main__":
