@@ -8,7 +8,6 @@ results than the folder's code, so the folder is refused.
 import hashlib
 import importlib
 import json
-import re
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -39,17 +38,25 @@ def check_code(source: str, has_flag: bool) -> None:
             raise ValueError(f"It has its own code in {name}; expected none. {advice}.")
     path = find(source, "config.json")
     fields = read_json_object(path) if path is not None else {}
-    kernel = re.search(r'attn_implementation\w*": (?:{[^}]*)?"([^"]*/[^"]*)"', json.dumps(fields))
-    if kernel:  # transformers would load it from the Hub
-        raise ValueError(
-            f"Its config.json names the code of an attention kernel, {kernel[1]}; expected none. {advice}."
-        )
+    for kernel in hub_kernels(fields):
+        raise ValueError(f"Its config.json names the code of an attention kernel, {kernel}; expected none. {advice}.")
     auto_map = fields.get("auto_map") or {}
     if fields.get("model_type") == "scratchbert" or auto_map:
         package = import_package()
         check_auto_map(auto_map, package.configuration_scratchbert.AUTO_MAP, advice)
     if auto_map:
         check_files(source, package, advice)
+
+
+def hub_kernels(fields: dict) -> list:
+    """The attention kernels of the Hub that a configuration, or one within it, names. transformers runs their code."""
+    found: list = []
+
+    def look(part: dict) -> None:
+        found.extend(value for name, value in part.items() if "attn_implementation" in name and "/" in str(value))
+
+    json.loads(json.dumps(fields), object_hook=lambda part: look(part) or part)
+    return found
 
 
 def check_auto_map(auto_map: dict, expected: dict[str, str], advice: str) -> None:

@@ -157,7 +157,7 @@ def test_other_code_is_refused(folder, script, change, capsys):
     elif change == "other repository":
         set_field(config, "auto_map", auto_map | {"AutoModel": f"ada/code--{auto_map['AutoModel']}"})
     elif change == "kernel":
-        set_field(config, "attn_implementation", {"": "someone/attention"})
+        set_field(config, "parts", [{"attn_implementation": {"}": "sdpa", "": "someone/attention"}}])
     elif change == "tokenizer":
         set_field(folder / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["own.Tokenizer", None]})
     else:

@@ -76,7 +76,7 @@ def count(row: Row, results: dict[tuple[str, str], str]) -> Counter:
 
 def table(results: dict[tuple[str, str], str]) -> tuple[list[str], bool]:
     """Return the lines of the table, and whether each row has a test that passed and none that failed."""
-    lines, all_work = ["| what | version | tests | shown by |", "| --- | --- | --- | --- |"], True
+    lines, all_work = ["| library or feature | version | result | test files |", "| --- | --- | --- | --- |"], True
     for row in ROWS:
         counts = count(row, results)
         all_work &= bool(counts["passed"]) and not counts["failed"]
