@@ -7,7 +7,7 @@ results than the folder's code, so the folder is refused.
 
 import hashlib
 import importlib
-import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -38,7 +38,8 @@ def check_code(source: str, has_flag: bool) -> None:
             raise ValueError(f"It has its own code in {name}; expected none. {advice}.")
     path = find(source, "config.json")
     fields = read_json_object(path) if path is not None else {}
-    for kernel in hub_kernels(fields):
+    kernel = next(hub_kernels(fields), None)
+    if kernel is not None:
         raise ValueError(f"Its config.json names the code of an attention kernel, {kernel}; expected none. {advice}.")
     auto_map = fields.get("auto_map") or {}
     if fields.get("model_type") == "scratchbert" or auto_map:
@@ -48,15 +49,16 @@ def check_code(source: str, has_flag: bool) -> None:
         check_files(source, package, advice)
 
 
-def hub_kernels(fields: dict) -> list:
+def hub_kernels(value: object, is_kernel: bool = False) -> Iterator[str]:
     """The attention kernels of the Hub that a configuration, or one within it, names. transformers runs their code."""
-    found: list = []
-
-    def look(part: dict) -> None:
-        found.extend(value for name, value in part.items() if "attn_implementation" in name and "/" in str(value))
-
-    json.loads(json.dumps(fields), object_hook=lambda part: look(part) or part)
-    return found
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from hub_kernels(part, is_kernel or "attn_implementation" in name)
+    elif isinstance(value, list):
+        for part in value:
+            yield from hub_kernels(part, is_kernel)
+    elif is_kernel and isinstance(value, str) and "/" in value:
+        yield value
 
 
 def check_auto_map(auto_map: dict, expected: dict[str, str], advice: str) -> None:

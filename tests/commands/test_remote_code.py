@@ -168,6 +168,18 @@ def test_other_code_is_refused(folder, script, change, capsys):
     assert "--trust_remote_code runs it" in line
 
 
+@pytest.mark.parametrize(
+    ("fields", "kernels"),
+    [
+        ({"_attn_implementation": "a/b", "name": "c/d"}, ["a/b"]),
+        ({"encoder": {"attn_implementation": {"": "sdpa", "a/b": "c/d"}}}, ["c/d"]),
+        ({"attn_implementation": "sdpa", "_attn_implementation_internal": None}, []),
+    ],
+)
+def test_kernels_of_the_hub_are_found(fields, kernels):
+    assert list(remote_code.hub_kernels(fields)) == kernels
+
+
 def test_code_of_a_release_is_accepted(folder, tmp_path, monkeypatch):
     with (folder / "attention.py").open("a") as file:
         file.write("# as in the release\n")

@@ -1,14 +1,13 @@
-"""The measured figures in README.md and docs/: each is bound to a report, to a test or to an output on its page.
+"""The measured figures in README.md and docs/: each is bound to a report, or to an output that a test compares.
 
     python tests/docs/figures.py    # writes the figures of the reports into the pages; exit code 1 if one is not bound
 
 A figure is a number with decimals or with a unit, outside of code, links and versions. It may be repeated wherever its
-page has it in a block of code or output. Every other paragraph, list or table with figures has a comment directly
-before it, and an output of a command should have one:
+page has it in an output, or with decimals in code. Every other paragraph, list or table with figures has a comment
+directly before it, and an output of a command should have one:
 
     <!-- figures: reports/NAME.json; TERM TERM … -->                   the figures of a text, in their order
     <!-- figures: reports/NAME.json; rows: TERM …; columns: TERM … --> the cells of a table
-    <!-- figures: tests/FOLDER/test_NAME.py -->                        each is a number in that file
     <!-- figures: given -->                                            not measured: definitions, settings, quotations
     <!-- figures: no report; WHAT IS KNOWN -->                         measured before reports were kept
 
@@ -27,6 +26,7 @@ variant, precision or name.
 The text of the page decides how many digits a figure has.
 """
 
+import argparse
 import json
 import re
 import statistics
@@ -42,14 +42,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 DIGITS = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
-UNIT = r"(?:x|\s*(?:%|ms|s|seconds?|minutes?|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|texts/s|changed))(?!\w)"
-FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?!\w|[.,/]\d))")
-LIBRARY = (
-    r"(?:Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|openvino|"
-    r"OpenVINO|CTranslate2|ctranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|sections?|figure)"
+UNIT = (
+    r"(?:x|[\s-]*(?:%|percent|[mµ]?s|sec|seconds?|min|minutes?|h|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|"
+    r"(?:texts|tokens|requests)(?:/s| per second)|changed))(?!\w)"
 )
+# Also the first number of a range: 2 to 10 ms.
+FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?=\s*(?:–|to)\s*{DIGITS}{UNIT})|(?!\w|[.,/]\d))")
+LIBRARY = (
+    r"(?:Apache|Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|"
+    r"openvino|OpenVINO|CTranslate2|ctranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|sections?|figure)"
+)
+VERSION = rf"\d(?:[\w.+]*\w)?(?!{UNIT})(?![\w.+]*\w)"
 HIDDEN = re.compile(
-    rf"`[^`]*`|<!--.*?-->|\]\([^)]*\)|\b{LIBRARY}\s+\d[\w.+]*(?:\s+(?:to|and|or)\s+\d[\w.+]*)*", re.DOTALL
+    rf"`[^`]*`|<!--.*?-->|\]\([^)]*\)|\b{LIBRARY}\s+{VERSION}(?:\s+(?:to|and|or)\s+{VERSION})*", re.DOTALL
 )
 COMMENT = re.compile(r" *<!-- figures: (?P<terms>.*?) -->\n", re.DOTALL)
 STATISTICS, KEPT, NONE = ("difference", "lowest", "mean"), "-", "–"
@@ -74,16 +79,23 @@ def blanked(match: re.Match) -> str:
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """The blocks of a page outside of fences. Raises ValueError for a comment with nothing directly after it."""
-    prose = FENCED.sub(blanked, page)
+    """The blocks of a page outside of fences, and the outputs with a comment.
+
+    Raises:
+        ValueError: a comment has nothing directly after it, or is not written as it should.
+    """
+    prose, comments = FENCED.sub(blanked, page), 0
     bound_fences = {match.start(): match for match in FENCED.finditer(page)}
     for match in re.finditer(r"(?:[^\n]*\S[^\n]*\n?)+", prose):
         comment = COMMENT.match(match[0])
         start, end = match.start() + (comment.end() if comment else 0), match.end()
         line = page.count("\n", 0, match.start()) + 1
+        comments += comment is not None
+        if comments != len(re.findall(r"<!--\s*figures?\b", re.sub("`[^`]*`", "", prose[: match.end()]))):
+            raise ValueError(f"line {line}: a comment is not alone before a text, or is misspelt")
         if comment and start == end:
             if start not in bound_fences:
-                raise ValueError("the comment has no text, table or output directly after it")
+                raise ValueError(f"line {line}: the comment has no text, table or output directly after it")
             start, end = bound_fences[start].span("text")
         terms = re.sub(r"\s+", " ", comment["terms"]) if comment else None
         yield Block(line, start, page[start:end], terms)
@@ -92,7 +104,13 @@ def blocks_of(page: str) -> Iterator[Block]:
 def figures_in(text: str) -> list[re.Match]:
     """The figures of a text: numbers with decimals or a unit."""
     matches = FIGURE.finditer(HIDDEN.sub(blanked, text))
-    return [match for match in matches if re.search(rf"\.\d|\de[-+]?\d|{UNIT}$", match[0])]
+    text = HIDDEN.sub(blanked, text)
+    is_range = re.compile(rf"\s*(?:–|to)\s*{DIGITS}{UNIT}")
+    return [
+        match
+        for match in matches
+        if re.search(rf"\.\d|\de[-+]?\d|{UNIT}$", match[0]) or is_range.match(text, match.end())
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -242,40 +260,40 @@ def bound_text(block: Block, folder: Path) -> str:
         ValueError: the comment does not fit the report or the text.
     """
     name, *others = (term.strip() for term in block.terms.split(";"))
-    if name.startswith("tests/"):
-        file = ROOT / name
-        numbers = numbers_in(file.read_text(encoding="utf-8")) if file.is_file() else []
-        missing = [match[0] for match in figures_in(block.text) if not is_shown(match[0], numbers)]
-        if missing:
-            raise ValueError(f"{name} has no {', '.join(missing)}")
-    elif name.startswith("reports/") and block.is_table:
+    if name.startswith("reports/") and block.is_table:
         named = {key.strip(): names.split() for key, _, names in (term.partition(":") for term in others)}
         if named.keys() != {"rows", "columns"}:
             raise ValueError(f"the comment has {', '.join(named) or 'no names'}; expected rows and columns")
         figures = read_figures(folder, name, {*named["rows"], *named["columns"]})
         return table_with_figures(block.text, named["rows"], named["columns"], figures)
-    elif name.startswith("reports/"):
+    if name.startswith("reports/"):
         terms = " ".join(others).split()
         return with_figures(block.text, figures_in(block.text), terms, read_figures(folder, name))
-    elif name != "given" and not (name == "no report" and others):
-        raise ValueError(f"the comment names {name!r}; expected a report, a test, 'given', or 'no report' and a reason")
+    if name != "given" and not (name == "no report" and any(others)):
+        raise ValueError(f"the comment names {name!r}; expected a report, 'given', or 'no report' and a reason")
     return block.text
 
 
 def bound_blocks(page: Path, folder: Path) -> Iterator[tuple[Block, str]]:
     """The blocks with a comment, and their text as the report has it. Raises ValueError, with the line."""
-    line = 0
     try:
         for block in blocks_of(page.read_text(encoding="utf-8")):
-            line = block.line
             if block.terms is not None:
-                yield block, bound_text(block, folder)
+                try:
+                    yield block, bound_text(block, folder)
+                except (ValueError, TypeError, LookupError, ZeroDivisionError) as error:
+                    raise ValueError(f"line {block.line}: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{page.name}, line {line}: {error}.") from error
+        raise ValueError(f"{page.name}, {error}.") from error
 
 
-def numbers_in(text: str) -> list[Decimal]:
-    found = re.findall(DIGITS, text)
+def numbers_in(page: str) -> list[Decimal]:
+    """The numbers in the outputs of a page, and those with decimals in its code."""
+    found: list[str] = []
+    for match in FENCED.finditer(page):
+        numbers = re.findall(rf"(?<![\w.]){DIGITS}(?!\w)", match["text"])
+        is_output = match["info"].split()[:1] in (["text"], ["json"])
+        found += numbers if is_output else [number for number in numbers if re.search(r"\.\d|\de", number)]
     return [Decimal(number.replace(",", "")) for number in found]
 
 
@@ -291,7 +309,7 @@ def is_shown(figure: str, numbers: list[Decimal]) -> bool:
 def unbound_figures(page: Path) -> list[tuple[int, str]]:
     """The line and the text of each figure that has no comment, and is in no block of code or output of its page."""
     text = page.read_text(encoding="utf-8")
-    numbers = numbers_in("\n".join(match["text"] for match in FENCED.finditer(text)))
+    numbers = numbers_in(text)
     return [
         (text.count("\n", 0, block.start + match.start()) + 1, match[0])
         for block in blocks_of(text)
@@ -311,16 +329,17 @@ def rewrite(page: Path, folder: Path) -> bool:
     return new != text
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    changed, errors = [], []
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    changed, errors, unbound = [], [], []
     for page in PAGES:
         try:
             changed += [page.name] if rewrite(page, ROOT / "docs") else []
+            unbound += [f"{page.relative_to(ROOT)}:{line}: {figure}" for line, figure in unbound_figures(page)]
         except ValueError as error:
             errors.append(str(error))
     print(f"rewritten: {', '.join(changed) or 'nothing'}")
-    unbound = [f"{page.relative_to(ROOT)}:{line}: {figure}" for page in PAGES for line, figure in unbound_figures(page)]
     print("\n".join([*unbound, f"figures that are not bound: {len(unbound)}", *errors]))
     return 1 if unbound or errors else 0
 

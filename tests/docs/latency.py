@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from support.server import PORT, Client, running, server_code  # noqa: E402
+from support.server import PORT, Client, replaced, running, server_code  # noqa: E402
 from toolkit.files import write_json  # noqa: E402
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
@@ -46,14 +46,14 @@ class Server:
 
 def servers(infinity: Path | None, vllm: Path | None) -> dict[str, Server]:
     code = server_code()
-    loaded = code.replace("        self.classify.model.optimize_for_inference()\n", "")
+    loaded = replaced(code, "        self.classify.model.optimize_for_inference()\n", "")
     found = {
         name: Server([sys.executable, "server.py"], code)
         for name, code in {
-            "bert": loaded.replace('"my-classifier"', '"my-bert"'),
+            "bert": replaced(loaded, '"my-classifier"', '"my-bert"'),
             "ours": loaded,
             "ours-optimised": code,
-            "ours-int8": code.replace("optimize_for_inference()", 'optimize_for_inference("int8")'),
+            "ours-int8": replaced(code, "optimize_for_inference()", 'optimize_for_inference("int8")'),
         }.items()
     }
     common = ["--served-model-name", "bert", "--host", "127.0.0.1", "--port", str(PORT)]
@@ -101,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(argv)
+    if 1 not in args.clients:
+        parser.error("--clients lacks 1; expected it, because the other answers are compared with those of one client")
     with REVIEWS.open(encoding="utf-8", newline="") as file:
         texts = [row["text"] for row in csv.DictReader(file)][: args.requests]
     rounds: dict = {}
@@ -114,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
                 with running(server.command, folder):
                     measure(server, texts[:64], 4)  # warm up
                     results = {clients: measure(server, texts, clients) for clients in args.clients}
-                alone = results[args.clients[0]][1]
+                alone = results[1][1]
                 for clients, (found, answers) in results.items():
                     found["changed"] = sum(map(lambda a, b: a != b, alone, answers))
                     rounds.setdefault(variant, {}).setdefault(f"clients-{clients}", []).append(found)

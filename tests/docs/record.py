@@ -36,8 +36,8 @@ def measure(command: list[str]) -> dict:
             "peak_gb": after.ru_maxrss * 1024 / 1e9}  # fmt: skip
 
 
-def add(path: Path, name: str, run: dict, machine: dict) -> None:
-    """Adds a run to a report.
+def read_report(path: Path, machine: dict) -> dict:
+    """The report, or a new one.
 
     Raises:
         ValueError: the report is of another machine, commit or version.
@@ -47,19 +47,32 @@ def add(path: Path, name: str, run: dict, machine: dict) -> None:
     if differing:
         raise ValueError(f"{path.name} is of another {', '.join(differing)}; expected one report for each. Record all "
                          "its runs again, or choose another file.")  # fmt: skip
+    return report
+
+
+def add(path: Path, name: str, run: dict, machine: dict) -> None:
+    """Adds a run to a report. Raises ValueError as `read_report` does."""
+    report = read_report(path, machine)
     write_json(path, {**report, "runs": {**report["runs"], name: run}})
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    command = argv[argv.index("--") + 1 :] if "--" in argv else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=lambda name: ROOT / "docs" / "reports" / name)
     parser.add_argument("name")
     parser.add_argument("--result", type=Path, help="a JSON file that the command writes")
-    parser.add_argument("command", nargs="+")
-    args = parser.parse_args(argv)
-    run = measure(args.command)
-    add(args.report, args.name, run | {"result": read_json(args.result) if args.result else None}, identity())
+    args = parser.parse_args(argv[: len(argv) - len(command) - 1] if command else argv)
+    machine = identity()
+    if not command or machine["commit"].endswith("-dirty"):
+        parser.error("expected a command after --, in a clone without changes")
+    if args.result is not None and args.result.exists():
+        parser.error(f"{args.result} exists; expected a file that the command writes. Remove it.")
+    read_report(args.report, machine)  # before an hour is spent
+    run = measure(command)
+    add(args.report, args.name, run | {"result": read_json(args.result) if args.result else None}, machine)
     return 0
 
 

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from figures import PAGES, bound_blocks, read_figures, rewrite, unbound_figures, written
-from pictures import DIGEST, digest
+from pictures import DIGEST, REPORT, digest, plot_speeds
 from record import add
 from support.folders import ROOT
 
@@ -44,7 +44,7 @@ it is 3.3 times as fast as `encode`, in 0.50 minutes.
 accuracy 0.9128, rate 0.1
 ```
 
-<!-- figures: tests/docs/test_figures.py -->
+<!-- figures: no report; measured in 2026 -->
 The tolerance is 1.25e-7.
 
 ```text
@@ -53,7 +53,6 @@ recall: 0.0517
 
 Its recall is 0.05, or 5.2 %, in 2 steps of version 1.5 files.
 """
-TOLERANCE = 1.25e-7  # of the page
 
 
 def row(variant, workload, sequences, seconds, speed_up, max_abs, lowest, mean):
@@ -110,6 +109,11 @@ def test_a_report_is_of_a_commit_and_used(path):
     assert commit, "the report names no commit; run the benchmark in a clone"
     assert not commit.endswith("-dirty"), "commit the code, then run the benchmark again"
     assert any(f"figures: reports/{path.name};" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def test_the_speeds_are_drawn(tmp_path):
+    plot_speeds(json.loads(REPORT.read_text(encoding="utf-8")), tmp_path / "speed.png")
+    assert Image.open(tmp_path / "speed.png").size == Image.open(ROOT / "docs" / "speed.png").size
 
 
 @pytest.mark.parametrize("name", ["benchmarks.png", "speed.png"])
@@ -175,6 +179,8 @@ def test_a_figure_keeps_its_digits(number, like, expected):
         ("in 2 steps", "in 2 MiB", "2 MiB"),
         ("in 2 steps", "within 2e-6", "2e-6"),
         ("in 2 steps", "in 2ms", "2ms"),
+        ("in 2 steps", "in 2-second steps", "2-second"),
+        ("in 2 steps", "OpenVINO 2 ms", "2 ms"),
         ("in 2 steps", "by 2%", "2%"),
         ("in 2 steps", "2x", "2x"),
         ("# Speed\n", "# Speed\n\n- It is 1.5 times as fast.\n", "1.5 times"),
@@ -203,7 +209,9 @@ def test_what_is_kept_stays(page):
         ("made-up.json; rows: ms", "other.json; rows: ms", "there is no reports/other.json"),
         ("rows: ms ours ours-int8;", "rows: ms ours;", "the table has 3 rows and 5 columns; the comment names 2 and 5"),
         ("rows: ms ours ours-int8; ", "", "the comment has columns; expected rows and columns"),
-        (" -->\n| | film", " -->\n\n| | film", "the comment has no text, table or output directly after it"),
+        ("<!-- figures: no report", "<!-- figure: no report", "line 35: a comment is not alone before a text, or is"),
+        ("The tolerance", "The\n<!-- figures: given -->\ntolerance", "line 35: a comment is not alone before a text"),
+        (" -->\n| | film", " -->\n\n| | film", "line 3: the comment has no text, table or output directly after it"),
         ("| 0.98 |", "| fast |", "the cell 'fast' of ours and single has no number"),
         (
             "predict.seconds predict.result",
@@ -215,9 +223,12 @@ def test_what_is_kept_stays(page):
             "result -->",
             "encode.result is no number in the report; it has share",
         ),
-        ("1.25e-7.", f"1.{36}e-7.", "tests/docs/test_figures.py has no "),
-        ("figures: tests/docs/test_figures.py", "figures: measured", "the comment names 'measured'; expected a report"),
-        ("figures: tests/docs/test_figures.py", "figures: no report", "the comment names 'no report'; expected"),
+        (
+            "figures: no report; measured in 2026",
+            "figures: measured",
+            "the comment names 'measured'; expected a report",
+        ),
+        ("figures: no report; measured in 2026", "figures: no report;", "the comment names 'no report'; expected"),
     ],
 )
 def test_what_is_not_in_the_report_is_said(old, new, words, page):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, pipeline
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from pages import run
 from support.folders import ROOT
-from support.server import Client, running, server_code
+from support.server import Client, replaced, running, server_code
 
 CLIENTS = 16
 TEXTS = [" ".join(["A joy to watch, again and again."] * (1 + i % 5)) + f" {i}" for i in range(96)]
@@ -33,7 +33,7 @@ def folder(minilm, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_readme_predicts(folder, minilm, capsys):
+def test_the_readme_predicts(folder, minilm):
     run(ROOT / "README.md", {"trained"}, minilm, "sentence-transformers/all-MiniLM-L6-v2")
 
 
@@ -43,7 +43,7 @@ def test_sixteen_clients_get_the_bits_of_one(folder, port):
     classify.model.optimize_for_inference()
     expected = [classify(text)[0] for text in TEXTS]
 
-    (folder / "server.py").write_text(server_code().replace("port=8000", f"port={port}"), encoding="utf-8")
+    (folder / "server.py").write_text(replaced(server_code(), "port=8000", f"port={port}"), encoding="utf-8")
     with running([sys.executable, "server.py"], folder, port):
 
         def ask(text):

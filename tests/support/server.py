@@ -16,6 +16,13 @@ from support.folders import ROOT
 PORT = 8000  # of the README
 
 
+def replaced(code: str, old: str, new: str) -> str:
+    """The code with `new` in place of `old`. Raises ValueError unless it has it once."""
+    if code.count(old) != 1:
+        raise ValueError(f"the server has {old!r} {code.count(old)} times; expected once")
+    return code.replace(old, new)
+
+
 def server_code() -> str:
     """The Python block of the README that is saved as server.py."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,8 +43,13 @@ def running(command: list[str], folder: Path, port: int = PORT) -> Iterator[None
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError((folder / "server.log").read_text(encoding="utf-8"))
             time.sleep(0.2)
+        if process.poll() is not None:
+            raise RuntimeError(f"another server has started at port {port}")
         yield
     finally:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=5)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
