@@ -50,7 +50,7 @@ UNIT = (
 FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?=\s*(?:–|to)\s*{DIGITS}{UNIT})|(?!\w|[.,/]\d))")
 LIBRARY = (
     r"(?:Apache|Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|"
-    r"openvino|OpenVINO|CTranslate2|ctranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|sections?|figure)"
+    r"openvino|OpenVINO|[Cc][Tt]ranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|sections?|figure)"
 )
 VERSION = rf"\d(?:[\w.+]*\w)?(?!{UNIT})(?![\w.+]*\w)"
 HIDDEN = re.compile(
