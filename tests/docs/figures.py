@@ -21,7 +21,7 @@ In a report of `scripts/benchmark.py`, `VARIANT.WORKLOAD`, or the reverse, is th
 `.lowest` and `.mean` are the largest difference, the lowest and the mean cosine over the workloads of the table, or of
 the report if the table has none. `decoding-8-beam-4` is a workload, too. In other reports, `runs` and `rows` are left
 out of a path, `minutes` and `processor_minutes` are added to the seconds, and an element of a list is found by its
-variant, precision or name.
+variant, precision or `epoch-N`.
 
 The text of the page decides how many digits a figure has.
 """
@@ -160,8 +160,13 @@ def read_figures(folder: Path, name: str, workloads: Iterable[str] = ()) -> dict
 
 
 def by_name(rows: list[dict]) -> dict:
-    names = (str(row.get("variant") or row.get("precision") or row.get("name")) for row in rows)
-    return {name.replace(" ", "-"): row for name, row in zip(names, rows, strict=True)}
+    found: dict = {}
+    for row in rows:
+        name = str(row.get("variant") or row.get("precision") or f"epoch-{row.get('epoch')}").replace(" ", "-")
+        if name in found:
+            raise ValueError(f"the report has two {name} in a list")
+        found[name] = row
+    return found
 
 
 def look_up(figures: dict, path: str) -> float | str:

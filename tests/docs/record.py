@@ -36,6 +36,16 @@ def measure(command: list[str]) -> dict:
             "peak_gb": after.ru_maxrss * 1024 / 1e9}  # fmt: skip
 
 
+def shortened(result: dict) -> dict:
+    """The result without what would make reports long: losses between evaluations, and a cosine for each text."""
+    kept = {name: value for name, value in result.items() if name != "data"}
+    if "history" in kept:
+        kept["history"] = [step for step in kept["history"] if "validation" in step]
+    if "rows" in kept:
+        kept["rows"] = [{name: value for name, value in row.items() if name != "cosines"} for row in kept["rows"]]
+    return kept
+
+
 def read_report(path: Path, machine: dict) -> dict:
     """The report, or a new one.
 
@@ -72,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.result} exists; expected a file that the command writes. Remove it.")
     read_report(args.report, machine)  # before an hour is spent
     run = measure(command)
-    add(args.report, args.name, run | {"result": read_json(args.result) if args.result else None}, machine)
+    add(args.report, args.name, run | {"result": shortened(read_json(args.result)) if args.result else None}, machine)
     return 0
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from figures import PAGES, bound_blocks, read_figures, rewrite, unbound_figures, written
 from pictures import DIGEST, REPORT, digest, plot_speeds
-from record import add
+from record import add, shortened
 from support.folders import ROOT
 
 PAGE = """# Speed
@@ -236,6 +236,12 @@ def test_what_is_not_in_the_report_is_said(old, new, words, page):
     page.write_text(PAGE.replace(old, new), encoding="utf-8")
     with pytest.raises(ValueError, match=rf"page\.md.*{words}"):
         differing(page)
+
+
+def test_a_report_is_short():
+    row, step = {"precision": "int8", "cosines": [0.9]}, {"step": 10, "loss": 0.7}
+    result = {"data": "x", "rows": [row], "history": [step, step | {"validation": {"loss": 0.6}}]}
+    assert shortened(result) == {"rows": [{"precision": "int8"}], "history": [step | {"validation": {"loss": 0.6}}]}
 
 
 def test_runs_of_one_machine_are_added_to_a_report(tmp_path):
