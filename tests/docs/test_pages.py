@@ -86,6 +86,8 @@ def test_the_files_that_a_saved_model_carries_are_listed():
     paths = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
     assert copied == {path for path in paths if "/" not in path}
     assert installed == {path for path in paths if "/" in path}
+    for page in (ROOT / "README.md", ROOT / "docs" / "trust.md"):
+        assert f"{len(copied)} files of code" in page.read_text(encoding="utf-8").replace("[", "")
 
 
 @cache
