@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from toolkit.files import write_json  # noqa: E402
+from toolkit.inputs import read_texts  # noqa: E402
 
 ENCODE = """
 import csv, sys
@@ -81,10 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "encode.py").write_text(ENCODE, encoding="utf-8")
-        texts = []
-        for file in sorted((ROOT / "scripts" / "data" / "movie_reviews").glob("*.csv")):
-            with file.open(encoding="utf-8", newline="") as rows:
-                texts += [[row["text"]] for row in csv.DictReader(rows)]
+        texts = [[row["text"]] for row in read_texts(ROOT / "scripts" / "data" / "movie_reviews", "text")]
         with (folder / "reviews.csv").open("w", encoding="utf-8", newline="") as output:
             csv.writer(output).writerows([["text"], *texts])
         for _ in range(args.rounds):

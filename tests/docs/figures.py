@@ -46,8 +46,8 @@ UNIT = (
     r"(?:x|[\s-]*(?:%|percent|[mµ]?s|sec|seconds?|min|minutes?|h|hours?|times|[kMGT]i?B(?:/s)?|GFLOP/s|"
     r"(?:texts|tokens|requests)(?:/s| per second)|changed))(?!\w)"
 )
-# Also the first number of a range: 2 to 10 ms.
-FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?=\s*(?:–|to)\s*{DIGITS}{UNIT})|(?!\w|[.,/]\d))")
+RANGE = rf"\s*(?:–|to)\s*{DIGITS}{UNIT}"  # what follows the first number of 2 to 10 ms
+FIGURE = re.compile(rf"(?<![\w.,/-]){DIGITS}(?:{UNIT}|(?={RANGE})|(?!\w|[.,/]\d))")
 LIBRARY = (
     r"(?:Apache|Python|torch|PyTorch|transformers|safetensors|sentence-transformers|setfit|onnx\w*|ONNX Runtime|nncf|"
     r"openvino|OpenVINO|[Cc][Tt]ranslate2|torchao|Ray Data|vLLM|litserve|LitServe|Infinity|version|sections?|figure)"
@@ -84,32 +84,30 @@ def blocks_of(page: str) -> Iterator[Block]:
     Raises:
         ValueError: a comment has nothing directly after it, or is not written as it should.
     """
-    prose, comments = FENCED.sub(blanked, page), 0
-    bound_fences = {match.start(): match for match in FENCED.finditer(page)}
+    prose = FENCED.sub(blanked, page)
+    fences = {match.start(): match for match in FENCED.finditer(page)}
     for match in re.finditer(r"(?:[^\n]*\S[^\n]*\n?)+", prose):
         comment = COMMENT.match(match[0])
         start, end = match.start() + (comment.end() if comment else 0), match.end()
         line = page.count("\n", 0, match.start()) + 1
-        comments += comment is not None
-        if comments != len(re.findall(r"<!--\s*figures?\b", re.sub("`[^`]*`", "", prose[: match.end()]))):
+        written_comments = re.findall(r"<!--\s*figures?\b", re.sub("`[^`]*`", "", match[0]))
+        if len(written_comments) != (comment is not None):
             raise ValueError(f"line {line}: a comment is not alone before a text, or is misspelt")
         if comment and start == end:
-            if start not in bound_fences:
+            if start not in fences:
                 raise ValueError(f"line {line}: the comment has no text, table or output directly after it")
-            start, end = bound_fences[start].span("text")
+            start, end = fences[start].span("text")
         terms = re.sub(r"\s+", " ", comment["terms"]) if comment else None
         yield Block(line, start, page[start:end], terms)
 
 
 def figures_in(text: str) -> list[re.Match]:
     """The figures of a text: numbers with decimals or a unit."""
-    matches = FIGURE.finditer(HIDDEN.sub(blanked, text))
-    text = HIDDEN.sub(blanked, text)
-    is_range = re.compile(rf"\s*(?:–|to)\s*{DIGITS}{UNIT}")
+    visible, begins_range = HIDDEN.sub(blanked, text), re.compile(RANGE)
     return [
         match
-        for match in matches
-        if re.search(rf"\.\d|\de[-+]?\d|{UNIT}$", match[0]) or is_range.match(text, match.end())
+        for match in FIGURE.finditer(visible)
+        if re.search(rf"\.\d|\de[-+]?\d|{UNIT}$", match[0]) or begins_range.match(visible, match.end())
     ]
 
 
@@ -160,6 +158,7 @@ def read_figures(folder: Path, name: str, workloads: Iterable[str] = ()) -> dict
 
 
 def by_name(rows: list[dict]) -> dict:
+    """The elements of a list by their variant, precision or epoch. Raises ValueError if two have the same name."""
     found: dict = {}
     for row in rows:
         name = str(row.get("variant") or row.get("precision") or f"epoch-{row.get('epoch')}").replace(" ", "-")

@@ -9,7 +9,6 @@ review after the other. A time is the median over the rounds, of the median (or 
 """
 
 import argparse
-import csv
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from support.server import PORT, Client, replaced, running, server_code  # noqa: E402
 from toolkit.files import write_json  # noqa: E402
+from toolkit.inputs import read_texts  # noqa: E402
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
 
@@ -103,8 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if 1 not in args.clients:
         parser.error("--clients lacks 1; expected it, because the other answers are compared with those of one client")
-    with REVIEWS.open(encoding="utf-8", newline="") as file:
-        texts = [row["text"] for row in csv.DictReader(file)][: args.requests]
+    texts = [row["text"] for row in read_texts(REVIEWS, "text", max_rows=args.requests)]
     rounds: dict = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

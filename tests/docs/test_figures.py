@@ -1,4 +1,4 @@
-"""The figures in README.md and docs/ are bound to reports, tests and outputs, and are the same."""
+"""The figures in README.md and docs/ are bound to reports and outputs, and are the same."""
 
 import json
 
