@@ -12,18 +12,35 @@ from .pretrained import ScratchBertPreTrainedModel
 
 # isort: off
 from .modeling_scratchbert import (
-    ScratchBertForCausalLM, ScratchBertForConditionalGeneration, ScratchBertForMaskedLM, ScratchBertForMultipleChoice,
-    ScratchBertForNextSentencePrediction, ScratchBertForPreTraining, ScratchBertForQuestionAnswering,
-    ScratchBertForSequenceClassification, ScratchBertForTokenClassification, ScratchBertModel, ScratchBertSeq2SeqModel,
-)  # fmt: skip
+    ScratchBertForCausalLM,
+    ScratchBertForConditionalGeneration,
+    ScratchBertForMaskedLM,
+    ScratchBertForMultipleChoice,
+    ScratchBertForNextSentencePrediction,
+    ScratchBertForPreTraining,
+    ScratchBertForQuestionAnswering,
+    ScratchBertForSequenceClassification,
+    ScratchBertForTokenClassification,
+    ScratchBertModel,
+    ScratchBertSeq2SeqModel,
+)
 # isort: on
 
 __all__ = [
-    "ScratchBertConfig", "ScratchBertForCausalLM", "ScratchBertForConditionalGeneration", "ScratchBertForMaskedLM",
-    "ScratchBertForMultipleChoice", "ScratchBertForNextSentencePrediction", "ScratchBertForPreTraining",
-    "ScratchBertForQuestionAnswering", "ScratchBertForSequenceClassification", "ScratchBertForTokenClassification",
-    "ScratchBertModel", "ScratchBertPreTrainedModel", "ScratchBertSeq2SeqModel",
-]  # fmt: skip
+    "ScratchBertConfig",
+    "ScratchBertForCausalLM",
+    "ScratchBertForConditionalGeneration",
+    "ScratchBertForMaskedLM",
+    "ScratchBertForMultipleChoice",
+    "ScratchBertForNextSentencePrediction",
+    "ScratchBertForPreTraining",
+    "ScratchBertForQuestionAnswering",
+    "ScratchBertForSequenceClassification",
+    "ScratchBertForTokenClassification",
+    "ScratchBertModel",
+    "ScratchBertPreTrainedModel",
+    "ScratchBertSeq2SeqModel",
+]
 
 transformers.AutoConfig.register(ScratchBertConfig.model_type, ScratchBertConfig, exist_ok=True)
 for auto_class, path in AUTO_MAP.items():

@@ -8,10 +8,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .unpadding import PADDED, PaddedBatch, UnpaddedBatch, supports_unpadding
 
 
-def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                                 mask: torch.Tensor | None = None, *, query_mask: torch.Tensor | None = None,
-                                 key_mask: torch.Tensor | None = None, scaling: float | None = None,
-                                 dropout: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    query_mask: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(D)) V, equation 1 of Vaswani et al. 2017, section 3.2.1.
 
     Args:
@@ -41,8 +48,10 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     elif mask is not None and mask.is_floating_point():
         scores, hidden = scores + mask.to(scores.dtype), mask <= torch.finfo(mask.dtype).min
     elif mask is not None:
-        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool (True: may attend) or a floating dtype "
-                         "(added to the scores). Pass a padding mask of 0 and 1 as key_mask.")  # fmt: skip
+        raise ValueError(
+            f"mask has dtype {mask.dtype}; expected torch.bool (True: may attend) or a floating dtype "
+            "(added to the scores). Pass a padding mask of 0 and 1 as key_mask."
+        )
     if query_mask is not None:
         hidden = hidden | ~query_mask.bool()[..., :, None]
     if key_mask is not None:
@@ -82,10 +91,16 @@ class MultiHeadAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-                encoder_hidden_states: torch.Tensor | None = None, past_key_values: Cache | None = None,
-                output_attentions: bool = False, batch: PaddedBatch | UnpaddedBatch = PADDED,
-                **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        batch: PaddedBatch | UnpaddedBatch = PADDED,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Args:
             hidden_states: `(B, T, C)`, from which the queries are computed.
@@ -113,8 +128,16 @@ class MultiHeadAttention(nn.Module):
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         kernel = batch.kernel(self.adapt(kernel), encoder_hidden_states)
         # vLLM reads this call, of what the interface returns, in the source.
-        context, weights = kernel(self, query, key, value, attention_mask, scaling=self.scaling,
-                                  dropout=self.dropout if self.training else 0.0, **kwargs)  # fmt: skip
+        context, weights = kernel(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            **kwargs,
+        )
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 

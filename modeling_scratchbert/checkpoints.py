@@ -91,7 +91,9 @@ def copy_code(folder) -> None:
     # Also from a zip file, as Spark's addPyFile imports one.
     code = {file.name: file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".py")}
     if "modeling_scratchbert.py" not in code:
-        raise OSError(f"The installed {__package__} has no source files; expected them, because they are saved beside "
-                      "the model. Install the package with its sources, or save with save_as_bert().")  # fmt: skip
+        raise OSError(
+            f"The installed {__package__} has no source files; expected them, because they are saved beside "
+            "the model. Install the package with its sources, or save with save_as_bert()."
+        )
     for name in code.keys() - {"__init__.py"}:
         Path(folder, name).write_bytes(code[name].read_bytes())

@@ -17,8 +17,16 @@ from .installed import installed
 if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all code is saved beside a configuration
     from .modeling_scratchbert import ScratchBertModel  # noqa: F401
 
-TASKS = ("PreTraining", "MaskedLM", "CausalLM", "NextSentencePrediction", "SequenceClassification",
-         "TokenClassification", "QuestionAnswering", "MultipleChoice")  # fmt: skip
+TASKS = (
+    "PreTraining",
+    "MaskedLM",
+    "CausalLM",
+    "NextSentencePrediction",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+    "MultipleChoice",
+)
 MODELS = {"": "Model", "ForTextEncoding": "Model", "ForSeq2SeqLM": "ForConditionalGeneration"}
 MODELS |= {f"For{task}": f"For{task}" for task in TASKS}
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.

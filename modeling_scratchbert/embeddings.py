@@ -47,9 +47,14 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, input_ids: torch.Tensor | None = None, token_type_ids: torch.Tensor | None = None,
-                position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
-                past_length: int = 0) -> torch.Tensor:  # fmt: skip
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_length: int = 0,
+    ) -> torch.Tensor:
         """
         Args:
             input_ids: `(B, T)` token ids, or `inputs_embeds`: `(B, T, C)` in place of their word embeddings.

@@ -21,9 +21,11 @@ class ScratchBertGenerationMixin(GenerationMixin):
         if generation_config.max_length > limit:
             remedies = [f"set max_new_tokens to {limit - input_ids_length} or less"] if input_ids_length < limit else []
             remedies += ["shorten the prompt"] if input_ids_length > 1 else []
-            raise ValueError(f"max_length is {generation_config.max_length}, {input_ids_length} tokens of which are "
-                             f"the prompt; expected at most {limit}, because max_position_embeddings is {limit - 1}. "
-                             f"To generate, {', or '.join(remedies)}.")  # fmt: skip
+            raise ValueError(
+                f"max_length is {generation_config.max_length}, {input_ids_length} tokens of which are "
+                f"the prompt; expected at most {limit}, because max_position_embeddings is {limit - 1}. "
+                f"To generate, {', or '.join(remedies)}."
+            )
 
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
         ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
@@ -45,6 +47,8 @@ class ScratchBertGenerationMixin(GenerationMixin):
 
 def no_start_id(config: str) -> ValueError:
     """The error for a seq2seq model without a start token. `config` is the name of the configuration that lacks it."""
-    return ValueError(f"{config}.decoder_start_token_id is None; expected the id of the decoder's first token. Set it "
-                      "to the tokenizer's cls_token_id if the decoder comes from a BERT: config.decoder_start_token_id "
-                      "for training, and generation_config.decoder_start_token_id for generate.")  # fmt: skip
+    return ValueError(
+        f"{config}.decoder_start_token_id is None; expected the id of the decoder's first token. Set it "
+        "to the tokenizer's cls_token_id if the decoder comes from a BERT: config.decoder_start_token_id "
+        "for training, and generation_config.decoder_start_token_id for generate."
+    )

@@ -27,9 +27,12 @@ def refusal(operation: str, instead="Do this before optimize_for_inference(), or
 class InferenceMixin(PreTrainedModel):
     """Adds `optimize_for_inference`, and raises an error for what a model no longer supports after it."""
 
-    def optimize_for_inference(self, dtype: torch.dtype | Literal["int8"] | None = None,
-                               calibration: Iterable[Mapping] | str | os.PathLike | None = None,
-                               batch_invariant: bool = True) -> Self:  # fmt: skip
+    def optimize_for_inference(
+        self,
+        dtype: torch.dtype | Literal["int8"] | None = None,
+        calibration: Iterable[Mapping] | str | os.PathLike | None = None,
+        batch_invariant: bool = True,
+    ) -> Self:
         """Make the model faster on a CPU, for inference only. In place. Requires the installed package.
 
         Prepacks the weights of the linear layers one by one, so that memory never holds the model twice. Queries, keys

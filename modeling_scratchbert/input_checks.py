@@ -26,8 +26,9 @@ def check_tensor(name: str, tensor, *shape, dtype: str | None = None, note: str 
         note: an explanation of the shape, for the message.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} is a {type(tensor).__name__}; expected a tensor. Tokenizers return one with "
-                         "return_tensors='pt'.")  # fmt: skip
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}; expected a tensor. Tokenizers return one with return_tensors='pt'."
+        )
     is_allowed = tensor.is_floating_point() or (dtype == MASK and tensor.dtype == torch.bool)
     if dtype is not None and not (tensor.dtype in (torch.long, torch.int) if dtype == INTEGER else is_allowed):
         raise ValueError(f"{name} has dtype {tensor.dtype}; expected {dtype}.")
@@ -90,13 +91,22 @@ def check_inputs(config, ids: dict, inputs_embeds, mask, vocab_size: int, past_l
     check_mask("attention_mask", mask, batch, heads, length, past_length + length, slots, past_length)
 
 
-def check_encoder_inputs(config, states, mask, batch, queries: int, name: str = "encoder_hidden_states",
-                         mask_name: str = "encoder_attention_mask") -> None:  # fmt: skip
+def check_encoder_inputs(
+    config,
+    states,
+    mask,
+    batch,
+    queries: int,
+    name: str = "encoder_hidden_states",
+    mask_name: str = "encoder_attention_mask",
+) -> None:
     """Checks the arguments for the cross-attention of a decoder with `batch` sequences of `queries` tokens. `batch` is
     a name if the number is not known."""
     if not config.add_cross_attention:
-        raise ValueError("encoder_hidden_states was given, and config.add_cross_attention is False; expected True. "
-                         "Create the model with is_decoder=True and add_cross_attention=True.")  # fmt: skip
+        raise ValueError(
+            "encoder_hidden_states was given, and config.add_cross_attention is False; expected True. "
+            "Create the model with is_decoder=True and add_cross_attention=True."
+        )
     check_tensor(name, states, batch, "length", config.hidden_size, dtype=FLOATING)
     check_mask(mask_name, mask, states.shape[0], config.num_attention_heads, queries, states.shape[1])
 
@@ -104,8 +114,10 @@ def check_encoder_inputs(config, states, mask, batch, queries: int, name: str = 
 def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_ids, config) -> None:
     """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`."""
     if config._attn_implementation == "flex_attention" and tokens.device.type == "cpu":
-        raise ValueError("attn_implementation is 'flex_attention'; packed sequences on a CPU expect 'sdpa', "
-                         "because torch aborts the process. Call model.set_attn_implementation('sdpa').")  # fmt: skip
+        raise ValueError(
+            "attn_implementation is 'flex_attention'; packed sequences on a CPU expect 'sdpa', "
+            "because torch aborts the process. Call model.set_attn_implementation('sdpa')."
+        )
     if attention_mask is not None:
         raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
     check_tensor("cu_seq_lens_q", cu_seq_lens_q, "sequences + 1", dtype=INTEGER)
@@ -118,8 +130,10 @@ def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_i
         raise ValueError(f"cu_seq_lens_q is {starts}; expected numbers from 0 to the number of tokens, {end}, rising.")
     longest, limit = cu_seq_lens_q.diff().max().item(), config.max_position_embeddings
     if position_ids is None and longest > limit:  # positions are to be counted
-        raise ValueError(f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {limit}. Split "
-                         "it, or pass position_ids.")  # fmt: skip
+        raise ValueError(
+            f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {limit}. Split "
+            "it, or pass position_ids."
+        )
 
 
 def cache_lengths(cache, mask=None, options=()) -> tuple[int | torch.Tensor, int | None]:
@@ -129,8 +143,10 @@ def cache_lengths(cache, mask=None, options=()) -> tuple[int | torch.Tensor, int
     if cache is None:
         return 0, paged
     if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward "
-                         "pass with use_cache=True returns.")  # fmt: skip
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward "
+            "pass with use_cache=True returns."
+        )
     return cache.get_seq_length(), paged or (cache.get_max_length() if cache.is_compileable else None)
 
 
@@ -152,9 +168,11 @@ def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
         length = encoder_hidden_states.shape[1] if kind and encoder_hidden_states is not None else shape[2]
         expected = (batch, own_heads, length, config.hidden_size // heads)
         if shapes and (len(shapes), shape) != (depth, expected):
-            raise ValueError(f"past_key_values{kind} has {len(shapes)} layers of {shape} (sequences, heads, "
-                             f"positions, width); expected {depth} of {expected}. Leave it out to "
-                             "start from an empty cache.")  # fmt: skip
+            raise ValueError(
+                f"past_key_values{kind} has {len(shapes)} layers of {shape} (sequences, heads, "
+                f"positions, width); expected {depth} of {expected}. Leave it out to "
+                "start from an empty cache."
+            )
 
 
 def check_labels(labels, decoder_inputs) -> None:

@@ -20,17 +20,26 @@ def installed(name: str) -> Any:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ImportError(f"{package}.{name} is not in the folder of a saved model; expected the installed package. "
-                          "Install it with `pip install scratchbert`.")  # fmt: skip
+        raise ImportError(
+            f"{package}.{name} is not in the folder of a saved model; expected the installed package. "
+            "Install it with `pip install scratchbert`."
+        )
     if spec.submodule_search_locations is None or spec.origin is None:
         found = spec.origin or f"The folder {package}"
-        raise ImportError(f"{found} is part of a saved model; expected the installed package {package}. Start Python "
-                          "in another folder; `pip install scratchbert` installs the package.")  # fmt: skip
+        raise ImportError(
+            f"{found} is part of a saved model; expected the installed package {package}. Start Python "
+            "in another folder; `pip install scratchbert` installs the package."
+        )
     has_version = importlib.util.find_spec(f"{package}.installed") is not None  # 0.1.0 has none
     version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION if has_version else 0
     if version != INTERFACE_VERSION:
-        advice = ("Upgrade the package with `pip install --upgrade scratchbert`." if version < INTERFACE_VERSION else
-                  f"Import {package} first, load the model without trust_remote_code, and save it again.")  # fmt: skip
-        raise ImportError(f"The installed {package} has interface version {version}; the code of this model expects "
-                          f"{INTERFACE_VERSION}. {advice}")  # fmt: skip
+        advice = (
+            "Upgrade the package with `pip install --upgrade scratchbert`."
+            if version < INTERFACE_VERSION
+            else f"Import {package} first, load the model without trust_remote_code, and save it again."
+        )
+        raise ImportError(
+            f"The installed {package} has interface version {version}; the code of this model expects "
+            f"{INTERFACE_VERSION}. {advice}"
+        )
     return importlib.import_module(f"{package}.{name}")

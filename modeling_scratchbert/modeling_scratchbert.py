@@ -38,11 +38,16 @@ OptionalTensor = torch.Tensor | None
 
 
 # The options of every forward pass: see `ScratchBertModel.forward`, and `average` for `num_items_in_batch`.
-ForwardOptions = TypedDict("ForwardOptions", {  # noqa: UP013
-    "output_attentions": bool | None, "output_hidden_states": bool | None, "return_dict": bool | None,
-    "cu_seq_lens_q": OptionalTensor, "cu_seq_lens_k": OptionalTensor, "max_length_q": int | None,
-    "max_length_k": int | None, "num_items_in_batch": int | torch.Tensor | None, "padding_free": bool,
-}, total=False)  # fmt: skip
+class ForwardOptions(TypedDict, total=False):
+    output_attentions: bool | None
+    output_hidden_states: bool | None
+    return_dict: bool | None
+    cu_seq_lens_q: OptionalTensor
+    cu_seq_lens_k: OptionalTensor
+    max_length_q: int | None
+    max_length_k: int | None
+    num_items_in_batch: int | torch.Tensor | None
+    padding_free: bool
 
 
 def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
@@ -91,12 +96,18 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
-        encoder_attention_mask: OptionalTensor = None, past_key_values: Cache | None = None,
-        use_cache: bool | None = None, **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:  # fmt: skip
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        encoder_hidden_states: OptionalTensor = None,
+        encoder_attention_mask: OptionalTensor = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:
         """
         Args:
             input_ids: `(B, T)` token ids; or else `inputs_embeds`, `(B, T, C)`.
@@ -278,11 +289,17 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-                inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
-                next_sentence_label: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | ScratchBertForPreTrainingOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None,
+        next_sentence_label: OptionalTensor = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | ScratchBertForPreTrainingOutput:
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -323,11 +340,18 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-                inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
-                encoder_attention_mask: OptionalTensor = None, labels: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.MaskedLMOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        encoder_hidden_states: OptionalTensor = None,
+        encoder_attention_mask: OptionalTensor = None,
+        labels: OptionalTensor = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.MaskedLMOutput:
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -367,10 +391,16 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-                inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.SequenceClassifierOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.SequenceClassifierOutput:
         """
         Args:
             labels: the classes, or what else the class of this model describes; the loss is computed from them.
@@ -436,9 +466,11 @@ class ScratchBertForSequenceClassification(ScratchBertClassifier):
             return super()._loss(logits, labels, num_items)
         if self.config.problem_type == "multi_label_classification":
             return average(binary_cross_entropy_with_logits, logits, labels, num_items)
-        raise ValueError(f"config.problem_type is {self.config.problem_type!r}; expected 'regression', "
-                         "'single_label_classification', 'multi_label_classification', or None to derive it from the "
-                         "labels.")  # fmt: skip
+        raise ValueError(
+            f"config.problem_type is {self.config.problem_type!r}; expected 'regression', "
+            "'single_label_classification', 'multi_label_classification', or None to derive it from the "
+            "labels."
+        )
 
 
 class ScratchBertForTokenClassification(ScratchBertClassifier):
@@ -469,11 +501,17 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-                inputs_embeds: OptionalTensor = None, start_positions: OptionalTensor = None,
-                end_positions: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        start_positions: OptionalTensor = None,
+        end_positions: OptionalTensor = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:
         """
         Args:
             start_positions: `(B,)`, the first token of the answer; one after the end of the sequence is ignored.
@@ -509,10 +547,16 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-                inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.MultipleChoiceModelOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:
         """
         Args:
             input_ids: `(B, N, T)` for N choices; also `attention_mask`, `token_type_ids`, `position_ids`, and
@@ -537,8 +581,10 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
     def __init__(self, config: ScratchBertConfig):
         super().__init__(config)
         if not config.is_decoder:
-            logger.warning("config.is_decoder is False; each token then attends to later ones, which generate does not "
-                           "have. Pass is_decoder=True.")  # fmt: skip
+            logger.warning(
+                "config.is_decoder is False; each token then attends to later ones, which generate does not "
+                "have. Pass is_decoder=True."
+            )
         # With label smoothing, `Trainer` shifts the labels for the classes in this table, to which
         # `AutoModelForCausalLM.register` does not add.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ScratchBertConfig.model_type, ScratchBertForCausalLM.__name__)
@@ -548,13 +594,20 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
 
     @can_return_tuple
     def forward(
-        self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-        token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-        inputs_embeds: OptionalTensor = None, encoder_hidden_states: OptionalTensor = None,
-        encoder_attention_mask: OptionalTensor = None, labels: OptionalTensor = None,
-        past_key_values: Cache | None = None, use_cache: bool | None = None, logits_to_keep: int | torch.Tensor = 0,
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        inputs_embeds: OptionalTensor = None,
+        encoder_hidden_states: OptionalTensor = None,
+        encoder_attention_mask: OptionalTensor = None,
+        labels: OptionalTensor = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[ForwardOptions],
-    ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:  # fmt: skip
+    ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:
         """
         Args:
             labels: `(B, T)`, the input ids, which are shifted here; -100 for tokens that are not to be predicted.
@@ -627,14 +680,23 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
 
     @can_return_tuple
     @merge_with_config_defaults
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
-                encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
-                past_key_values: Cache | None = None, inputs_embeds: OptionalTensor = None,
-                decoder_inputs_embeds: OptionalTensor = None, use_cache: bool | None = None,
-                token_type_ids: OptionalTensor = None, position_ids: OptionalTensor = None,
-                decoder_position_ids: OptionalTensor = None, decoder_token_type_ids: OptionalTensor = None,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.Seq2SeqModelOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        decoder_input_ids: OptionalTensor = None,
+        decoder_attention_mask: OptionalTensor = None,
+        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: OptionalTensor = None,
+        decoder_inputs_embeds: OptionalTensor = None,
+        use_cache: bool | None = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        decoder_position_ids: OptionalTensor = None,
+        decoder_token_type_ids: OptionalTensor = None,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.Seq2SeqModelOutput:
         """
         Args:
             input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
@@ -657,8 +719,10 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
             ValueError: an argument has a wrong shape, dtype or value.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
-            raise ValueError("decoder_input_ids and decoder_inputs_embeds: neither was given; expected one of them. "
-                             "ScratchBertForConditionalGeneration derives decoder_input_ids from labels.")  # fmt: skip
+            raise ValueError(
+                "decoder_input_ids and decoder_inputs_embeds: neither was given; expected one of them. "
+                "ScratchBertForConditionalGeneration derives decoder_input_ids from labels."
+            )
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         if encoder_outputs is None:
@@ -672,8 +736,11 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         decoder = {f"decoder_{name}": value for name, value in recorded(decoder_outputs).items()}
         encoder = {"encoder_last_hidden_state": encoded.last_hidden_state}
         encoder |= {f"encoder_{name}": value for name, value in recorded(encoded).items()}
-        fields = {name: decoder_outputs[name] for name in ("last_hidden_state", "past_key_values", "cross_attentions")
-                  if name in decoder_outputs}  # fmt: skip
+        fields = {
+            name: decoder_outputs[name]
+            for name in ("last_hidden_state", "past_key_values", "cross_attentions")
+            if name in decoder_outputs
+        }
         return modeling_outputs.Seq2SeqModelOutput(**fields, **decoder, **encoder)
 
     def _given_encoder_outputs(self, outputs, attention_mask) -> modeling_outputs.BaseModelOutput:
@@ -721,15 +788,25 @@ class ScratchBertForConditionalGeneration(
         return cls.from_pretrained(None, config=config, state_dict=tensors, **options)
 
     @can_return_tuple
-    def forward(self, input_ids: OptionalTensor = None, attention_mask: OptionalTensor = None,
-                decoder_input_ids: OptionalTensor = None, decoder_attention_mask: OptionalTensor = None,
-                encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
-                past_key_values: Cache | None = None, inputs_embeds: OptionalTensor = None,
-                decoder_inputs_embeds: OptionalTensor = None, labels: OptionalTensor = None,
-                use_cache: bool | None = None, token_type_ids: OptionalTensor = None,
-                position_ids: OptionalTensor = None, decoder_position_ids: OptionalTensor = None,
-                decoder_token_type_ids: OptionalTensor = None, logits_to_keep: int | torch.Tensor = 0,
-                **kwargs: Unpack[ForwardOptions]) -> tuple | modeling_outputs.Seq2SeqLMOutput:  # fmt: skip
+    def forward(
+        self,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        decoder_input_ids: OptionalTensor = None,
+        decoder_attention_mask: OptionalTensor = None,
+        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: OptionalTensor = None,
+        decoder_inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None,
+        use_cache: bool | None = None,
+        token_type_ids: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
+        decoder_position_ids: OptionalTensor = None,
+        decoder_token_type_ids: OptionalTensor = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[ForwardOptions],
+    ) -> tuple | modeling_outputs.Seq2SeqLMOutput:
         """
         Args:
             labels: `(B, T)`, the ids of the target without the start token, and -100 for padding. Shifted right, they
@@ -775,7 +852,9 @@ class ScratchBertForConditionalGeneration(
         if self.config.decoder_start_token_id is None:
             raise no_start_id("config")
         if self.config.pad_token_id is None:
-            raise ValueError("config.pad_token_id is None; expected an id to replace labels of -100. Set it to the "
-                             "tokenizer's pad_token_id.")  # fmt: skip
+            raise ValueError(
+                "config.pad_token_id is None; expected an id to replace labels of -100. Set it to the "
+                "tokenizer's pad_token_id."
+            )
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)

@@ -43,14 +43,18 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     # Buffers of old BERT checkpoints, and the second name of the output bias (see `bert.names`).
     _keys_to_ignore_on_load_unexpected = [r"\bposition_ids$", r"^(decoder\.)?cls.predictions.bias$"]
     _is_encoder_decoder = False
-    _can_record_outputs = {"hidden_states": TransformerBlock,
-                           "attentions": OutputRecorder(MultiHeadAttention, 1, "attention"),
-                           "cross_attentions": OutputRecorder(MultiHeadAttention, 1, "cross_attention")}  # fmt: skip
+    _can_record_outputs = {
+        "hidden_states": TransformerBlock,
+        "attentions": OutputRecorder(MultiHeadAttention, 1, "attention"),
+        "cross_attentions": OutputRecorder(MultiHeadAttention, 1, "cross_attention"),
+    }
 
     def __init__(self, config: ScratchBertConfig, *args, **kwargs):
         if not _is_our_config(config):
-            raise TypeError(f"config is a {type(config).__name__}; expected a ScratchBertConfig. Convert a BertConfig "
-                            "with ScratchBertConfig.from_bert(config).")  # fmt: skip
+            raise TypeError(
+                f"config is a {type(config).__name__}; expected a ScratchBertConfig. Convert a BertConfig "
+                "with ScratchBertConfig.from_bert(config)."
+            )
         config.check()
         _check_class(type(self), vars(config), "the configuration")
         super().__init__(config, *args, **kwargs)
@@ -75,9 +79,15 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             initialization.constant_(module.weight, module.init)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *model_args,
-                        config: PreTrainedConfig | str | os.PathLike | None = None,
-                        key_mapping: dict[str, str] | None = None, verify: bool = False, **kwargs) -> Self:  # fmt: skip
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args,
+        config: PreTrainedConfig | str | os.PathLike | None = None,
+        key_mapping: dict[str, str] | None = None,
+        verify: bool = False,
+        **kwargs,
+    ) -> Self:
         """Load a ScratchBert checkpoint, or any BERT checkpoint, from a folder or a hub id.
 
         Weights that the checkpoint does not have are initialised and named in a warning. The other arguments are those
@@ -116,9 +126,17 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             check_probe(model)
         return (model, info) if with_info else model  # type: ignore[return-value]
 
-    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True,
-                        state_dict: dict | None = None, push_to_hub: bool = False, max_shard_size: int | str = "50GB",
-                        variant: str | None = None, *args, **kwargs) -> None:  # fmt: skip
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        *args,
+        **kwargs,
+    ) -> None:
         """Save a ScratchBert checkpoint: weights under our names, the code, a config.json whose `auto_map` names it,
         and a probe.json for `from_pretrained(verify=True)`. Files are written in a temporary folder and moved into
         place when all are complete.
@@ -161,9 +179,11 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         derived = [cls for cls in ancestors if cls.__module__ not in own and not cls.__module__.startswith("torch.")]
         if derived and type(self)._auto_class is None:
             name = derived[0].__name__
-            logger.warning(f"{name} is defined outside modeling_scratchbert, so only {name}.from_pretrained can load "
-                           f"what is saved here. Call {name}.register_for_auto_class('AutoModel…') before saving to "
-                           "let the Auto classes load it.")  # fmt: skip
+            logger.warning(
+                f"{name} is defined outside modeling_scratchbert, so only {name}.from_pretrained can load "
+                f"what is saved here. Call {name}.register_for_auto_class('AutoModel…') before saving to "
+                "let the Auto classes load it."
+            )
         return {"AutoConfig": AUTO_MAP["AutoConfig"]} if derived else dict(AUTO_MAP)
 
     def save_as_bert(self, save_directory: str | os.PathLike) -> None:
@@ -204,8 +224,10 @@ def _check_class(cls: type[ScratchBertPreTrainedModel], fields: dict, source) ->
         advice = "Start a model from a single BERT with ScratchBertForConditionalGeneration.from_bert(…)."
         if is_encoder_decoder:
             advice = "Load it with ScratchBertForConditionalGeneration or AutoModel, and call get_encoder()."
-        raise ValueError(f"is_encoder_decoder is {is_encoder_decoder} in {source}; {cls.__name__} expected "
-                         f"{not is_encoder_decoder}. {advice}")  # fmt: skip
+        raise ValueError(
+            f"is_encoder_decoder is {is_encoder_decoder} in {source}; {cls.__name__} expected "
+            f"{not is_encoder_decoder}. {advice}"
+        )
 
 
 def _check_blocks(model, info: dict, source) -> None:
@@ -213,7 +235,9 @@ def _check_blocks(model, info: dict, source) -> None:
     blocks = {name for name, _ in model.named_parameters() if ".blocks." in name}
     has_others = any(".0." in name for name in info["unexpected_keys"])
     if blocks and has_others and blocks <= info["missing_keys"]:
-        raise ValueError(f"{source or 'state_dict'} has {min(info['unexpected_keys'])!r} and no {min(blocks)!r}; "
-                         f"expected the names of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in "
-                         f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
-                         "attribute that holds the encoder.")  # fmt: skip
+        raise ValueError(
+            f"{source or 'state_dict'} has {min(info['unexpected_keys'])!r} and no {min(blocks)!r}; "
+            f"expected the names of a BERT or ScratchBert. Pass key_mapping={{pattern: replacement}}; in "
+            f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
+            "attribute that holds the encoder."
+        )

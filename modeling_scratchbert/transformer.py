@@ -30,20 +30,34 @@ class TransformerBlock(GradientCheckpointingLayer):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-                encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
-                past_key_values: Cache | None = None, **kwargs) -> torch.Tensor:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
         x, pre_norm = hidden_states, self.norm_first
 
-        y, _ = self.attention(self.attention_norm(x) if pre_norm else x, attention_mask=attention_mask,
-                              past_key_values=past_key_values, **kwargs)  # fmt: skip
+        y, _ = self.attention(
+            self.attention_norm(x) if pre_norm else x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
         x = x + self.dropout(y) if pre_norm else self.attention_norm(x + self.dropout(y))
 
         if encoder_hidden_states is not None:
-            y, _ = self.cross_attention(self.cross_attention_norm(x) if pre_norm else x,
-                                        attention_mask=encoder_attention_mask, past_key_values=past_key_values,
-                                        encoder_hidden_states=encoder_hidden_states, **kwargs)  # fmt: skip
+            y, _ = self.cross_attention(
+                self.cross_attention_norm(x) if pre_norm else x,
+                attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                encoder_hidden_states=encoder_hidden_states,
+                **kwargs,
+            )
             x = x + self.dropout(y) if pre_norm else self.cross_attention_norm(x + self.dropout(y))
 
         y = self.feed_forward(self.feed_forward_norm(x) if pre_norm else x)
@@ -60,8 +74,13 @@ class TransformerStack(nn.Module):
         width, eps = config.hidden_size, config.layer_norm_eps
         self.final_norm = nn.LayerNorm(width, eps=eps) if config.norm_first else nn.Identity()
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-                encoder_hidden_states: torch.Tensor | None = None, **kwargs) -> torch.Tensor:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerBlock.forward`."""
         for block in self.blocks:
             # Reentrant checkpointing gives gradients to positional arguments only.

@@ -65,8 +65,11 @@ class PaddedBatch:
         if eager and config._attn_implementation != "eager":
             config = copy.copy(config)
             config._attn_implementation = "eager"
-        mask = (create_causal_mask(config, hidden_states, self.attention_mask, cache) if config.is_decoder
-                else create_bidirectional_mask(config, hidden_states, self.attention_mask))  # fmt: skip
+        mask = (
+            create_causal_mask(config, hidden_states, self.attention_mask, cache)
+            if config.is_decoder
+            else create_bidirectional_mask(config, hidden_states, self.attention_mask)
+        )
         if encoder_states is not None:
             encoder_mask = create_bidirectional_mask(config, hidden_states, encoder_mask, encoder_states)
         if config._attn_implementation in ("sdpa", "flex_attention"):
@@ -367,9 +370,28 @@ def supports_unpadding(cls: type, *methods: str) -> type:
 
 # Elementwise activations, which PReLU is not; layers that treat tokens one by one; containers.
 _position_wise: set[Any] = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()} - {nn.PReLU}
-_position_wise |= {nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
-                   nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList,
-                   nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict}  # fmt: skip
+_position_wise |= {
+    nn.GELU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.Mish,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    nn.Linear,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Embedding,
+    nn.Dropout,
+    nn.Identity,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Sequential,
+    nn.ParameterList,
+    nn.ParameterDict,
+}
 for _class in _position_wise:
     supports_unpadding(_class, "forward")
 
@@ -377,8 +399,16 @@ for _class in _position_wise:
 KNOWN_TENSORS = ("torch.nn.parameter", "torch.distributed", "torchao")
 # Where hooks and replaced methods come from that compute the same on unpadded batches: devices, sharding, output
 # recording, calibration.
-NEUTRAL_ORIGINS = ("transformers.distributed.", "transformers.utils.output_capturing.", "modeling_scratchbert.cpu.",
-                   "torch.distributed.", "torch.nn.utils.", "torch.utils.", "accelerate.", "deepspeed.")  # fmt: skip
+NEUTRAL_ORIGINS = (
+    "transformers.distributed.",
+    "transformers.utils.output_capturing.",
+    "modeling_scratchbert.cpu.",
+    "torch.distributed.",
+    "torch.nn.utils.",
+    "torch.utils.",
+    "accelerate.",
+    "deepspeed.",
+)
 HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -37,32 +37,50 @@ import sys
 from toolkit.benchmark import VARIANT_NAMES, WORKLOADS
 from toolkit.cli import Parser, integer_from, open_report_output
 
-FULL = {"workloads": list(WORKLOADS), "variants": list(VARIANT_NAMES), "repetitions": 5, "batches": 4, "processes": 3,
-        "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")], "tokens": 24}  # fmt: skip
-QUICK = {"workloads": ["reviews", "mix", "full-128", "single", "decoding"],
-         "variants": ["bert", "openvino", "ours", "ours-optimised"], "repetitions": 2, "batches": 1, "processes": 1,
-         "cases": [(8, "greedy")], "tokens": 8}  # fmt: skip
+FULL = {
+    "workloads": list(WORKLOADS),
+    "variants": list(VARIANT_NAMES),
+    "repetitions": 5,
+    "batches": 4,
+    "processes": 3,
+    "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")],
+    "tokens": 24,
+}
+QUICK = {
+    "workloads": ["reviews", "mix", "full-128", "single", "decoding"],
+    "variants": ["bert", "openvino", "ours", "ours-optimised"],
+    "repetitions": 2,
+    "batches": 1,
+    "processes": 1,
+    "cases": [(8, "greedy")],
+    "tokens": 8,
+}
 
 
 def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s [--FLAG VALUE …]")
-    parser.group("data").add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="some of "
-                                      f"{', '.join(WORKLOADS)}")  # fmt: skip
+    parser.group("data").add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"some of {', '.join(WORKLOADS)}"
+    )
     model = parser.group("model")
-    model.add_argument("--model", metavar="MODEL", help="a BERT or ScratchBert: a folder or hub id; default: "
-                       "BERT-base, random weights")  # fmt: skip
-    model.add_argument("--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", help="some of "
-                       f"{', '.join(VARIANT_NAMES)}")  # fmt: skip
+    model.add_argument(
+        "--model", metavar="MODEL", help="a BERT or ScratchBert: a folder or hub id; default: BERT-base, random weights"
+    )
+    model.add_argument(
+        "--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", help=f"some of {', '.join(VARIANT_NAMES)}"
+    )
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--quick", action="store_true", help="fewer workloads, variants, repetitions and batches")
     number = {"type": integer_from(1), "metavar": "N"}
-    evaluation.add_argument("--repetitions", **number, help="repetitions of each measurement; default: "
-                            "5, with --quick 2")  # fmt: skip
+    evaluation.add_argument(
+        "--repetitions", **number, help="repetitions of each measurement; default: 5, with --quick 2"
+    )
     evaluation.add_argument("--batches", **number, help="batches of each workload; default: 4, with --quick 1")
     evaluation.add_argument("--processes", **number, help="for single sentences; default: 3, with --quick 1")
     evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
-    evaluation.add_argument("--memory", action="store_true", help="also measure the peak memory of each variant, in a "
-                            "new process")  # fmt: skip
+    evaluation.add_argument(
+        "--memory", action="store_true", help="also measure the peak memory of each variant, in a new process"
+    )
     evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of weights, ids and lengths")
     parser.add_report_output("write all numbers", "draw the speed in each precision, and time against tokens")
     return parser

@@ -24,8 +24,20 @@ import sys
 from toolkit.benchmark import VARIANT_NAMES
 from toolkit.cli import Parser, file_in_existing_folder, integer_from
 
-DEFAULT_VARIANTS = ["bert", "onnx", "onnx-int8", "openvino", "sentence-transformers", "ctranslate2", "ctranslate2-int8",
-                    "ours", "ours-optimised", "ours-eager", "ours-bf16", "ours-int8"]  # fmt: skip
+DEFAULT_VARIANTS = [
+    "bert",
+    "onnx",
+    "onnx-int8",
+    "openvino",
+    "sentence-transformers",
+    "ctranslate2",
+    "ctranslate2-int8",
+    "ours",
+    "ours-optimised",
+    "ours-eager",
+    "ours-bf16",
+    "ours-int8",
+]
 
 
 def make_parser() -> Parser:
@@ -36,15 +48,27 @@ def make_parser() -> Parser:
     data = parser.group("data")
     data.add_argument("--texts", **number, default=100, help="number of texts, the three kinds together")
     model = parser.group("model")
-    model.add_argument("--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", default=DEFAULT_VARIANTS,
-                       help=f"some of {', '.join(VARIANT_NAMES)}")  # fmt: skip
+    model.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANT_NAMES,
+        metavar="NAME",
+        default=DEFAULT_VARIANTS,
+        help=f"some of {', '.join(VARIANT_NAMES)}",
+    )
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--batchings", **number, default=4, help="number of random batchings")
-    evaluation.add_argument("--threads", **number, nargs="+", default=[1, 2, 3], help="numbers of threads that take "
-                            "turns; ONNX Runtime, OpenVINO and CTranslate2 always use the last")  # fmt: skip
+    evaluation.add_argument(
+        "--threads",
+        **number,
+        nargs="+",
+        default=[1, 2, 3],
+        help="numbers of threads that take turns; ONNX Runtime, OpenVINO and CTranslate2 always use the last",
+    )
     evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of texts and batchings")
-    parser.group("output").add_argument("--json", metavar="FILE", type=file_in_existing_folder, help="write all "
-                                        "numbers, the machine and the versions")  # fmt: skip
+    parser.group("output").add_argument(
+        "--json", metavar="FILE", type=file_in_existing_folder, help="write all numbers, the machine and the versions"
+    )
     return parser
 
 

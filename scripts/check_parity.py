@@ -36,10 +36,17 @@ def make_parser() -> Parser:
     data = parser.group("data")
     data.add_argument("--rows", type=integer_from(1), metavar="N", help="use only the first N rows; default: 500")
     data.add_argument("--calibration", type=Path, metavar="FILE", help="of save_calibration; adds calibrated int8")
-    parser.group("evaluation").add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the "
-                                            "random ids, and of the scalar whose gradients are compared")  # fmt: skip
-    parser.add_report_output("write all rows, the verdict and the versions",
-                             "draw the differences from layer to layer, or the cosines of the texts")  # fmt: skip
+    parser.group("evaluation").add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the seed of the random ids, and of the scalar whose gradients are compared",
+    )
+    parser.add_report_output(
+        "write all rows, the verdict and the versions",
+        "draw the differences from layer to layer, or the cosines of the texts",
+    )
     return parser
 
 

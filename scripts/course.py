@@ -27,11 +27,19 @@ def make_parser() -> Parser:
     parser.add_argument(
         "action", nargs="?", choices=["start", "check"], help="write the files with gaps, or check them"
     )
-    parser.add_argument("chapters", nargs="*", metavar="CHAPTER", type=integer_from(1), help="of check: 1 to "
-                        f"{len(FILES)}; default: all")  # fmt: skip
+    parser.add_argument(
+        "chapters",
+        nargs="*",
+        metavar="CHAPTER",
+        type=integer_from(1),
+        help=f"of check: 1 to {len(FILES)}; default: all",
+    )
     parser.group("data").add_argument("--folder", type=Path, default=Path("my-bert"), help="your files")
-    parser.group("model").add_argument("--model", metavar="MODEL", help="a BERT with a tokenizer: a folder or a hub "
-                                       "id; default: all-MiniLM-L6-v2, if its package is installed")  # fmt: skip
+    parser.group("model").add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a BERT with a tokenizer: a folder or a hub id; default: all-MiniLM-L6-v2, if its package is installed",
+    )
     return parser
 
 

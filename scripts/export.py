@@ -43,8 +43,9 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="a ScratchBert or BERT checkpoint: a folder or a hub id")
     parser.add_output("OUTPUT", help="the folder to write")
     output = parser.group("output")
-    output.add_argument("--format", choices=("torch", "aotinductor", "onnx", "openvino"), required=True,
-                        help="the format to write")  # fmt: skip
+    output.add_argument(
+        "--format", choices=("torch", "aotinductor", "onnx", "openvino"), required=True, help="the format to write"
+    )
     output.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it holds an export or a checkpoint")
     return parser
 
@@ -59,8 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
         export(args.model, args.output, args.format, overwrite=args.overwrite)
 
-    return parser.run(work, interrupted=f"interrupted; {args.output} is unchanged", expected=(RuntimeError,),
-                      is_silent=True)  # fmt: skip
+    return parser.run(
+        work, interrupted=f"interrupted; {args.output} is unchanged", expected=(RuntimeError,), is_silent=True
+    )
 
 
 if __name__ == "__main__":

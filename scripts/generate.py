@@ -57,9 +57,13 @@ DECODING_FLAGS = {
     "min_new_tokens": COUNT | {"type": integer_from(0), "help": "minimum length of an output, in tokens"},
     "num_beams": COUNT | {"help": "number of beams in beam search; 1: greedy decoding or sampling"},
     "length_penalty": AMOUNT | {"help": "beam search: above 0, long outputs are preferred; below 0, short ones"},
-    "early_stopping": {"type": json_or_text, "choices": [True, False, "never"], "metavar": "{true,false,never}",
-                       "help": "true: beam search ends with num_beams finished candidates; false: when a better one is "
-                       "unlikely; never: when there can be none"},
+    "early_stopping": {
+        "type": json_or_text,
+        "choices": [True, False, "never"],
+        "metavar": "{true,false,never}",
+        "help": "true: beam search ends with num_beams finished candidates; false: when a better one is "
+        "unlikely; never: when there can be none",
+    },
     "num_return_sequences": COUNT | {"help": "outputs per text"},
     "do_sample": {"action": "store_true", "help": "draw each token at random by its probability"},
     "temperature": AMOUNT | {"help": "below 1, likely tokens become likelier; above 1, less likely"},
@@ -67,9 +71,12 @@ DECODING_FLAGS = {
     "top_p": AMOUNT | {"help": "draw from the likeliest tokens whose probabilities add up to X"},
     "repetition_penalty": AMOUNT | {"help": "above 1, tokens that have occurred become less likely"},
     "no_repeat_ngram_size": COUNT | {"type": integer_from(0), "help": "no N tokens in a row occur twice; 0: they may"},
-    "stop_strings": {"action": "append", "metavar": "TEXT", "help": "an output ends where it contains this; may be "
-                     "given several times"},
-}  # fmt: skip
+    "stop_strings": {
+        "action": "append",
+        "metavar": "TEXT",
+        "help": "an output ends where it contains this; may be given several times",
+    },
+}
 MOST_USED = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_p")
 
 
@@ -83,24 +90,50 @@ def make_parser() -> Parser:
     used = parser.group("most used")
     used.add_argument("--file", metavar="FILE", help="a file with a text on each line")
     add_decoding_flags(used, MOST_USED)
-    used.add_argument("--seed", type=integer_from(0), metavar="N", help="the seed of --do_sample: the same seed, "
-                      "texts and batch size give the same outputs")  # fmt: skip
-    used.add_argument("--batch_size", type=integer_from(1), default=8, metavar="N", help="texts per batch; with 1, "
-                      "each line is answered before the next is read")  # fmt: skip
+    used.add_argument(
+        "--seed",
+        type=integer_from(0),
+        metavar="N",
+        help="the seed of --do_sample: the same seed, texts and batch size give the same outputs",
+    )
+    used.add_argument(
+        "--batch_size",
+        type=integer_from(1),
+        default=8,
+        metavar="N",
+        help="texts per batch; with 1, each line is answered before the next is read",
+    )
     used.add_argument("--device", help="the device, such as cpu or cuda:1; default: an accelerator if there is one")
-    used.add_argument("--jsonl", action="store_true", help="print a JSON object on each line: input, outputs and, for "
-                      "beam search, scores")  # fmt: skip
+    used.add_argument(
+        "--jsonl",
+        action="store_true",
+        help="print a JSON object on each line: input, outputs and, for beam search, scores",
+    )
     model = parser.group("model")
-    model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-                       help="the dtype of the computation; auto: that of the stored weights")  # fmt: skip
-    model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of a model; "
-                       "needed only if it is not what modeling_scratchbert saves")  # fmt: skip
+    model.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="the dtype of the computation; auto: that of the stored weights",
+    )
+    model.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="run the code in the folder of a model; needed only if it is not what modeling_scratchbert saves",
+    )
     decoding = parser.group("decoding")
     add_decoding_flags(decoding, [name for name in DECODING_FLAGS if name not in MOST_USED])
-    decoding.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help="any other "
-                          "field of GenerationConfig, its value as JSON or else text; may be repeated")  # fmt: skip
-    parser.group("output").add_argument("--stream", action="store_true", help="print each output while it is "
-                                        "generated; not for beam search")  # fmt: skip
+    decoding.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=option,
+        metavar="NAME=VALUE",
+        help="any other field of GenerationConfig, its value as JSON or else text; may be repeated",
+    )
+    parser.group("output").add_argument(
+        "--stream", action="store_true", help="print each output while it is generated; not for beam search"
+    )
     return parser
 
 
@@ -108,8 +141,13 @@ def add_decoding_flags(group, names: Iterable[str]) -> None:
     for name in names:
         group.add_argument(f"--{name}", default=argparse.SUPPRESS, **DECODING_FLAGS[name])
         if name == "do_sample":
-            group.add_argument("--no_do_sample", dest="do_sample", action="store_false", default=argparse.SUPPRESS,
-                               help="take the likeliest token")  # fmt: skip
+            group.add_argument(
+                "--no_do_sample",
+                dest="do_sample",
+                action="store_false",
+                default=argparse.SUPPRESS,
+                help="take the likeliest token",
+            )
 
 
 def option(text: str) -> tuple[str, object]:
@@ -186,8 +224,9 @@ def generate(parser: Parser, args) -> None:
         tokenizer, model = open_generator(args.model, args.dtype, args.device, args.trust_remote_code)
         plan = make_plan(model, tokenizer, options, with_scores=args.jsonl)
     if args.stream and (plan.num_beams > 1 or plan.num_return_sequences > 1):
-        raise CommandError("--stream prints one output while it grows; expected --num_beams 1 and "
-                           "--num_return_sequences 1")  # fmt: skip
+        raise CommandError(
+            "--stream prints one output while it grows; expected --num_beams 1 and --num_return_sequences 1"
+        )
     if args.seed is not None:
         torch.manual_seed(args.seed)
     number = 0

@@ -56,17 +56,27 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     parser.add_argument("sentence", metavar="SENTENCE", help="the model's input")
     data = parser.group("data")
-    data.add_argument("--decoder_text", metavar="TEXT", help="the target, for an encoder-decoder; default: what the "
-                      "model generates")  # fmt: skip
-    data.add_argument("--max_tokens", type=integer_from(2), default=48, metavar="N", help="maximum length of a text, "
-                      "special tokens included")  # fmt: skip
+    data.add_argument(
+        "--decoder_text", metavar="TEXT", help="the target, for an encoder-decoder; default: what the model generates"
+    )
+    data.add_argument(
+        "--max_tokens",
+        type=integer_from(2),
+        default=48,
+        metavar="N",
+        help="maximum length of a text, special tokens included",
+    )
     model = parser.group("model")
-    model.add_argument("--kind", choices=("self", "cross", "decoder"), help="the kind of attention; default: cross for "
-                       "an encoder-decoder, else self")  # fmt: skip
+    model.add_argument(
+        "--kind",
+        choices=("self", "cross", "decoder"),
+        help="the kind of attention; default: cross for an encoder-decoder, else self",
+    )
     for what in ("layers", "heads"):
         model.add_argument(f"--{what}", type=indices, metavar="N,N-N", help=f"draw these {what} only, such as 0,2,5-7")
-    parser.group("output").add_argument("--output", type=picture, required=True, metavar="FILE", help="the picture: a "
-                                        "name that ends in .png or .svg")  # fmt: skip
+    parser.group("output").add_argument(
+        "--output", type=picture, required=True, metavar="FILE", help="the picture: a name that ends in .png or .svg"
+    )
     return parser
 
 
@@ -94,8 +104,10 @@ def plot(parser: Parser, args) -> None:
             save(figure, args.output)
     print(args.output)
     if args.output.suffix.lower() == ".png" and any("missing from font" in str(one.message) for one in caught):
-        parser.report("no font here has some of the letters, which are drawn as boxes; write an SVG, or name a font "
-                      "that has them as font.family in a matplotlibrc")  # fmt: skip
+        parser.report(
+            "no font here has some of the letters, which are drawn as boxes; write an SVG, or name a font "
+            "that has them as font.family in a matplotlibrc"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,8 +38,9 @@ def make_parser() -> Parser:
     place = output.add_mutually_exclusive_group()
     place.add_argument("--revision", metavar="BRANCH", help="the branch, created if need be; default: main")
     place.add_argument("--pull_request", action="store_true", help="propose it to the repository's owner")
-    output.add_argument("--parity", metavar="FILE", type=Path, help="a file written by check_parity.py --json, "
-                        "for the model card")  # fmt: skip
+    output.add_argument(
+        "--parity", metavar="FILE", type=Path, help="a file written by check_parity.py --json, for the model card"
+    )
     output.add_argument("--message", default="Upload model", help="the commit message")
     output.add_argument("--dry_run", action="store_true", help="list the files that would be uploaded")
     return parser
@@ -64,8 +65,14 @@ def push(args) -> None:
         if args.dry_run:
             print("dry run: nothing was uploaded")
             return
-        commit, is_new = push(listing, args.repo, private=args.private, revision=args.revision,
-                              pull_request=args.pull_request, message=args.message)  # fmt: skip
+        commit, is_new = push(
+            listing,
+            args.repo,
+            private=args.private,
+            revision=args.revision,
+            pull_request=args.pull_request,
+            message=args.message,
+        )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise CommandError(explain(error, args.repo)) from error
     print(f"pushed to {commit.pr_url or commit}" if is_new else f"{args.repo} has all files already")

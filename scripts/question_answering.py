@@ -34,28 +34,40 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL --question TEXT --context TEXT [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     data = parser.group("data")
-    data.add_argument("--question", action="append", required=True, metavar="TEXT", help="a question; may be "
-                      "given several times")  # fmt: skip
+    data.add_argument(
+        "--question", action="append", required=True, metavar="TEXT", help="a question; may be given several times"
+    )
     where = data.add_mutually_exclusive_group(required=True)
     where.add_argument("--context", metavar="TEXT", help="the text with the answers")
     where.add_argument("--context_file", metavar="FILE", help="a UTF-8 file with the text; - for standard input")
     model = parser.group("model")
-    counts = {"--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
-              "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
-              "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
-              "--batch_size": (1, 8, "windows per batch")}  # fmt: skip
+    counts = {
+        "--max_length": (1, None, "tokens per window, including the question; default: that of the training"),
+        "--stride": (0, None, "context tokens that two windows share; default: that of the training"),
+        "--max_answer_length": (1, None, "maximum tokens of an answer; default: that of the training"),
+        "--batch_size": (1, 8, "windows per batch"),
+    }
     for flag, (minimum, default, text) in counts.items():
         model.add_argument(flag, type=integer_from(minimum), default=default, metavar="N", help=text)
     model.add_argument("--device", help="the device, such as cpu or cuda:1; default: an accelerator if there is one")
     output = parser.group("output")
-    output.add_argument("--n_best", type=integer_from(1), default=1, metavar="N", help="maximum number of answers to "
-                        "each question")  # fmt: skip
+    output.add_argument(
+        "--n_best", type=integer_from(1), default=1, metavar="N", help="maximum number of answers to each question"
+    )
     decides = output.add_mutually_exclusive_group()
-    decides.add_argument("--threshold", type=float, metavar="X", help="the score that an answer must exceed; a higher "
-                         "one gives fewer answers; default: that of the training")  # fmt: skip
+    decides.add_argument(
+        "--threshold",
+        type=float,
+        metavar="X",
+        help="the score that an answer must exceed; a higher one gives fewer answers; default: that of the training",
+    )
     decides.add_argument("--always_answer", action="store_true", help="give the best answer, whatever its score")
-    output.add_argument("--json", action="store_true", help="print an object on each line: question, and answers with "
-                        "text, start, end (characters of the context) and score")  # fmt: skip
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print an object on each line: question, and answers with "
+        "text, start, end (characters of the context) and score",
+    )
     return parser
 
 
@@ -78,8 +90,15 @@ def answer_all(args) -> None:
         options["threshold"] = None
     with about(args.model):
         tokenizer, model = open_reader(args.model, args.device)
-        found = answer(model, tokenizer, args.question, [context] * len(args.question), n_best=args.n_best,
-                       batch_size=args.batch_size, **options)  # fmt: skip
+        found = answer(
+            model,
+            tokenizer,
+            args.question,
+            [context] * len(args.question),
+            n_best=args.n_best,
+            batch_size=args.batch_size,
+            **options,
+        )
     with writing_output():
         for question, answers in zip(args.question, found, strict=True):
             if args.json:

@@ -66,8 +66,9 @@ def embed(sentences: list[str], tokenizer, model):
     """The embeddings, `(N, C)`, each of length 1."""
     import torch
 
-    batch = tokenizer(sentences, padding=True, truncation=True, max_length=model.config.max_position_embeddings,
-                      return_tensors="pt")  # fmt: skip
+    batch = tokenizer(
+        sentences, padding=True, truncation=True, max_length=model.config.max_position_embeddings, return_tensors="pt"
+    )
     with torch.inference_mode():
         states = model(**batch).last_hidden_state  # (N, T, C)
     weights = batch["attention_mask"][..., None].to(states.dtype)
@@ -99,10 +100,16 @@ def make_parser() -> Parser:
     parser.add_argument("folder", metavar="MODEL", help="a checkpoint with a tokenizer: a folder or a hub id")
     parser.add_argument("sentences", metavar="SENTENCE", nargs="*", help="two or more; default: six of our own")
     model = parser.group("model")
-    model.add_argument("--trust_remote_code", action="store_true", help="run the code in the folder of the model; "
-                       f"needed only if it is not what {PACKAGE} saves")  # fmt: skip
-    model.add_argument("--without_package", action="store_true", help=f"hide the package {PACKAGE}: shows that the "
-                       "folder alone is enough; requires --trust_remote_code")  # fmt: skip
+    model.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help=f"run the code in the folder of the model; needed only if it is not what {PACKAGE} saves",
+    )
+    model.add_argument(
+        "--without_package",
+        action="store_true",
+        help=f"hide the package {PACKAGE}: shows that the folder alone is enough; requires --trust_remote_code",
+    )
     return parser
 
 
@@ -113,8 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     if len(args.sentences) == 1:
         parser.error("one sentence is given; expected two or more, or none for the default ones")
     if args.without_package and not args.trust_remote_code:
-        parser.error("--without_package is given without --trust_remote_code; expected both, because the code in the "
-                     "folder then opens the model")  # fmt: skip
+        parser.error(
+            "--without_package is given without --trust_remote_code; expected both, because the code in the "
+            "folder then opens the model"
+        )
 
     def work() -> None:
         if args.without_package:

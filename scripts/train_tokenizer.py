@@ -32,35 +32,58 @@ from toolkit.files import atomic_folder, check_new_folder
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__, allow_abbrev=False,
-                    usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]")  # fmt: skip
+    parser = Parser(
+        __file__, __doc__, allow_abbrev=False, usage="%(prog)s --train_file FILE … --output FOLDER [--FLAG VALUE …]"
+    )
     data = parser.group("data")
-    data.add_argument("--train_file", nargs="+", type=Path, required=True, metavar="FILE", help="the texts: .txt, "
-                      ".csv, .tsv, .json, .jsonl or .parquet, each also .gz or .zst; folders; or patterns")  # fmt: skip
-    data.add_argument("--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its "
-                      "own; default: text")  # fmt: skip
-    data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
-                      "text on each line")  # fmt: skip
-    data.add_argument("--on_bad_row", choices=("stop", "skip"), default="stop", help="what to do with an invalid row; "
-                      "skipped ones are listed")  # fmt: skip
+    data.add_argument(
+        "--train_file",
+        nargs="+",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the texts: .txt, .csv, .tsv, .json, .jsonl or .parquet, each also .gz or .zst; folders; or patterns",
+    )
+    data.add_argument(
+        "--column", nargs="+", metavar="NAME", help="the columns of the texts, each a text of its own; default: text"
+    )
+    data.add_argument(
+        "--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a text on each line"
+    )
+    data.add_argument(
+        "--on_bad_row",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do with an invalid row; skipped ones are listed",
+    )
     number = {"type": integer_from(1), "metavar": "N"}
     training = parser.group("training")
     training.add_argument("--vocab_size", **number, default=30522, help="maximum number of tokens")
     training.add_argument("--min_frequency", **number, default=2, help="rarer pieces are spelt by shorter tokens")
-    training.add_argument("--limit_alphabet", **number, default=1000, help="maximum number of characters; rarer ones "
-                          "are [UNK]")  # fmt: skip
+    training.add_argument(
+        "--limit_alphabet", **number, default=1000, help="maximum number of characters; rarer ones are [UNK]"
+    )
     training.add_argument("--cased", action="store_true", help="keep upper case and, with it, accents")
-    training.add_argument("--accents", choices=("keep", "strip"), help="what to do with accents; default: strip, or "
-                          "keep with --cased")  # fmt: skip
-    training.add_argument("--pre_split", choices=("bert", "whitespace"), default="bert", help="what a word is: bert "
-                          "splits at spaces, punctuation and around each Chinese character; whitespace is for symbols, "
-                          "see above")  # fmt: skip
-    training.add_argument("--model_max_length", **number, default=512, help="positions of the model, to which "
-                          "longer texts are cut")  # fmt: skip
-    parser.group("evaluation").add_argument("--held_out", type=integer_from(0), default=100, metavar="N", help="keep "
-                                            "every N-th row for the report; 0: none")  # fmt: skip
-    parser.group("output").add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to "
-                                        "write; new or empty")  # fmt: skip
+    training.add_argument(
+        "--accents", choices=("keep", "strip"), help="what to do with accents; default: strip, or keep with --cased"
+    )
+    training.add_argument(
+        "--pre_split",
+        choices=("bert", "whitespace"),
+        default="bert",
+        help="what a word is: bert "
+        "splits at spaces, punctuation and around each Chinese character; whitespace is for symbols, "
+        "see above",
+    )
+    training.add_argument(
+        "--model_max_length", **number, default=512, help="positions of the model, to which longer texts are cut"
+    )
+    parser.group("evaluation").add_argument(
+        "--held_out", type=integer_from(0), default=100, metavar="N", help="keep every N-th row for the report; 0: none"
+    )
+    parser.group("output").add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="the folder to write; new or empty"
+    )
     return parser
 
 

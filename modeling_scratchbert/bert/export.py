@@ -11,8 +11,15 @@ from ..configuration_scratchbert import AUTO_MAP
 from .names import OUTPUT_BIAS, OUTPUT_BIAS_ALIAS, reference_class, to_bert
 
 # Fields that the config.json of a BERT does not have.
-NOT_IN_BERT = {"norm_first", "num_decoder_layers", "tie_encoder_decoder", "share_embeddings", "decoder_start_token_id",
-               "padding_free", "sparse_prediction"}  # fmt: skip
+NOT_IN_BERT = {
+    "norm_first",
+    "num_decoder_layers",
+    "tie_encoder_decoder",
+    "share_embeddings",
+    "decoder_start_token_id",
+    "padding_free",
+    "sparse_prediction",
+}
 
 
 def save_as_bert(model, save_directory: str | os.PathLike) -> None:
@@ -28,11 +35,14 @@ def bert_fields(model) -> dict:
     config, name = model.config, type(model).__name__
     for field, expected in (("norm_first", False), ("position_embedding_type", "absolute")):
         if (value := getattr(config, field)) != expected:
-            raise ValueError(f"{field} is {value!r}; expected {expected!r}, as in BERT. Save the model with "
-                             "save_pretrained.")  # fmt: skip
+            raise ValueError(
+                f"{field} is {value!r}; expected {expected!r}, as in BERT. Save the model with save_pretrained."
+            )
     if config.is_encoder_decoder:
-        raise ValueError(f"{name} has an encoder and a decoder; expected one of them, as in a BERT checkpoint. Save "
-                         "them with get_encoder().save_as_bert(…) and get_decoder().save_as_bert(…).")  # fmt: skip
+        raise ValueError(
+            f"{name} has an encoder and a decoder; expected one of them, as in a BERT checkpoint. Save "
+            "them with get_encoder().save_as_bert(…) and get_decoder().save_as_bert(…)."
+        )
     own = [cls.__name__ for cls in type(model).__mro__ if f"modeling_scratchbert.{cls.__name__}" in AUTO_MAP.values()]
     if not own:
         raise ValueError(f"{name} is not a model that BERT has as well; expected one. Save it with save_pretrained.")
@@ -50,13 +60,16 @@ def bert_tensors(model) -> dict[str, torch.Tensor]:
         if tensor.is_meta:
             raise ValueError(f"{name} has no values; expected them in memory. Load the model without device_map.")
         if type(tensor) is not torch.Tensor:
-            raise ValueError(f"{name} is a {type(tensor).__name__}; expected a plain tensor, neither quantised nor "
-                             "distributed. Save the model with save_pretrained, or load it without quantisation and "
-                             "tensor parallelism.")  # fmt: skip
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}; expected a plain tensor, neither quantised nor "
+                "distributed. Save the model with save_pretrained, or load it without quantisation and "
+                "tensor parallelism."
+            )
     bert_names = {name: to_bert(name) or "" for name in state}
     if unknown := [name for name, bert_name in bert_names.items() if not bert_name]:
-        raise ValueError(f"The model has {', '.join(unknown)}; expected tensors that BERT has. Save it with "
-                         "save_pretrained.")  # fmt: skip
+        raise ValueError(
+            f"The model has {', '.join(unknown)}; expected tensors that BERT has. Save it with save_pretrained."
+        )
     dropped = "bert." if model.base_model is model else ""
     tensors = {bert_names[name].removeprefix(dropped): tensor.contiguous() for name, tensor in state.items()}
     if OUTPUT_BIAS in tensors:

@@ -10,17 +10,38 @@ from transformers import BertConfig
 
 # The fields of the `bert_config.json` of Google's original release, which has no model type.
 GOOGLE_BERT_FIELDS = {
-    "attention_probs_dropout_prob", "directionality", "hidden_act", "hidden_dropout_prob", "hidden_size",
-    "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
-    "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
-    "type_vocab_size", "vocab_size",
-}  # fmt: skip
+    "attention_probs_dropout_prob",
+    "directionality",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+    "type_vocab_size",
+    "vocab_size",
+}
 
 # The fields in which the two BERTs of an `EncoderDecoderModel` must agree.
 SHARED_FIELDS = (
-    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "layer_norm_eps",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "max_position_embeddings",
+    "type_vocab_size",
+)
 
 # Fields that an `EncoderDecoderModel` reads from its own configuration only, and those that may be in its decoder's.
 OUTPUT_FIELDS = ("return_dict", "output_hidden_states", "output_attentions")
@@ -41,8 +62,10 @@ def _fields_of_bert(fields: dict, source) -> dict:
     _check_is_bert(fields, source)
     positions = fields.get("position_embedding_type") or "absolute"
     if positions != "absolute":
-        raise ValueError(f"{source} is a BERT with position_embedding_type={positions!r}; expected 'absolute'. "
-                         "ScratchBert does not support relative positions.")  # fmt: skip
+        raise ValueError(
+            f"{source} is a BERT with position_embedding_type={positions!r}; expected 'absolute'. "
+            "ScratchBert does not support relative positions."
+        )
     dropped = ("model_type", "architectures", "auto_map", "position_embedding_type")
     return {name: value for name, value in fields.items() if name not in dropped}
 
@@ -56,9 +79,11 @@ def _check_is_bert(fields: dict, source) -> None:
         raise ValueError(f"{source} has no model_type, and its architectures are {architectures}; {expected}.")
     is_google = {"hidden_size", "num_attention_heads"} <= set(fields) <= GOOGLE_BERT_FIELDS
     if model_type is None and not architectures and not is_google:
-        raise ValueError(f"The configuration of {source} has neither model_type nor architectures; {expected}, or the "
-                         "fields of Google's original release. If it is a BERT, add \"model_type\": \"bert\" to its "
-                         "config.json.")  # fmt: skip
+        raise ValueError(
+            f"The configuration of {source} has neither model_type nor architectures; {expected}, or the "
+            'fields of Google\'s original release. If it is a BERT, add "model_type": "bert" to its '
+            "config.json."
+        )
 
 
 def _fields_of_encoder_decoder(fields: dict, source) -> dict:
@@ -71,8 +96,10 @@ def _fields_of_encoder_decoder(fields: dict, source) -> dict:
         raise ValueError(f"{kind}, of which only those of two BERTs can be loaded: {error}") from error
     for name in SHARED_FIELDS:
         if (first := getattr(encoder, name)) != (second := getattr(decoder, name)):
-            raise ValueError(f"{kind}, and {name} is {first!r} in the encoder and {second!r} in the decoder; expected "
-                             "the same value. They may differ in depth only.")  # fmt: skip
+            raise ValueError(
+                f"{kind}, and {name} is {first!r} in the encoder and {second!r} in the decoder; expected "
+                "the same value. They may differ in depth only."
+            )
     if not decoder.add_cross_attention:
         raise ValueError(f"{kind}, and add_cross_attention is False in the decoder; expected True.")
     stated = {**fields["decoder"], **{name: value for name, value in fields.items() if value is not None}}

@@ -38,9 +38,11 @@ def check_is_reachable(error: Exception, source, revision: str | None) -> None:
         return
     requested = getattr(revision, "initial", revision)  # before `hub_options` resolved it
     command = f"hf download {source}" + (f" --revision {requested}" if requested else "")
-    raise UnreachableHubError(f"{source} is neither a folder nor completely in the cache, and the Hub cannot be "
-                              f"reached; expected one of the three. Run `{command}` where there is a network: it then "
-                              "opens from the cache, at once with HF_HUB_OFFLINE=1.") from error  # fmt: skip
+    raise UnreachableHubError(
+        f"{source} is neither a folder nor completely in the cache, and the Hub cannot be "
+        f"reached; expected one of the three. Run `{command}` where there is a network: it then "
+        "opens from the cache, at once with HF_HUB_OFFLINE=1."
+    ) from error
 
 
 def tensor_names(source, variant=None, use_safetensors=None, **hub_options) -> set[str] | None:
@@ -75,8 +77,10 @@ def _shards(source, index: str, hub_options: dict) -> list[str]:
     try:
         return get_checkpoint_shard_files(source, index, **hub_options)[0]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OSError(f"{index} is not the index of a sharded checkpoint; expected JSON with 'metadata' and "
-                      f"'weight_map': {error!r}. Download or save it again.") from error  # fmt: skip
+        raise OSError(
+            f"{index} is not the index of a sharded checkpoint; expected JSON with 'metadata' and "
+            f"'weight_map': {error!r}. Download or save it again."
+        ) from error
 
 
 def read_tensors(path, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -89,5 +93,7 @@ def read_tensors(path, device: str = "cpu") -> dict[str, torch.Tensor]:
         return tensors
     except Exception as error:  # a corrupt pickle can raise any exception
         size = f" ({os.path.getsize(path):,} bytes)" if os.path.exists(path) else ""
-        raise OSError(f"{path}{size} is truncated, corrupt or not a file of weights; expected a safetensors file or a "
-                      f"PyTorch state dict: {error}. Download or save it again.") from error  # fmt: skip
+        raise OSError(
+            f"{path}{size} is truncated, corrupt or not a file of weights; expected a safetensors file or a "
+            f"PyTorch state dict: {error}. Download or save it again."
+        ) from error

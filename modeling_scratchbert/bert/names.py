@@ -9,25 +9,33 @@ import re
 
 # The modules of a layer. Those of cross-attention differ from self-attention's in the beginning of their names.
 LAYER = {
-    "attention.self.query": "attention.query", "attention.self.key": "attention.key",
-    "attention.self.value": "attention.value", "attention.output.dense": "attention.output",
-    "attention.output.LayerNorm": "attention_norm", "intermediate.dense": "feed_forward.intermediate",
-    "intermediate.intermediate_act_fn": "feed_forward.activation", "output.dense": "feed_forward.output",
+    "attention.self.query": "attention.query",
+    "attention.self.key": "attention.key",
+    "attention.self.value": "attention.value",
+    "attention.output.dense": "attention.output",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "feed_forward.intermediate",
+    "intermediate.intermediate_act_fn": "feed_forward.activation",
+    "output.dense": "feed_forward.output",
     "output.LayerNorm": "feed_forward_norm",
-}  # fmt: skip
+}
 LAYER |= {f"cross{bert}": f"cross_{ours}" for bert, ours in LAYER.items() if bert.startswith("attention.")}
 
 BERT_TO_SCRATCHBERT = {
     "bert.embeddings.word_embeddings": "model.embeddings.word_embeddings",
     "bert.embeddings.position_embeddings": "model.embeddings.position_embeddings",
     "bert.embeddings.token_type_embeddings": "model.embeddings.token_type_embeddings",
-    "bert.embeddings.LayerNorm": "model.embeddings.norm", "bert.pooler.dense": "model.pooler.dense",
+    "bert.embeddings.LayerNorm": "model.embeddings.norm",
+    "bert.pooler.dense": "model.pooler.dense",
     **{f"bert.encoder.layer.{{i}}.{bert}": f"model.encoder.blocks.{{i}}.{ours}" for bert, ours in LAYER.items()},
     "cls.predictions.transform.dense": "lm_head.dense",
     "cls.predictions.transform.transform_act_fn": "lm_head.activation",
-    "cls.predictions.transform.LayerNorm": "lm_head.norm", "cls.predictions.decoder": "lm_head.decoder",
-    "cls.seq_relationship": "next_sentence_head", "classifier": "classifier", "qa_outputs": "qa_outputs",
-}  # fmt: skip
+    "cls.predictions.transform.LayerNorm": "lm_head.norm",
+    "cls.predictions.decoder": "lm_head.decoder",
+    "cls.seq_relationship": "next_sentence_head",
+    "classifier": "classifier",
+    "qa_outputs": "qa_outputs",
+}
 
 # The last part of a name. Checkpoints converted from TensorFlow, such as bert-base-uncased, have gamma and beta.
 TENSORFLOW_NAMES = {"gamma": "weight", "beta": "bias"}
@@ -38,8 +46,11 @@ OUTPUT_BIAS, OUTPUT_BIAS_ALIAS = "cls.predictions.decoder.bias", "cls.prediction
 
 # An `EncoderDecoderModel` has its heads in the decoder.
 SEQ2SEQ = {f"decoder.{bert}": ours.replace("model.", "model.decoder.") for bert, ours in BERT_TO_SCRATCHBERT.items()}
-SEQ2SEQ |= {bert.replace("bert.", "encoder."): ours.replace("model.", "model.encoder.")
-            for bert, ours in BERT_TO_SCRATCHBERT.items() if bert.startswith("bert.")}  # fmt: skip
+SEQ2SEQ |= {
+    bert.replace("bert.", "encoder."): ours.replace("model.", "model.encoder.")
+    for bert, ours in BERT_TO_SCRATCHBERT.items()
+    if bert.startswith("bert.")
+}
 TABLES = {"bert": BERT_TO_SCRATCHBERT, "encoder-decoder": SEQ2SEQ}
 REVERSED_TABLES = {kind: {ours: bert for bert, ours in table.items()} for kind, table in TABLES.items()}
 
@@ -105,5 +116,7 @@ def check_tensor_names(names: set[str], source) -> None:
     foreign = list(filter(in_layer.match, names - known))
     if foreign or not known:
         found = f"the tensor {min(foreign or names)!r}" if names else "no tensors"
-        raise ValueError(f"{source} has {found}; expected the tensors of a BERT with absolute positions, or of a "
-                         "ScratchBert. If only names differ, pass key_mapping={pattern: replacement}.")  # fmt: skip
+        raise ValueError(
+            f"{source} has {found}; expected the tensors of a BERT with absolute positions, or of a "
+            "ScratchBert. If only names differ, pass key_mapping={pattern: replacement}."
+        )

@@ -129,6 +129,8 @@ def load_factors(path: str | os.PathLike, groups: Groups) -> Factors:
         found = factors.get(name, torch.empty(0))
         shape = (groups[name][0].in_features,) if name in groups else None
         if found.shape != shape or not ((found > 0) & found.isfinite()).all():
-            raise ValueError(f"{path} has missing, unexpected or invalid factors for {name}; expected those of this "
-                             "model, positive and finite. Pass batches as calibration, or None.")  # fmt: skip
+            raise ValueError(
+                f"{path} has missing, unexpected or invalid factors for {name}; expected those of this "
+                "model, positive and finite. Pass batches as calibration, or None."
+            )
     return factors

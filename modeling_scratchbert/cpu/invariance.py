@@ -79,8 +79,10 @@ def grouped(queries, keys) -> dict[tuple, slice | list[int]]:
     for row, (own, others) in enumerate(zip(queries, keys, strict=True)):
         if own[0] != own[1] and others[0] != others[1]:
             groups.setdefault((*own, *others), []).append(row)
-    return {key: slice(rows[0] or None, rows[-1] + 1) if rows[-1] - rows[0] < len(rows) else rows
-            for key, rows in groups.items()}  # fmt: skip
+    return {
+        key: slice(rows[0] or None, rows[-1] + 1) if rows[-1] - rows[0] < len(rows) else rows
+        for key, rows in groups.items()
+    }
 
 
 def invariant_kernel(is_aligned: bool, kernel: Callable) -> Callable:

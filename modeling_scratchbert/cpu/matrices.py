@@ -72,9 +72,11 @@ class PackedMatrix:
         values = state.pop("values")
         vars(self).update(state)
         if not (multiplies_int8() if self.is_int8 else can_prepack(values)):
-            raise RuntimeError(f"The pickled model has prepacked weights of {values.dtype}; expected a CPU and a build "
-                               "of torch that multiply them. Load the checkpoint on this machine and call "
-                               "optimize_for_inference().")  # fmt: skip
+            raise RuntimeError(
+                f"The pickled model has prepacked weights of {values.dtype}; expected a CPU and a build "
+                "of torch that multiply them. Load the checkpoint on this machine and call "
+                "optimize_for_inference()."
+            )
         self._hold(values)
 
     def linear(self, x: Tensor, gelu_form: str | None = None) -> Tensor:
@@ -110,9 +112,11 @@ class PackedMatrix:
 
 
 torch.library.custom_op(
-    "scratchbert_cpu::linear", lambda x, key, gelu_form: MATRICES_BY_KEY[key].linear(x, gelu_form),
-    mutates_args=(), schema="(Tensor x, str key, str? gelu_form) -> Tensor",
-).register_fake(lambda x, key, gelu_form: MATRICES_BY_KEY[key].empty_output(x))  # fmt: skip
+    "scratchbert_cpu::linear",
+    lambda x, key, gelu_form: MATRICES_BY_KEY[key].linear(x, gelu_form),
+    mutates_args=(),
+    schema="(Tensor x, str key, str? gelu_form) -> Tensor",
+).register_fake(lambda x, key, gelu_form: MATRICES_BY_KEY[key].empty_output(x))
 
 
 class FloatMatrix(PackedMatrix):

@@ -67,8 +67,10 @@ def optimize(model, dtype: Any, calibration: Any, batch_invariant: bool) -> None
         model.eval()
         _warn_of_no_effect(model, dtype)
         if batch_invariant and (name := model.config.hidden_act) in VARYING_ACTIVATIONS:
-            logger.warning_once(f"hidden_act is {name!r}, which torch rounds differently in other batches; a text may "
-                                "have other last bits there. See docs/determinism.md.")  # fmt: skip
+            logger.warning_once(
+                f"hidden_act is {name!r}, which torch rounds differently in other batches; a text may "
+                "have other last bits there. See docs/determinism.md."
+            )
 
 
 def _check_model(model, dtype: Any, calibration, batch_invariant: bool) -> Any:

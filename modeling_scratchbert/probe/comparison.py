@@ -30,8 +30,10 @@ def read_probe(source, variant: str | None = None, **hub_options) -> dict:
             raise FileNotFoundError
         path: Any = cached_file(folder, name, **hub_options)
     except OSError as error:
-        missing = (f"{source or 'state_dict'} has no {name}; verify=True expects the one that save_pretrained writes "
-                   "beside the weights. Save the model again, or load it without verify=True.")  # fmt: skip
+        missing = (
+            f"{source or 'state_dict'} has no {name}; verify=True expects the one that save_pretrained writes "
+            "beside the weights. Save the model again, or load it without verify=True."
+        )
         raise OSError(missing) from error.__cause__  # in which `bert.files.explain` looks for its own
     try:
         probe = json.loads(Path(path).read_bytes())
@@ -91,8 +93,10 @@ def _check_files(tensors: dict[str, torch.Tensor], probe: dict, source) -> dict[
     changed = [name for name, tensor in tensors.items() if digest(tensor) != recorded.get(name)]
     changed += [name for name in recorded if identities[name] not in present]
     if changed:
-        raise ValueError(f"{_listed(changed)} in the files of {source} differ{'' if changed[1:] else 's'} from "
-                         "probe.json; expected the tensors that were saved. Download or save it again.")  # fmt: skip
+        raise ValueError(
+            f"{_listed(changed)} in the files of {source} differ{'' if changed[1:] else 's'} from "
+            "probe.json; expected the tensors that were saved. Download or save it again."
+        )
     return {name: tensors.get(name, present[identities[name]]) for name in recorded}
 
 
@@ -104,13 +108,17 @@ def _check_tensors(model, stored: dict[str, torch.Tensor], source) -> dict[str, 
     candidates = ((name, key) for name in state for key in (name.removeprefix(prefix), f"{prefix}{name}", name))
     saved = {name: stored[key] for name, key in candidates if key in stored}
     if missing := [name for name in state if name not in saved]:
-        raise ValueError(f"{_listed(missing)} {'are' if len(missing) > 1 else 'is'} not in {source}, and random in the "
-                         f"loaded {type(model).__name__}; verify=True expects every tensor in the checkpoint. Load it "
-                         "with the class that was saved, or without verify=True.")  # fmt: skip
+        raise ValueError(
+            f"{_listed(missing)} {'are' if len(missing) > 1 else 'is'} not in {source}, and random in the "
+            f"loaded {type(model).__name__}; verify=True expects every tensor in the checkpoint. Load it "
+            "with the class that was saved, or without verify=True."
+        )
     # Bits, because NaN is not equal to itself.
     if wrong := [n for n, held in state.items() if not torch.equal(to_bits(held), to_bits(saved[n].to(held.dtype)))]:
-        raise ValueError(f"{_listed(wrong)} differ{'' if wrong[1:] else 's'} in the loaded model from the files of "
-                         f"{source}; expected the same values. {_advice(model)}")  # fmt: skip
+        raise ValueError(
+            f"{_listed(wrong)} differ{'' if wrong[1:] else 's'} in the loaded model from the files of "
+            f"{source}; expected the same values. {_advice(model)}"
+        )
     return {name: saved[name].reshape(tensor.shape) for name, tensor in state.items()}
 
 
@@ -131,8 +139,10 @@ def _check_outputs(model, probe: dict, saved: dict[str, torch.Tensor], source) -
     for name in recorded:
         now, then = torch.tensor(computed[name]), torch.tensor(recorded[name])
         if now.shape != then.shape or not torch.allclose(now, then, TOLERANCE, TOLERANCE, equal_nan=True):
-            raise ValueError(f"{name} of the loaded {class_name} begins with {computed[name][0][:4]}; expected "
-                             f"{recorded[name][0][:4]}, as when it was saved. {_advice(model)}")  # fmt: skip
+            raise ValueError(
+                f"{name} of the loaded {class_name} begins with {computed[name][0][:4]}; expected "
+                f"{recorded[name][0][:4]}, as when it was saved. {_advice(model)}"
+            )
 
 
 def _advice(model) -> str:

@@ -62,9 +62,14 @@ def make_probe(model) -> dict:
     digests = {name: digest(state[name]) for name in first.values()}
     inputs = {} if custom else make_inputs(model)
     outputs = compute_outputs(model, inputs, {}, with_head=True) if inputs else {}
-    return {"class": type(model).__name__, "inputs": inputs, "outputs": outputs, "custom_modules": custom,
-            "tensors": {name: digests[tied[name]] for name in state},
-            "tied": {name: other for name, other in tied.items() if other != name}}  # fmt: skip
+    return {
+        "class": type(model).__name__,
+        "inputs": inputs,
+        "outputs": outputs,
+        "custom_modules": custom,
+        "tensors": {name: digests[tied[name]] for name in state},
+        "tied": {name: other for name, other in tied.items() if other != name},
+    }
 
 
 def digest(tensor: torch.Tensor) -> str:

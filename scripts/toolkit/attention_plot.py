@@ -58,8 +58,9 @@ def open_for_attention(source: str, kind: str | None, target: str | None):
     if kind != "self" and not is_encoder_decoder:
         raise ValueError(f"--kind is {kind}, and it has self-attention only; expected --kind self.")
     if kind == "self" and target is not None:
-        raise ValueError("--decoder_text is given with self-attention; expected --kind cross or decoder, of an "
-                         "encoder-decoder.")  # fmt: skip
+        raise ValueError(
+            "--decoder_text is given with self-attention; expected --kind cross or decoder, of an encoder-decoder."
+        )
     tokenizer = open_tokenizer(source)
     generates = kind != "self" and target is None
     model_class = ScratchBertForConditionalGeneration if generates else ScratchBertModel
@@ -68,8 +69,9 @@ def open_for_attention(source: str, kind: str | None, target: str | None):
 
 
 @torch.inference_mode()
-def attention(model, tokenizer, sentence: str, kind: str = "self", target: str | None = None,
-              max_tokens: int = 48) -> Attention:  # fmt: skip
+def attention(
+    model, tokenizer, sentence: str, kind: str = "self", target: str | None = None, max_tokens: int = 48
+) -> Attention:
     """The attention weights of a model for `sentence`.
 
     Args:
@@ -104,8 +106,10 @@ def encode(tokenizer, text: str, what: str, max_tokens: int) -> list[int]:
         raise ValueError(f"The {what} is empty.")
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) > max_tokens:
-        raise ValueError(f"The {what} has {len(ids)} tokens; expected at most {max_tokens}. Shorten it, or give "
-                         f"--max_tokens {len(ids)}.")  # fmt: skip
+        raise ValueError(
+            f"The {what} has {len(ids)} tokens; expected at most {max_tokens}. Shorten it, or give "
+            f"--max_tokens {len(ids)}."
+        )
     return ids
 
 
@@ -146,8 +150,9 @@ def fitted(text: str, size: float, width: float) -> tuple[str, float]:
     return "\n".join(folded), size * min(1, width / max(width_of(folded or [""], size), 1))
 
 
-def draw(attention: Attention, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None,
-         title: str = ""):  # fmt: skip
+def draw(
+    attention: Attention, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, title: str = ""
+):
     """Draws a heat map for each of `layers` and `heads`, in this order; None: all.
 
     Returns:
@@ -185,8 +190,15 @@ def draw(attention: Attention, layers: Sequence[int] | None = None, heads: Seque
             # "nearest" draws cells of many pixels in an SVG as well; viewers would blur cells of one pixel.
             image = axes.imshow(weights, vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-        figure.colorbar(image, ax=maps, label="attention weight", ticks=[0, 0.25, 0.5, 0.75, 1],
-                        aspect=grid_height / BAR, fraction=BAR / grid_width, pad=2 * GAP / grid_width)  # fmt: skip
+        figure.colorbar(
+            image,
+            ax=maps,
+            label="attention weight",
+            ticks=[0, 0.25, 0.5, 0.75, 1],
+            aspect=grid_height / BAR,
+            fraction=BAR / grid_width,
+            pad=2 * GAP / grid_width,
+        )
         label(figure, maps, attention, layers, heads, token_size, "vertical" if is_vertical else "horizontal")
     return figure
 
@@ -226,7 +238,9 @@ def save(figure, path: Path) -> None:
 
     width, height = (round(side * DPI) for side in figure.get_size_inches())
     if path.suffix.lower() == ".png" and width * height > MAX_PIXELS:
-        raise ValueError(f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose "
-                         "--layers and --heads, shorten the text, or write an SVG.")  # fmt: skip
+        raise ValueError(
+            f"The picture has {width:,} × {height:,} pixels; expected at most {MAX_PIXELS:,}. Choose "
+            "--layers and --heads, shorten the text, or write an SVG."
+        )
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plot_attention"}), atomic_file(path) as temporary:
         figure.savefig(temporary, metadata={"Date": None})  # the same picture gives the same bytes

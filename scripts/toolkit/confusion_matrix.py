@@ -11,8 +11,9 @@ LONGEST_LABEL = 20
 LONGEST_HORIZONTAL_LABEL = 6
 
 
-def plot_confusion(path: Path, labels: Sequence[str], references: Sequence[str], predictions: Sequence[str],
-                   title: str) -> None:  # fmt: skip
+def plot_confusion(
+    path: Path, labels: Sequence[str], references: Sequence[str], predictions: Sequence[str], title: str
+) -> None:
     """Draws a confusion matrix, with a row for each true label and a column for each predicted one. Colours show the
     share of the row; counts are written in the cells of up to 15 labels.
 
@@ -36,8 +37,15 @@ def plot_confusion(path: Path, labels: Sequence[str], references: Sequence[str],
     with new_figure(path, side + 3, side + 2) as figure:
         axis = figure.subplots()
         display = ConfusionMatrixDisplay(shares, display_labels=names)
-        display.plot(ax=axis, cmap="Blues", include_values=with_counts, xticks_rotation=rotation, colorbar=False,
-                     im_kw={"vmin": 0, "vmax": 1}, text_kw={"fontsize": "small"})  # fmt: skip
+        display.plot(
+            ax=axis,
+            cmap="Blues",
+            include_values=with_counts,
+            xticks_rotation=rotation,
+            colorbar=False,
+            im_kw={"vmin": 0, "vmax": 1},
+            text_kw={"fontsize": "small"},
+        )
         for text, count in zip(axis.texts, counts.flat, strict=False):
             text.set_text(f"{count:,}")
         axis.set_title(title, loc="left", parse_math=False)

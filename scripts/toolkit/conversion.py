@@ -147,8 +147,9 @@ def open_source(source: str, to: str, revision: str | None) -> Source:
         name, other = ("ScratchBert", "bert") if is_own else ("Bert", "scratchbert")
         raise ValueError(f"{source} is a {name} checkpoint already; --to {other} converts it.")
     if checkpoint.fields.get("quantization_config"):
-        raise ValueError(f"{source} is quantised; expected float weights. Convert the checkpoint that "
-                         "it was made from.")  # fmt: skip
+        raise ValueError(
+            f"{source} is quantised; expected float weights. Convert the checkpoint that it was made from."
+        )
     return Source(**vars(checkpoint), on_hub=on_hub, names=names, weights=weights)
 
 
@@ -159,9 +160,11 @@ def hub_names(source: str, revision: str | None) -> list[str]:
     try:
         return sorted(file.filename for file in snapshot_download(source, revision=revision, dry_run=True))
     except DryRunError as error:
-        raise FileNotFoundError(f"There is no folder {source}, and the Hub cannot be reached "
-                                f"({error.__cause__ or error}). Without a network, give the folder of the "
-                                "snapshot in the cache.") from error  # fmt: skip
+        raise FileNotFoundError(
+            f"There is no folder {source}, and the Hub cannot be reached "
+            f"({error.__cause__ or error}). Without a network, give the folder of the "
+            "snapshot in the cache."
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ the weights
@@ -173,15 +176,17 @@ def open_exactly(checkpoint: Source) -> tuple[PreTrainedModel, Report]:
     chosen, notes = choose_class(checkpoint)
     if chosen == "Model" and "pooler" not in parts:
         notes.append("the source has no pooler, so the target has none either")
-    tensors = {name: tensor for file in weight_files(checkpoint.files)
-               for name, tensor in load_state_dict(file).items()}  # fmt: skip
+    tensors = {
+        name: tensor for file in weight_files(checkpoint.files) for name, tensor in load_state_dict(file).items()
+    }
     dtypes = {tensors[name].dtype for name in ours if ours[name]} or {torch.float32}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"{checkpoint.source} is quantised: it has weights of {', '.join(map(str, dtypes))}.")
     dtype = functools.reduce(torch.promote_types, dtypes)
     if len(dtypes) > 1:
-        notes.append(f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in "
-                     f"{dtype}, without loss")  # fmt: skip
+        notes.append(
+            f"the weights are in {' and '.join(sorted(map(str, dtypes)))}; all are written in {dtype}, without loss"
+        )
 
     model = open_class(checkpoint, "scratchbert", chosen, "pooler" in parts, dtype)
     if "pooler" in parts and model.base_model.pooler is None:
@@ -225,8 +230,9 @@ def compare(model: PreTrainedModel, tensors: dict, ours: dict, kind: str, report
         elif torch.equal(to_bits(held[own]), to_bits(tensor.to(held[own].dtype))):  # NaN equals NaN
             report.tensors += 1
         elif name.removeprefix("decoder.") == OUTPUT_BIAS_ALIAS:
-            report.left[f"tensor {name}"] = ("cls.predictions.decoder.bias differs from it, and BERT "
-                                             "computes with that one")  # fmt: skip
+            report.left[f"tensor {name}"] = (
+                "cls.predictions.decoder.bias differs from it, and BERT computes with that one"
+            )
         else:
             raise ValueError(f"{name} would change in the conversion, which is a bug; please report it.")
 
@@ -305,8 +311,13 @@ def write_card(folder: Path, checkpoint: Source, to: str, title: str, report: Re
     hub_id = checkpoint.source if checkpoint.on_hub else None
     update_metadata(card.data, is_ours, TASKS.get(short_name(model_class)), hub_id)
     use = opening(title, model_class, trust_remote_code=is_ours) | {"sentences": "modules.json" in report.copied}
-    section = render(ModelCardData(), title=title, converted_from=hub_id or Path(checkpoint.source).resolve().name,
-                     reference=reference_class(model_class) if is_ours else None, use=use)  # fmt: skip
+    section = render(
+        ModelCardData(),
+        title=title,
+        converted_from=hub_id or Path(checkpoint.source).resolve().name,
+        reference=reference_class(model_class) if is_ours else None,
+        use=use,
+    )
     before, _, rest = card.text.partition(f"\n{BEGIN}")
     body = before + rest.partition(f"{END}\n")[2]  # without the section of an earlier conversion
     card.text = f"\n{BEGIN}{section.text}{END}\n{body}"

@@ -83,24 +83,36 @@ def examine(run: Run, rows: list[torch.Tensor], batchings: list[Batching], threa
                 elif not torch.equal(to_bits(states), to_bits(alone[number])):  # 0 and -0 differ, NaN equals itself
                     differences.append((number, largest(states.float() - alone[number].float())))
     changed = {number for number, _ in differences}
-    return {"comparisons": (len(batchings) - 1) * len(rows), "different": len(differences),
-            "changed_texts": len(changed), "tokens_of_changed_texts": sorted(len(rows[number]) for number in changed),
-            "max_abs": max((difference for _, difference in differences), default=0.0)}  # fmt: skip
+    return {
+        "comparisons": (len(batchings) - 1) * len(rows),
+        "different": len(differences),
+        "changed_texts": len(changed),
+        "tokens_of_changed_texts": sorted(len(rows[number]) for number in changed),
+        "max_abs": max((difference for _, difference in differences), default=0.0),
+    }
 
 
 def line(row: dict) -> str:
     if row["error"] is not None:
         return f"{row['variant']:21} {row['error']}"
-    return (f"{row['variant']:21} {row['comparisons']:12} {row['different']:10} {row['changed_texts']:14} "
-            f"{row['max_abs']:9.1e}")  # fmt: skip
+    return (
+        f"{row['variant']:21} {row['comparisons']:12} {row['different']:10} {row['changed_texts']:14} "
+        f"{row['max_abs']:9.1e}"
+    )
 
 
 def failures(report: dict) -> list[str]:
     """The reasons for exit code 1, in words."""
-    found = [f"{name}: {reason}" for name, reason in report["unavailable"].items()
-             if name in OPTIMISED and missing(name) is None]  # fmt: skip
-    return found + [f"{row['variant']}: {row['error'] or 'changes texts'}" for row in report["rows"]
-                    if row["variant"] in OPTIMISED and (row["error"] is not None or row["changed_texts"])]  # fmt: skip
+    found = [
+        f"{name}: {reason}"
+        for name, reason in report["unavailable"].items()
+        if name in OPTIMISED and missing(name) is None
+    ]
+    return found + [
+        f"{row['variant']}: {row['error'] or 'changes texts'}"
+        for row in report["rows"]
+        if row["variant"] in OPTIMISED and (row["error"] is not None or row["changed_texts"])
+    ]
 
 
 def check(args) -> dict:
@@ -123,11 +135,21 @@ def check(args) -> dict:
         longest = config.max_position_embeddings
         alone = [([number], pad([row])) for number, row in enumerate(rows)]
         batchings = [alone, *(random_batching(rows, longest, generator) for _ in range(args.batchings)), alone]
-        report = {"machine": identity(), "model": args.model, "config": config.to_dict(), "seed": args.seed,
-                  "threads": args.threads, "batchings": args.batchings, "tokens": sorted(map(len, rows)),
-                  "unavailable": {}, "rows": []}  # fmt: skip
-        print_lines(f"{len(rows)} texts of {report['tokens'][0]} to {report['tokens'][-1]} tokens, batchings: "
-                    f"{args.batchings}, threads: {', '.join(map(str, args.threads))}\n\n{HEADER}")  # fmt: skip
+        report = {
+            "machine": identity(),
+            "model": args.model,
+            "config": config.to_dict(),
+            "seed": args.seed,
+            "threads": args.threads,
+            "batchings": args.batchings,
+            "tokens": sorted(map(len, rows)),
+            "unavailable": {},
+            "rows": [],
+        }
+        print_lines(
+            f"{len(rows)} texts of {report['tokens'][0]} to {report['tokens'][-1]} tokens, batchings: "
+            f"{args.batchings}, threads: {', '.join(map(str, args.threads))}\n\n{HEADER}"
+        )
         for variant in dict.fromkeys(args.variants):
             check_variant(report, variant, folder, rows, batchings)
     print_lines("", *(f"skipped {name}: {reason}" for name, reason in report["unavailable"].items()))

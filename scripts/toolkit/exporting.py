@@ -52,13 +52,21 @@ class TensorModel(nn.Module):
         self.model = model
         self.fields = fields
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None,
-                encoder_hidden_states: torch.Tensor | None = None,
-                encoder_attention_mask: torch.Tensor | None = None) -> dict:  # fmt: skip
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+    ) -> dict:
         """Of the last three, a decoder with cross-attention has the last two, and other models have the first."""
-        inputs = {"attention_mask": causal_mask(attention_mask) if self.model.config.is_decoder else attention_mask,
-                  "token_type_ids": token_type_ids, "encoder_hidden_states": encoder_hidden_states,
-                  "encoder_attention_mask": encoder_attention_mask}  # fmt: skip
+        inputs = {
+            "attention_mask": causal_mask(attention_mask) if self.model.config.is_decoder else attention_mask,
+            "token_type_ids": token_type_ids,
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+        }
         returned = self.model(input_ids, **{name: value for name, value in inputs.items() if value is not None})
         return {field: returned[field] for field in self.fields}
 
@@ -199,9 +207,17 @@ def open_aotinductor(path: Path, threads: int) -> Run:
 
 def write_onnx(piece: Piece, program: ExportedProgram, path: Path) -> None:
     size = sum(tensor.nbytes for tensor in piece.module.state_dict().values())
-    torch.onnx.export(program, (), path, dynamic_shapes=dynamic_shapes(piece), output_names=list(piece.outputs),
-                      opset_version=OPSET, external_data=size > LARGEST_IN_ONE_FILE, verbose=False,
-                      dynamo=True)  # fmt: skip
+    torch.onnx.export(
+        program,
+        (),
+        path,
+        dynamic_shapes=dynamic_shapes(piece),
+        output_names=list(piece.outputs),
+        opset_version=OPSET,
+        external_data=size > LARGEST_IN_ONE_FILE,
+        verbose=False,
+        dynamo=True,
+    )
 
 
 def open_onnx(path: Path, threads: int) -> Run:
@@ -247,10 +263,12 @@ def open_openvino(path: Path, threads: int, precision: str = "f32") -> Run:
     return run
 
 
-FORMATS = {"torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
-           "aotinductor": Format("compiled_{}.pt2", (), write_aotinductor, open_aotinductor, True),
-           "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
-           "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino)}  # fmt: skip
+FORMATS = {
+    "torch": Format("{}.pt2", (), lambda piece, program, path: torch.export.save(program, path), open_torch),
+    "aotinductor": Format("compiled_{}.pt2", (), write_aotinductor, open_aotinductor, True),
+    "onnx": Format("{}.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, open_onnx),
+    "openvino": Format("openvino_{}.xml", ("openvino",), write_openvino, open_openvino),
+}
 
 
 # ------------------------------------------------------------------------------------------------ the check
@@ -324,8 +342,10 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
     chosen = FORMATS[format_name]
     require(*chosen.needs)
     if chosen.is_compiled and not has_compiler():
-        raise CommandError("no C++ compiler was found; expected g++, or the one that the environment variable CXX "
-                           "names. Install g++, or export with another --format.")  # fmt: skip
+        raise CommandError(
+            "no C++ compiler was found; expected g++, or the one that the environment variable CXX "
+            "names. Install g++, or export with another --format."
+        )
     check_target(Path(source).resolve(), target.resolve(), overwrite)
     checkpoint = read_checkpoint(source)
     with atomic_folder(target) as folder, torch.no_grad():
@@ -340,8 +360,10 @@ def export(source: str, target: Path, format_name: str, *, overwrite: bool = Fal
             found.append(compare(part, format_name, path))
             print(f"{as_text(found[-1])}\n")
         if wrong := [comparison.file for comparison in found if not comparison.agrees]:
-            raise CommandError(f"{' and '.join(wrong)} would differ from {source} by more than {TOLERANCE:.0e}. "
-                               "Nothing is written.", exit_code=1)  # fmt: skip
+            raise CommandError(
+                f"{' and '.join(wrong)} would differ from {source} by more than {TOLERANCE:.0e}. Nothing is written.",
+                exit_code=1,
+            )
         write_settings(folder, checkpoint)
     difference = max(comparison.largest for comparison in found)
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", *chosen.needs))

@@ -126,12 +126,15 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"The output {target} is a file; expected a folder.")
     if source.exists() and (source == target or source in target.parents or target in source.parents):
-        raise FileExistsError(f"The source {source} and the output {target} overlap; expected two folders, neither "
-                              "inside the other.")  # fmt: skip
+        raise FileExistsError(
+            f"The source {source} and the output {target} overlap; expected two folders, neither inside the other."
+        )
     if not target.exists() or not any(target.iterdir()):
         return
     if not overwrite:
         raise FileExistsError(f"The output {target} is not empty; --overwrite replaces it.")
     if not (target / "config.json").exists() or (target / ".git").exists():
-        raise FileExistsError(f"The output {target} is not replaced: it has no config.json, so it is not a checkpoint, "
-                              "or it has a .git folder, which would be lost.")  # fmt: skip
+        raise FileExistsError(
+            f"The output {target} is not replaced: it has no config.json, so it is not a checkpoint, "
+            "or it has a .git folder, which would be lost."
+        )

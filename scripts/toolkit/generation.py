@@ -79,18 +79,25 @@ def make_plan(model, tokenizer, options: dict, with_scores: bool = False) -> Pla
         raise ValueError("cache_implementation is 'paged', which is for serving; expected a cache of `generate`.")
     # Beam search returns the scores of its outputs only together with those of all tokens.
     arguments |= {"return_dict_in_generate": True, "output_scores": with_scores and (effective.num_beams or 1) > 1}
-    return Plan(arguments=arguments, room=room if continues else min(room, tokenizer.model_max_length),
-                num_beams=effective.num_beams or 1, num_return_sequences=effective.num_return_sequences or 1,
-                one_by_one=effective.get_generation_mode() == GenerationMode.ASSISTED_GENERATION,
-                same_length=continues and (new is None or bool(effective.min_length)))  # fmt: skip
+    return Plan(
+        arguments=arguments,
+        room=room if continues else min(room, tokenizer.model_max_length),
+        num_beams=effective.num_beams or 1,
+        num_return_sequences=effective.num_return_sequences or 1,
+        one_by_one=effective.get_generation_mode() == GenerationMode.ASSISTED_GENERATION,
+        same_length=continues and (new is None or bool(effective.min_length)),
+    )
 
 
 def special_ids(tokenizer, config: GenerationConfig, options: dict) -> dict[str, int]:
     """The tokenizer's end and padding ids, as far as neither the model nor the options set them."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     ids = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
-    return {name: number for name, number in ids.items()
-            if number is not None and name not in options and getattr(config, name) is None}  # fmt: skip
+    return {
+        name: number
+        for name, number in ids.items()
+        if number is not None and name not in options and getattr(config, name) is None
+    }
 
 
 def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
@@ -101,8 +108,9 @@ def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
     return ids[: len(ids) - len(closing)], closing
 
 
-def answer(model, tokenizer, texts: list[str], plan: Plan, batch_size: int,
-           show: Callable[[str], None] | None = None) -> list[Answer]:  # fmt: skip
+def answer(
+    model, tokenizer, texts: list[str], plan: Plan, batch_size: int, show: Callable[[str], None] | None = None
+) -> list[Answer]:
     """Generates the outputs of each text. Texts of similar length are batched.
 
     Args:
@@ -162,17 +170,26 @@ def answer_batch(model, tokenizer, rows: list[tuple[str, list[int]]], plan: Plan
     """One call of `generate`, for texts and their token ids."""
     is_seq2seq = model.config.is_encoder_decoder
     # A decoder continues at the end of the text, so its padding is on the left.
-    inputs = tokenizer.pad({"input_ids": [ids for _, ids in rows]}, padding_side="right" if is_seq2seq else "left",
-                           return_tensors="pt").to(model.device)  # fmt: skip
-    decoders = [partial(decode, tokenizer) if is_seq2seq else partial(decode_continued, tokenizer, text, ids)
-                for text, ids in rows]  # fmt: skip
-    result = model.generate(**inputs, streamer=None if show is None else WordStreamer(decoders[0], show),
-                            **plan.arguments)  # fmt: skip
+    inputs = tokenizer.pad(
+        {"input_ids": [ids for _, ids in rows]}, padding_side="right" if is_seq2seq else "left", return_tensors="pt"
+    ).to(model.device)
+    decoders = [
+        partial(decode, tokenizer) if is_seq2seq else partial(decode_continued, tokenizer, text, ids)
+        for text, ids in rows
+    ]
+    result = model.generate(
+        **inputs, streamer=None if show is None else WordStreamer(decoders[0], show), **plan.arguments
+    )
     sequences = result.sequences[:, 0 if is_seq2seq else inputs.input_ids.shape[1] :].tolist()
     scores = result.sequences_scores.tolist() if plan.arguments["output_scores"] else None
     n = plan.num_return_sequences
-    return [Answer(outputs=[decoders[i](ids) for ids in sequences[i * n : (i + 1) * n]],
-                   scores=scores and scores[i * n : (i + 1) * n]) for i in range(len(rows))]  # fmt: skip
+    return [
+        Answer(
+            outputs=[decoders[i](ids) for ids in sequences[i * n : (i + 1) * n]],
+            scores=scores and scores[i * n : (i + 1) * n],
+        )
+        for i in range(len(rows))
+    ]
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -233,8 +250,10 @@ def open_generator(source: str, dtype: str, device: str | None, trust_remote_cod
         raise ValueError(f"Its config.json is missing or has model_type {kind!r}; expected a ScratchBert or a BERT.")
     is_encoder_decoder = fields.get("is_encoder_decoder") or kind == "encoder-decoder"
     if not is_encoder_decoder and not fields.get("is_decoder"):
-        raise ValueError("It is an encoder, which generates nothing; expected a generator. Make one of its weights "
-                         "with ScratchBertForConditionalGeneration.from_bert(…), train it, and save it.")  # fmt: skip
+        raise ValueError(
+            "It is an encoder, which generates nothing; expected a generator. Make one of its weights "
+            "with ScratchBertForConditionalGeneration.from_bert(…), train it, and save it."
+        )
     if is_remote:
         model_class = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
     else:

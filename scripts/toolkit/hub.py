@@ -66,9 +66,11 @@ def check_reachable(source: str) -> None:
 
 def out_of_reach(source: str, error: Exception) -> str:
     """Says that the Hub cannot be reached, and what to do."""
-    return (f"it is not completely in the cache, and the Hub cannot be reached ({error.__cause__ or error}). Give the "
-            f"path of a folder, or run `hf download {source}` where there is a network: it then opens from the cache, "
-            "at once with HF_HUB_OFFLINE=1.")  # fmt: skip
+    return (
+        f"it is not completely in the cache, and the Hub cannot be reached ({error.__cause__ or error}). Give the "
+        f"path of a folder, or run `hf download {source}` where there is a network: it then opens from the cache, "
+        "at once with HF_HUB_OFFLINE=1."
+    )
 
 
 def read_config(source: str) -> dict:
@@ -108,8 +110,9 @@ def open_tokenizer(source: str, **options):
         OSError: it has none.
     """
     if not has_tokenizer(source):
-        raise OSError(f"It has no tokenizer: neither {' nor '.join(TOKENIZER_FILES)}. Save the model's "
-                      "tokenizer there.")  # fmt: skip
+        raise OSError(
+            f"It has no tokenizer: neither {' nor '.join(TOKENIZER_FILES)}. Save the model's tokenizer there."
+        )
     return AutoTokenizer.from_pretrained(source, **options)
 
 

@@ -226,8 +226,9 @@ class HubDataset(Input):
             try:
                 return load_dataset(self.dataset, self.config, split=self.split, streaming=self.streaming)
             except ConnectionError:
-                raise OSError("it is not a folder, and the Hub cannot be reached; expected one "
-                              "of them, or files") from None  # fmt: skip
+                raise OSError(
+                    "it is not a folder, and the Hub cannot be reached; expected one of them, or files"
+                ) from None
 
     def contents(self):
         self.features = self.table.features or {}
@@ -357,8 +358,9 @@ def columns_of(rows: Callable[[], Iterable[Row]], usable: int | None = None) -> 
     return columns
 
 
-def read_texts(path: str | Path, column: str | None, delimiter: str | None = None,
-               max_rows: int | None = None) -> list[dict]:  # fmt: skip
+def read_texts(
+    path: str | Path, column: str | None, delimiter: str | None = None, max_rows: int | None = None
+) -> list[dict]:
     """The `text` and the `place` of each row of a file, or of the first `max_rows`.
 
     Raises:

@@ -67,8 +67,11 @@ def in_saved_order(labels: list[str], saved: list[str] | None) -> list[str]:
 
 def label_fields(labels: list[str]) -> dict:
     """The fields of a model's configuration for these labels."""
-    return {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
-            "label2id": {name: i for i, name in enumerate(labels)}}  # fmt: skip
+    return {
+        "num_labels": len(labels),
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: i for i, name in enumerate(labels)},
+    }
 
 
 def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -> torch.Tensor:
@@ -86,8 +89,9 @@ def class_weights(given: list[str] | None, labels: list[str], counts: Counter) -
         return torch.ones(len(labels))
     if given == ["balanced"]:
         if not counts:
-            raise ValueError("--class_weights is balanced and metrics.json of --model has no label_counts; "
-                             "expected numbers")  # fmt: skip
+            raise ValueError(
+                "--class_weights is balanced and metrics.json of --model has no label_counts; expected numbers"
+            )
         return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
     try:
         weights = torch.tensor([float(each) for each in given])

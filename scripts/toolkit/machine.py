@@ -28,10 +28,14 @@ def processor() -> dict:
         return found[1] if found else None
 
     has = (field("flags") or "").split()
-    return {"processor": field("model name") or platform.processor() or platform.machine(),
-            "family": field("cpu family"), "model": field("model"), "stepping": field("stepping"),
-            "flags": [flag for flag in FLAGS if flag in has],
-            "missing_flags": [flag for flag in FLAGS if has and flag not in has]}  # fmt: skip
+    return {
+        "processor": field("model name") or platform.processor() or platform.machine(),
+        "family": field("cpu family"),
+        "model": field("model"),
+        "stepping": field("stepping"),
+        "flags": [flag for flag in FLAGS if flag in has],
+        "missing_flags": [flag for flag in FLAGS if has and flag not in has],
+    }
 
 
 def hardware() -> str:
@@ -59,8 +63,13 @@ def commit() -> str:
 
 def identity() -> dict:
     """The processor, its cores, the commit, and the versions of Python and of `LIBRARIES`, None where there is none."""
-    return {**processor(), "cores": os.cpu_count(), "commit": commit(), "python": platform.python_version(),
-            "versions": {library: version(library) for library in LIBRARIES}}  # fmt: skip
+    return {
+        **processor(),
+        "cores": os.cpu_count(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "versions": {library: version(library) for library in LIBRARIES},
+    }
 
 
 def lines(machine: dict) -> list[str]:
@@ -68,6 +77,8 @@ def lines(machine: dict) -> list[str]:
     libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     numbers = [f"{name} {machine[name]}" for name in ("family", "model", "stepping") if machine[name] is not None]
     flags, missing = (", ".join(machine[name]) for name in ("flags", "missing_flags"))
-    return [f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
-            f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
-            f"Python {machine['python']}, {libraries}; commit {machine['commit'] or 'unknown'}"]  # fmt: skip
+    return [
+        f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
+        f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
+        f"Python {machine['python']}, {libraries}; commit {machine['commit'] or 'unknown'}",
+    ]

@@ -20,18 +20,34 @@ from toolkit.files import ROOT
 FOLDER = ROOT / "scripts" / "metrics"
 
 # The libraries that each metric requires.
-METRICS = {"error_rate": ("evaluate", "rapidfuzz"), "rouge": ("evaluate", "rouge_score"),
-           "sacrebleu": ("evaluate", "sacrebleu"), "seqeval": ("evaluate", "seqeval"),
-           "squad": ("evaluate",)}  # fmt: skip
-SHARES = ("accuracy", "f1", "precision", "recall", "rouge1", "rouge2", "rougeL", "rougeLsum", "item_error_rate",
-          "next_sentence_accuracy")  # fmt: skip
+METRICS = {
+    "error_rate": ("evaluate", "rapidfuzz"),
+    "rouge": ("evaluate", "rouge_score"),
+    "sacrebleu": ("evaluate", "sacrebleu"),
+    "seqeval": ("evaluate", "seqeval"),
+    "squad": ("evaluate",),
+}
+SHARES = (
+    "accuracy",
+    "f1",
+    "precision",
+    "recall",
+    "rouge1",
+    "rouge2",
+    "rougeL",
+    "rougeLsum",
+    "item_error_rate",
+    "next_sentence_accuracy",
+)
 
 # The lowest and the highest value of each metric of a whole set.
 RANGES = {
-    **dict.fromkeys(SHARES, (0, 1)), **dict.fromkeys(("matthews_correlation", "pearson", "spearman"), (-1, 1)),
-    **dict.fromkeys(("exact_match", "bleu", "chrf"), (0, 100)), "perplexity": (1, math.inf),
+    **dict.fromkeys(SHARES, (0, 1)),
+    **dict.fromkeys(("matthews_correlation", "pearson", "spearman"), (-1, 1)),
+    **dict.fromkeys(("exact_match", "bleu", "chrf"), (0, 100)),
+    "perplexity": (1, math.inf),
     **dict.fromkeys(("mean_squared_error", "token_error_rate", "loss", "next_sentence_loss"), (0, math.inf)),
-}  # fmt: skip
+}
 RANGES_OF_TASKS = {"question-answering": {"f1": (0, 100)}}  # where they differ
 
 

@@ -18,10 +18,17 @@ from toolkit.files import read_json, read_json_object
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
 
 # The Hub's name of the task of each class.
-TASKS = {"ForPreTraining": "fill-mask", "ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification",
-         "ForTokenClassification": "token-classification", "ForMultipleChoice": "multiple-choice",
-         "ForQuestionAnswering": "question-answering", "ForCausalLM": "text-generation",
-         "ForConditionalGeneration": "text2text-generation", "Model": "feature-extraction"}  # fmt: skip
+TASKS = {
+    "ForPreTraining": "fill-mask",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForMultipleChoice": "multiple-choice",
+    "ForQuestionAnswering": "question-answering",
+    "ForCausalLM": "text-generation",
+    "ForConditionalGeneration": "text2text-generation",
+    "Model": "feature-extraction",
+}
 
 MOST_LISTED = 50  # labels, files or other values of a list in a card
 
@@ -150,15 +157,20 @@ def published_card(folder: Path, repo: str, architecture: str, parity: Path | No
         card = parse(text)
         ModelCard(str(card))  # checks its results as well
     except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} has metadata that cannot be read, and that the Hub would "
-                         f"not accept: {error}") from error  # fmt: skip
+        raise ValueError(
+            f"{path} has metadata that cannot be read, and that the Hub would not accept: {error}"
+        ) from error
     update_metadata(card.data, is_own(architecture), TASKS.get(short_name(architecture), "feature-extraction"))
     report = read_if_any(folder / "metrics.json")
     metrics = {split: report[split] for split in SPLITS if isinstance(report.get(split), dict)}
     opens = None if "from_pretrained(" in text else use(repo, architecture, read_if_any(folder / "config.json"))
-    missing = render(ModelCardData(), title=None if path.exists() else repo.split("/")[1], use=opens,
-                     results=None if "## Results" in text else results_table(metrics),
-                     parity=None if parity is None else parity_values(parity))  # fmt: skip
+    missing = render(
+        ModelCardData(),
+        title=None if path.exists() else repo.split("/")[1],
+        use=opens,
+        results=None if "## Results" in text else results_table(metrics),
+        parity=None if parity is None else parity_values(parity),
+    )
     card.text = with_repository(card.text, folder.resolve().name, repo) + missing.text
     return str(card)
 
@@ -178,11 +190,21 @@ def parity_values(path: Path) -> dict:
     try:
         about = [f"{name}: {report[name]}" for name in ("model", "reference", "batch")]
         about += [f"not compared: {name}" for name in report["not_compared"]]
-        rows = [[row["what"], "×".join(map(str, row["shape"])), row["max_abs"], row["own_error"],
-                 "equal" if row["equal"] else "DIFFERS"]
-                for row in report["rows"] if row["kind"] != "gradient"]  # fmt: skip
-        return {"about": [re.sub(r"(?<!\w)(~|[A-Za-z]:)?[/\\][^\s,;]*[/\\]", "", line) for line in about],
-                "table": table(["what", "shape", "max abs", "float32 error of the reference", "verdict"], rows),
-                "verdict": report["verdict"]}  # fmt: skip
+        rows = [
+            [
+                row["what"],
+                "×".join(map(str, row["shape"])),
+                row["max_abs"],
+                row["own_error"],
+                "equal" if row["equal"] else "DIFFERS",
+            ]
+            for row in report["rows"]
+            if row["kind"] != "gradient"
+        ]
+        return {
+            "about": [re.sub(r"(?<!\w)(~|[A-Za-z]:)?[/\\][^\s,;]*[/\\]", "", line) for line in about],
+            "table": table(["what", "shape", "max abs", "float32 error of the reference", "verdict"], rows),
+            "verdict": report["verdict"],
+        }
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} was not written by check_parity.py --json: {error!r}") from error

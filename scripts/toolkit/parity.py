@@ -31,26 +31,40 @@ SENTENCES = [
     ("Yes.",),
     ("The cat sat on the mat, and the dog lay down beside it.",),
     ("How many people live in Berlin?", "About 3.7 million people are registered in an area of 891 square kilometres."),
-    ("When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
-     "and found that two had sunk at their moorings.",),
-    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."), (),
-]  # fmt: skip
+    (
+        "When the storm had passed, the fishermen went down to the harbour to see which of the boats were still afloat "
+        "and found that two had sunk at their moorings.",
+    ),
+    ("A man is playing a guitar on stage.", "Nobody in this picture is making any music."),
+    (),
+]
 RANDOM_LENGTHS = (3, 16, 28, 32, 22, 0)
 SOURCE_LENGTHS = (7, 1, 4)  # of the random encoder outputs that a decoder attends to, in turn
 
 
 def check_same_size(one: Checkpoint, other: Checkpoint, parts: set[str]) -> None:
     """Raises ValueError if the two do not accept the same inputs or do not return the same shapes."""
-    names = ["is_encoder_decoder", "add_cross_attention", "vocab_size", "hidden_size", "num_hidden_layers",
-             "num_attention_heads", "max_position_embeddings", "type_vocab_size"]  # fmt: skip
+    names = [
+        "is_encoder_decoder",
+        "add_cross_attention",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "type_vocab_size",
+    ]
     names += ["num_labels"] if parts & {"classifier", "qa_outputs"} else []
-    sizes = [{name: getattr(side.config, name) for name in names}
-             | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
-             for side in (one, other)]  # fmt: skip
+    sizes = [
+        {name: getattr(side.config, name) for name in names}
+        | {"num_decoder_layers": side.config.decoder_config().num_hidden_layers}
+        for side in (one, other)
+    ]
     for name, here in sizes[0].items():
         if here != sizes[1][name]:
-            raise ValueError(f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} "
-                             f"in {other.source}.")  # fmt: skip
+            raise ValueError(
+                f"The models differ in size: {name} is {here} in {one.source} and {sizes[1][name]} in {other.source}."
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------- the batch
@@ -74,8 +88,9 @@ def encode(checkpoints: list[Checkpoint], seed: int) -> tuple[list[tuple[list[in
     return rows, f"rows of random ids (seed {seed}), because the checkpoint has no suitable tokenizer"
 
 
-def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig,
-               seed: int = 0) -> dict[str, torch.Tensor]:  # fmt: skip
+def make_batch(
+    rows: list[tuple[list[int], list[int]]], config: ScratchBertConfig, seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Every row twice in one batch, padded on the right and on the left: `(2 B, T)`. The targets of a seq2seq model are
     the same rows in reverse order; a decoder with cross-attention attends to random encoder outputs."""
 
@@ -84,8 +99,11 @@ def make_batch(rows: list[tuple[list[int], list[int]]], config: ScratchBertConfi
         return torch.cat([pad_sequence(rows, True, value, padding_side=side) for side in ("right", "left")])
 
     types = padded([types for _, types in rows], 0).clamp(max=config.type_vocab_size - 1)
-    batch = {"input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
-             "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0), "token_type_ids": types}  # fmt: skip
+    batch = {
+        "input_ids": padded([ids for ids, _ in rows], config.pad_token_id or 0),
+        "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
+        "token_type_ids": types,
+    }
     if config.is_encoder_decoder:
         batch |= {f"decoder_{name}": batch[name].flip(0) for name in ("input_ids", "attention_mask")}
     if config.add_cross_attention:
@@ -121,8 +139,10 @@ def save_as_two_berts(model, folder: Path) -> None:
         ValueError: BERT cannot express the model, or it has no model head, which an `EncoderDecoderModel` always has.
     """
     if not hasattr(model, "lm_head"):
-        raise ValueError(f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; "
-                         "expected another ScratchBert to compare it with.")  # fmt: skip
+        raise ValueError(
+            f"{type(model).__name__} has no model head, and an EncoderDecoderModel always has one; "
+            "expected another ScratchBert to compare it with."
+        )
     folders = (folder / "encoder", folder / "decoder")
     model.get_encoder().save_as_bert(folders[0])
     decoder_of(model).save_as_bert(folders[1])
@@ -185,11 +205,16 @@ def check(args) -> dict:
     exported = " exported to BERT" if reference is None and subject.kind == "scratchbert" else ""
     padding = f"each padded to {batch['input_ids'].shape[1]} on the right and on the left"
     versions = {name: version(name) or "not installed" for name in ("torch", "transformers", "scratchbert")}
-    return {"model": f"{ours} from {subject.source}", "reference": f"{theirs} from {checkpoints[0].source}{exported}",
-            "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
-            "not_compared": not_compared, "rows": rows, "equal": all(row.equal for row in rows),
-            "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
-            "versions": {"python": platform.python_version(), **versions}}  # fmt: skip
+    return {
+        "model": f"{ours} from {subject.source}",
+        "reference": f"{theirs} from {checkpoints[0].source}{exported}",
+        "batch": f"{len(texts)} {origin}; {padding}, {batch['attention_mask'].sum()} non-padding tokens in all",
+        "not_compared": not_compared,
+        "rows": rows,
+        "equal": all(row.equal for row in rows),
+        "verdict": verdict(rows) + ("; not everything was compared, see above" if not_compared else ""),
+        "versions": {"python": platform.python_version(), **versions},
+    }
 
 
 def timed(what: str, function, *args):
@@ -205,14 +230,18 @@ def verdict(rows: list[Row]) -> str:
     if different:
         first = different[0]
         where = f"{first.what} ({first.worst})" if first.worst else first.what
-        return (f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
-                f"{len(different)} of {len(rows)} rows differ")  # fmt: skip
+        return (
+            f"DIFFERENT: first at {where}: {first.measured:.1e} where {first.limit:.1e} is allowed; "
+            f"{len(different)} of {len(rows)} rows differ"
+        )
     if not any(row.max_abs for row in rows):
         return f"equal: bit for bit, in all {len(rows)} rows"
     value = max((row for row in rows if row.kind != "gradient"), key=lambda row: row.max_abs)
     gradient = max((row for row in rows if row.kind == "gradient"), key=lambda row: row.relative)
-    return (f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of "
-            f"their norm ({gradient.worst})")  # fmt: skip
+    return (
+        f"equal: values within {value.max_abs:.1e} ({value.what}), gradients within {gradient.relative:.1e} of "
+        f"their norm ({gradient.worst})"
+    )
 
 
 def as_text(report: dict) -> str:
@@ -225,8 +254,10 @@ def as_text(report: dict) -> str:
     lines += [cells(row, str(row.tensors)) for row in gradients]
     head = [f"model      {report['model']}", f"reference  {report['reference']}", f"batch      {report['batch']}"]
     head += [f"not compared: {name}" for name in report["not_compared"]]
-    legend = ("relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
-              "own error: of the reference, float32 against float64; of gradients, relative")  # fmt: skip
+    legend = (
+        "relative: max abs / max |reference|; of gradients, ‖difference‖ / ‖reference‖\n"
+        "own error: of the reference, float32 against float64; of gradients, relative"
+    )
     return "\n".join([*head, "", table(lines), "", legend, report["verdict"]])
 
 
@@ -238,8 +269,11 @@ def cells(row: Row, shape: str) -> tuple[str, ...]:
 
 def plot(report: dict, path: Path) -> None:
     """Draws the difference of each layer on a log axis, which is linear below the smallest number, down to zero."""
-    styles = {"hidden state": ("tab:blue", "o", 9), "cross-attention": ("tab:green", "^", 7),
-              "attention": ("tab:orange", "s", 5)}  # fmt: skip
+    styles = {
+        "hidden state": ("tab:blue", "o", 9),
+        "cross-attention": ("tab:green", "^", 7),
+        "attention": ("tab:orange", "s", 5),
+    }
     rows = [row for row in report["rows"] if row.kind in styles]
     places = list(dict.fromkeys(place(row) for row in rows))
     numbers = [number for row in rows for number in (row.max_abs, row.own_error, TOLERANCE) if number > 0]

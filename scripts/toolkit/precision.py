@@ -74,23 +74,40 @@ def check(args) -> dict:
     skipped = {each: reason for each, variant in PRECISIONS.items() if (reason := missing(variant)) is not None}
     if args.calibration is None:
         skipped.setdefault("int8 calibrated", "--calibration is not given")
-    builds = {each: partial(open_precision, name=name, precision=each, calibration=args.calibration)
-              for each in PRECISIONS if each not in skipped}  # fmt: skip
+    builds = {
+        each: partial(open_precision, name=name, precision=each, calibration=args.calibration)
+        for each in PRECISIONS
+        if each not in skipped
+    }
     with tempfile.TemporaryDirectory() as folder:
         load(checkpoint, "scratchbert", name, False).save_pretrained(folder)
         runs = {each: timed(f"opening in {each}", build, folder, threads) for each, build in builds.items()}
-        found = {each: timed(f"computing in {each}", results, run, batches, special, name, has_several)
-                 for each, run in runs.items()}  # fmt: skip
+        found = {
+            each: timed(f"computing in {each}", results, run, batches, special, name, has_several)
+            for each, run in runs.items()
+        }
         seconds = timed("timing", interleave, runs, [batch.inputs for batch in batches], REPETITIONS)
         largest = max(batches, key=lambda batch: batch.tokens)
-        peaks = {each: timed(f"measuring the memory in {each}", peak_memory, build, folder, threads, largest)
-                 for each, build in builds.items()}  # fmt: skip
+        peaks = {
+            each: timed(f"measuring the memory in {each}", peak_memory, build, folder, threads, largest)
+            for each, build in builds.items()
+        }
     texts = [texts[number] for batch in numbers for number in batch]  # in the order of the results
     rows = [row_of(each, texts, found, seconds, *peaks[each]) for each in runs]
-    return {"model": f"{class_name(name, 'scratchbert')} from {args.model}", "data": str(args.data),
-            "texts": len(texts), "total_texts": total, "tokens": sorted(map(len, ids)), "batches": len(batches),
-            "tokens_of_largest_batch": largest.tokens, "threads": threads, "repetitions": REPETITIONS,
-            "machine": identity(), "skipped": skipped, "rows": rows}  # fmt: skip
+    return {
+        "model": f"{class_name(name, 'scratchbert')} from {args.model}",
+        "data": str(args.data),
+        "texts": len(texts),
+        "total_texts": total,
+        "tokens": sorted(map(len, ids)),
+        "batches": len(batches),
+        "tokens_of_largest_batch": largest.tokens,
+        "threads": threads,
+        "repetitions": REPETITIONS,
+        "machine": identity(),
+        "skipped": skipped,
+        "rows": rows,
+    }
 
 
 def row_of(precision: str, texts: list[dict], found: dict, seconds: dict, resident: float, anonymous: float) -> dict:
@@ -98,12 +115,19 @@ def row_of(precision: str, texts: list[dict], found: dict, seconds: dict, reside
     (reference, expected), (embeddings, labels) = found["float32"], found[precision]
     took = sum(seconds[precision])
     cosines = torch.cosine_similarity(embeddings, reference).clamp(max=1)
-    return {"precision": precision, "lowest_cosine": cosines.min(), "mean_cosine": cosines.mean(),
-            "lowest": texts[cosines.argmin()], "labels": len(labels) or None,
-            "changed_labels": (labels != expected).any(dim=-1).sum() if len(labels) else None,
-            "peak_resident_mib": resident, "peak_anonymous_mib": anonymous,
-            "texts_per_second": len(texts) / took, "vs_float32": sum(seconds["float32"]) / took,
-            "cosines": {row["place"]: cosine for row, cosine in zip(texts, cosines.tolist(), strict=True)}}  # fmt: skip
+    return {
+        "precision": precision,
+        "lowest_cosine": cosines.min(),
+        "mean_cosine": cosines.mean(),
+        "lowest": texts[cosines.argmin()],
+        "labels": len(labels) or None,
+        "changed_labels": (labels != expected).any(dim=-1).sum() if len(labels) else None,
+        "peak_resident_mib": resident,
+        "peak_anonymous_mib": anonymous,
+        "texts_per_second": len(texts) / took,
+        "vs_float32": sum(seconds["float32"]) / took,
+        "cosines": {row["place"]: cosine for row, cosine in zip(texts, cosines.tolist(), strict=True)},
+    }
 
 
 def as_text(report: dict) -> str:
@@ -111,19 +135,38 @@ def as_text(report: dict) -> str:
     cells = [("precision", "lowest cosine", "mean cosine", "changed labels", "peak MiB", "texts/s", "× float32")]
     for row in report["rows"]:
         changed = f"{row['changed_labels']} of {row['labels']}" if row["labels"] else "–"
-        cells.append((row["precision"], f"{row['lowest_cosine']:.5f}", f"{row['mean_cosine']:.5f}", changed,
-                      f"{row['peak_anonymous_mib']:.0f}", f"{row['texts_per_second']:.1f}",
-                      f"{row['vs_float32']:.2f}"))  # fmt: skip
+        cells.append(
+            (
+                row["precision"],
+                f"{row['lowest_cosine']:.5f}",
+                f"{row['mean_cosine']:.5f}",
+                changed,
+                f"{row['peak_anonymous_mib']:.0f}",
+                f"{row['texts_per_second']:.1f}",
+                f"{row['vs_float32']:.2f}",
+            )
+        )
     tokens = f"{report['tokens'][0]} to {report['tokens'][-1]} tokens, batches: {report['batches']}"
-    return "\n".join([
-        f"model  {report['model']}",
-        f"texts  {report['texts']:,} of {report['total_texts']:,} rows of {report['data']}; {tokens}", "", table(cells),
-        *(f"skipped {name}: {reason}" for name, reason in report["skipped"].items()), "",
-        "cosine: of the mean-pooled embedding of a text, to that in float32", "peak MiB: anonymous memory to open the "
-        f"model and to compute {report['tokens_of_largest_batch']:,} tokens, in a new process",
-        *(f"lowest in {row['precision']}: {row['lowest']['place']}: {one_line(row['lowest']['text'])[:80]}"
-          for row in report["rows"][1:]), "", *lines(report["machine"]), f"threads: {report['threads']}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"model  {report['model']}",
+            f"texts  {report['texts']:,} of {report['total_texts']:,} rows of {report['data']}; {tokens}",
+            "",
+            table(cells),
+            *(f"skipped {name}: {reason}" for name, reason in report["skipped"].items()),
+            "",
+            "cosine: of the mean-pooled embedding of a text, to that in float32",
+            "peak MiB: anonymous memory to open the "
+            f"model and to compute {report['tokens_of_largest_batch']:,} tokens, in a new process",
+            *(
+                f"lowest in {row['precision']}: {row['lowest']['place']}: {one_line(row['lowest']['text'])[:80]}"
+                for row in report["rows"][1:]
+            ),
+            "",
+            *lines(report["machine"]),
+            f"threads: {report['threads']}",
+        ]
+    )
 
 
 def plot(report: dict, path: Path) -> None:

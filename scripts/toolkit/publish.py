@@ -24,11 +24,11 @@ LEFT_BEHIND = {
     r"seed-\d+/.*": "the runs of single seeds",
     r"(logs|runs|wandb|mlruns)/.*|(.*/)?events\.out\.tfevents\..*": "logs of the training",
     r"predictions_\w+\.jsonl?": "predictions, which have the rows of the data",
-    r"(.*/)?(optimizer|scheduler|scaler|rng_state\w*|random_states\w*|training_args)\.(bin|pt|pth|pkl)":
-        "the training's state",
+    r"(.*/)?(optimizer|scheduler|scaler|rng_state\w*|random_states\w*|training_args)"
+    r"\.(bin|pt|pth|pkl)": "the training's state",
     r"(.*/)?(id_(rsa|dsa|ecdsa|ed25519)|netrc|.*\.(pem|key|p12|pfx|env))": SECRET,
     r"(.*/)?(.*[-_.])?(token|secrets?|credentials?|passwords?)(\.(txt|json|ya?ml|ini|cfg))?": SECRET,
-}  # fmt: skip
+}
 
 # Tokens of the Hub, of GitHub, OpenAI and Amazon, a password in a URL, a private key.
 SECRET_TEXT = re.compile(
@@ -49,8 +49,15 @@ class Listing:
     left: dict[str, str]
 
 
-def push(listing: Listing, repo: str, *, private: bool | None = None, revision: str | None = None,
-         pull_request: bool = False, message: str = "Upload model") -> tuple[CommitInfo, bool]:  # fmt: skip
+def push(
+    listing: Listing,
+    repo: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    pull_request: bool = False,
+    message: str = "Upload model",
+) -> tuple[CommitInfo, bool]:
     """Uploads these files to the repository `repo`, which is created if need be, in one commit.
 
     Args:
@@ -77,8 +84,9 @@ def push(listing: Listing, repo: str, *, private: bool | None = None, revision: 
     remote = api.model_info(repo)
     if private is not None and remote.private != private:
         is_now = "private" if remote.private else "public"
-        raise ValueError(f"{repo} is {is_now} already; omit the flag, or change that on "
-                         f"{constants.ENDPOINT}/{repo}/settings")  # fmt: skip
+        raise ValueError(
+            f"{repo} is {is_now} already; omit the flag, or change that on {constants.ENDPOINT}/{repo}/settings"
+        )
     if revision is not None:
         if not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -90,8 +98,9 @@ def push(listing: Listing, repo: str, *, private: bool | None = None, revision: 
     operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
     # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two. The parent:
     # only the files seen above are removed; the commit fails if somebody else has pushed in between.
-    commit = api.create_commit(repo, operations, commit_message=message, revision=revision, create_pr=pull_request,
-                               parent_commit=remote.sha)  # fmt: skip
+    commit = api.create_commit(
+        repo, operations, commit_message=message, revision=revision, create_pr=pull_request, parent_commit=remote.sha
+    )
     return commit, commit.oid != remote.sha
 
 
@@ -191,8 +200,10 @@ def find_secret(text, token: str | None, pattern: re.Pattern | None) -> int | No
 
 def describe(listing: Listing) -> str:
     """The files with their sizes in bytes, and those that are left behind with the reason."""
-    sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size
-             for name, content in sorted(listing.files.items())}  # fmt: skip
+    sizes = {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for name, content in sorted(listing.files.items())
+    }
     lines = [f"{size:>15,}  {name}" for name, size in sizes.items()]
     lines.append(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files")
     for why in dict.fromkeys(listing.left.values()):
@@ -212,7 +223,7 @@ STATUSES = {
     404: "{repo} or its revision does not exist, or is private and not yours ({status})",
     **dict.fromkeys((409, 412), "somebody else has pushed to {repo} ({status}); look at it, and run this again"),
     500: "the Hub has an error ({status}); run this again later. Either all files are uploaded or none",
-}  # fmt: skip
+}
 
 
 def explain(error: BaseException, repo: str) -> str:
@@ -229,8 +240,10 @@ def explain(error: BaseException, repo: str) -> str:
         else:
             message = str(cause)
     elif cause is not None:
-        message = (f"the Hub at {constants.ENDPOINT} cannot be reached, or closed the connection "
-                   f"({cause or type(cause).__name__}); check the network, the proxy and HF_ENDPOINT, and run it "
-                   "again. Either all files are uploaded or none")  # fmt: skip
+        message = (
+            f"the Hub at {constants.ENDPOINT} cannot be reached, or closed the connection "
+            f"({cause or type(cause).__name__}); check the network, the proxy and HF_ENDPOINT, and run it "
+            "again. Either all files are uploaded or none"
+        )
     token = get_token()
     return message.replace(token, "…") if token else message

@@ -79,8 +79,10 @@ def check_files(source: str, package, advice: str) -> None:
         return
     closest = max(releases, key=lambda release: len(found.items() & release.items()))
     changed = sorted({name for name, _ in found.items() ^ closest.items()})
-    raise ValueError(f"Its code differs from that of the installed {PACKAGE} and of its releases, in "
-                     f"{', '.join(changed)}; expected the same code. {advice}.")  # fmt: skip
+    raise ValueError(
+        f"Its code differs from that of the installed {PACKAGE} and of its releases, in "
+        f"{', '.join(changed)}; expected the same code. {advice}."
+    )
 
 
 def find(source: str, name: str) -> Path | None:
@@ -108,8 +110,10 @@ def import_package():
     try:
         return importlib.import_module(PACKAGE)
     except ImportError as error:
-        raise ImportError(f"{PACKAGE}, which opens it, is not installed: {error}. If it has its own code, and you "
-                          f"trust that, {FLAG} runs it.") from error  # fmt: skip
+        raise ImportError(
+            f"{PACKAGE}, which opens it, is not installed: {error}. If it has its own code, and you "
+            f"trust that, {FLAG} runs it."
+        ) from error
 
 
 def record_release(version: str) -> None:

@@ -225,8 +225,10 @@ def guess_format(file, is_table: bool) -> str:
         return "jsonl"
     names = [name for name in re.split(f"[{DELIMITERS}]", first) if name.strip(' "').lower() in TEXTS]
     if names and not is_table:
-        raise ValueError(f"{file} begins as a table with the column {names[0]!r}; expected --stdin_format csv or tsv, "
-                         "or txt if it has a text on each line")  # fmt: skip
+        raise ValueError(
+            f"{file} begins as a table with the column {names[0]!r}; expected --stdin_format csv or tsv, "
+            "or txt if it has a text on each line"
+        )
     return "txt"
 
 
@@ -283,8 +285,10 @@ def read_json(file) -> Rows:
             return
         content = start + text.read(LONGEST_ARRAY)
         if text.read(1):
-            raise ValueError(f"{file} is a JSON array of more than {LONGEST_ARRAY:,} characters; expected JSON lines "
-                             "(.jsonl), which are not read at once")  # fmt: skip
+            raise ValueError(
+                f"{file} is a JSON array of more than {LONGEST_ARRAY:,} characters; expected JSON lines "
+                "(.jsonl), which are not read at once"
+            )
     try:
         rows = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -364,7 +368,13 @@ def label_names(feature) -> list[str] | None:
     return getattr(feature, "names", None)
 
 
-READERS = {".csv": partial(read_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
-           ".tsv": partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE), ".jsonl": read_json_lines,
-           ".ndjson": read_json_lines, ".json": read_json, ".parquet": read_parquet, ".txt": read_text,
-           ".conll": read_conll}  # fmt: skip
+READERS = {
+    ".csv": partial(read_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
+    ".tsv": partial(read_table, delimiter="\t", quoting=csv.QUOTE_NONE),
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".txt": read_text,
+    ".conll": read_conll,
+}

@@ -46,8 +46,9 @@ LENGTHS = {"max_length": 384, "stride": 128, "max_answer_length": 30}
 # ------------------------------------------------------------------------------------------------ texts to windows
 
 
-def context_windows(tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384,
-                    stride: int = 128) -> list[Feature]:  # fmt: skip
+def context_windows(
+    tokenizer, questions: Sequence[str], contexts: Sequence[str], max_length: int = 384, stride: int = 128
+) -> list[Feature]:
     """Each question with all of its context, in overlapping windows.
 
     Args:
@@ -77,15 +78,19 @@ def context_windows(tokenizer, questions: Sequence[str], contexts: Sequence[str]
             found = split_into_windows(encoding, text, max_length, stride)
         except ValueError as error:
             raise ValueError(f"question {i}: {error}") from error
-        features += [Feature(i, one.input_ids, one.token_type_ids, one.first,
-                             offsets[one.tokens.start : one.tokens.stop]) for one in found]  # fmt: skip
+        features += [
+            Feature(i, one.input_ids, one.token_type_ids, one.first, offsets[one.tokens.start : one.tokens.stop])
+            for one in found
+        ]
     return features
 
 
 def check_texts(tokenizer, questions: Sequence[str], contexts: Sequence[str]) -> None:
     if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, "
-                         "which returns offsets")  # fmt: skip
+        raise ValueError(
+            f"{type(tokenizer).__name__} is a slow tokenizer; expected a fast one, with a tokenizer.json, "
+            "which returns offsets"
+        )
     for name, texts in (("questions", questions), ("contexts", contexts)):
         if isinstance(texts, str):
             raise ValueError(f"{name} is a string, {texts[:40]!r}; expected a list of strings")
@@ -107,8 +112,9 @@ def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, 
     return extended
 
 
-def positions(features: Sequence[Feature], contexts: Sequence[str],
-              answers: Sequence[tuple[str, int] | None]) -> list[tuple[int, int]]:  # fmt: skip
+def positions(
+    features: Sequence[Feature], contexts: Sequence[str], answers: Sequence[tuple[str, int] | None]
+) -> list[tuple[int, int]]:
     """The first and last token of the answer in each window, to train on.
 
     Args:
@@ -172,8 +178,15 @@ def position_in(feature: Feature, span: tuple[int, int] | None, needed: tuple[in
 # ------------------------------------------------------------------------------------------------ logits to answers
 
 
-def best_spans(start_logits, end_logits, features: Sequence[Feature], contexts: Sequence[str], *,
-               max_answer_length: int = 30, n_best: int = 1) -> list[list[Answer]]:  # fmt: skip
+def best_spans(
+    start_logits,
+    end_logits,
+    features: Sequence[Feature],
+    contexts: Sequence[str],
+    *,
+    max_answer_length: int = 30,
+    n_best: int = 1,
+) -> list[list[Answer]]:
     """The spans with the highest S·T_i + E·T_j, j >= i, over all windows (Devlin et al. 2018, section 4.2).
 
     The score is that sum minus s_null = S·C + E·C, where C is [CLS] (section 4.3). The lowest s_null of all windows
@@ -196,8 +209,10 @@ def best_spans(start_logits, end_logits, features: Sequence[Feature], contexts: 
     """
     check_least(max_answer_length=max_answer_length, n_best=n_best)
     if not len(start_logits) == len(end_logits) == len(features):
-        raise ValueError(f"there are {len(start_logits)} rows of start_logits, {len(end_logits)} of end_logits, and "
-                         f"{len(features)} windows; expected as many")  # fmt: skip
+        raise ValueError(
+            f"there are {len(start_logits)} rows of start_logits, {len(end_logits)} of end_logits, and "
+            f"{len(features)} windows; expected as many"
+        )
     found = [{} for _ in contexts]  # for each context: (start, end) → S·T_i + E·T_j
     null = [float("inf")] * len(contexts)
     for i, feature in enumerate(features):
@@ -259,10 +274,19 @@ def with_no_answer(spans: Sequence[Answer], threshold: float | None) -> list[Ans
 # ------------------------------------------------------------------------------------------------ questions to answers
 
 
-def answer(model, tokenizer, questions: Sequence[str], contexts: Sequence[str], *,
-           max_length: int | Literal["saved"] = "saved", stride: int | Literal["saved"] = "saved",
-           max_answer_length: int | Literal["saved"] = "saved", n_best: int = 1, batch_size: int = 8,
-           threshold: float | Literal["saved"] | None = "saved") -> list[list[Answer]]:  # fmt: skip
+def answer(
+    model,
+    tokenizer,
+    questions: Sequence[str],
+    contexts: Sequence[str],
+    *,
+    max_length: int | Literal["saved"] = "saved",
+    stride: int | Literal["saved"] = "saved",
+    max_answer_length: int | Literal["saved"] = "saved",
+    n_best: int = 1,
+    batch_size: int = 8,
+    threshold: float | Literal["saved"] | None = "saved",
+) -> list[list[Answer]]:
     """The answers of a model to each question, in the context with the same index.
 
     Args:
@@ -312,8 +336,10 @@ def saved_lengths(config) -> dict[str, int]:
         limits = {"max_length": limit, "stride": limit // 3}  # the share of the defaults
         return {name: min(default, limits.get(name, default)) for name, default in LENGTHS.items()}
     if not isinstance(saved, dict) or not all(type(saved.get(name)) is int for name in LENGTHS):
-        raise ValueError(f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. "
-                         "The flags of these names, all three, replace it")  # fmt: skip
+        raise ValueError(
+            f"question_answering in config.json is {saved!r}; expected integers for {', '.join(LENGTHS)}. "
+            "The flags of these names, all three, replace it"
+        )
     return saved
 
 
@@ -327,8 +353,10 @@ def saved_threshold(config) -> float | None:
     if saved is None or saved == "never":
         return None if saved == "never" else 0.0
     if not isinstance(saved, int | float) or not math.isfinite(saved):
-        raise ValueError(f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
-                         "--always_answer replaces it")  # fmt: skip
+        raise ValueError(
+            f"null_threshold in config.json is {saved!r}; expected a number or 'never'. --threshold X or "
+            "--always_answer replaces it"
+        )
     return float(saved)
 
 

@@ -33,8 +33,10 @@ def split_into_windows(encoding: Encoding, text: range, max_length: int, stride:
     around = len(encoding.ids) - len(text)
     room = max_length - around
     if room <= stride:
-        raise ValueError(f"max_length is {max_length}; expected at least {around + stride + 1}: {around} tokens around "
-                         f"the text + stride {stride} + 1")  # fmt: skip
+        raise ValueError(
+            f"max_length is {max_length}; expected at least {around + stride + 1}: {around} tokens around "
+            f"the text + stride {stride} + 1"
+        )
     found = []
     for start in range(text.start, max(text.stop - stride, text.start + 1), room - stride):
         end = min(start + room, text.stop)

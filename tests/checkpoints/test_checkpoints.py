@@ -176,8 +176,11 @@ def test_files_come_all_at_once_and_the_rest_stays(tmp_path):
         os.path.join("runs", "model.safetensors"): "another model's",
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json", "model.safetensors", "runs", "tokenizer.json",
-    ]  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "runs",
+        "tokenizer.json",
+    ]
 
 
 def save_and_fail(target, error):

@@ -823,12 +823,24 @@ def test_the_configuration_of_google_s_own_release(tmp_path, container, hub, con
     bert = random_bert()
     folder = write_bert(tmp_path / "folder", bert, container, layer_norm="gamma", position_ids=True)
     fields = {
-        "attention_probs_dropout_prob": 0.1, "directionality": "bidi", "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.1, "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 37,
-        "max_position_embeddings": 40, "num_attention_heads": 4, "num_hidden_layers": 2, "pooler_fc_size": 768,
-        "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128,
-        "pooler_type": "first_token_transform", "type_vocab_size": 2, "vocab_size": 99,
-    }  # fmt: skip
+        "attention_probs_dropout_prob": 0.1,
+        "directionality": "bidi",
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 37,
+        "max_position_embeddings": 40,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pooler_fc_size": 768,
+        "pooler_num_attention_heads": 12,
+        "pooler_num_fc_layers": 3,
+        "pooler_size_per_head": 128,
+        "pooler_type": "first_token_transform",
+        "type_vocab_size": 2,
+        "vocab_size": 99,
+    }
     (folder / "config.json").write_text(json.dumps(fields))
     kwargs = {"config": CALLERS_CONFIGS[config]("Bert")}
     if hub:

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from support.checkpoint_kinds import (
     write_bert,
     write_weights,
 )
+from support.folders import ROOT
 from support.models import BERTS, NEEDS, OURS, REFERENCES, TINY, random_bert, random_scratchbert, tiny_config
 
 CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
@@ -644,3 +646,12 @@ def test_as_bert_weights_that_are_not_here_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"encoder.blocks.0.*device_map"):
         model.save_as_bert(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_saved_folder_has_the_files_that_the_documentation_lists(tmp_path):
+    random_scratchbert().save_pretrained(tmp_path)
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page.partition("### Copied into every saved model")[2].partition("\n#")[0]
+    code = set(re.findall(r"^\| `(\w+\.py)` \|", table, re.MULTILINE))
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert names == code | {"config.json", "model.safetensors", "probe.json"}

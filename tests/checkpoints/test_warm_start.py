@@ -96,9 +96,11 @@ SOURCES = {
     "ScratchBertForPreTraining": (random_scratchbert, "ForPreTraining", {}),
     "ScratchBertForCausalLM, with cross-attention": (random_scratchbert, "ForCausalLM", WITH_CROSS),
     "ScratchBertForMaskedLM, pre-norm": (
-        random_scratchbert, "ForMaskedLM", {"norm_first": True, "position_embedding_type": "sinusoidal"},
+        random_scratchbert,
+        "ForMaskedLM",
+        {"norm_first": True, "position_embedding_type": "sinusoidal"},
     ),
-}  # fmt: skip
+}
 ALONE = {"share_embeddings": False}  # so that a decoder without its embeddings would show
 
 

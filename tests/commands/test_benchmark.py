@@ -437,8 +437,9 @@ GPU_VARIANTS = [name for name, variant in VARIANTS.items() if variant.precision 
         ("bert-cuda-flash", not_opened, "skipped bert-cuda-flash: RuntimeError: no such operator", []),
     ],
 )
-def test_ours_must_agree_and_others_are_reported(name, build, words, failures, tmp_path, folder, small, monkeypatch,
-                                                 capsys):  # fmt: skip
+def test_ours_must_agree_and_others_are_reported(
+    name, build, words, failures, tmp_path, folder, small, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(VARIANTS, name, Variant(build))
     code, found = report(tmp_path, "--model", folder, "--variants", name, "--workloads", "full-128")
@@ -657,10 +658,17 @@ def test_variants_on_a_gpu_compute_the_model(tmp_path, folder, as_gpu):
 def made_up(variants) -> dict:
     """A report with rows for these variants and every workload."""
     rows = [
-        {"workload": workload, "variant": name, "precision": VARIANTS[name].precision, "error": None,
-         "fill_rate": 0.5 if workload == "mix" else 1.0, "vs_bert": 1.0 if name == "bert" else 1.0 + 0.3 * i}
-        for workload in ENCODER_WORKLOADS for i, name in enumerate(variants)
-    ]  # fmt: skip
+        {
+            "workload": workload,
+            "variant": name,
+            "precision": VARIANTS[name].precision,
+            "error": None,
+            "fill_rate": 0.5 if workload == "mix" else 1.0,
+            "vs_bert": 1.0 if name == "bert" else 1.0 + 0.3 * i,
+        }
+        for workload in ENCODER_WORKLOADS
+        for i, name in enumerate(variants)
+    ]
     return {"model": "a model", "machine": MACHINE, "rows": rows}
 
 

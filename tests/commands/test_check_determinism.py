@@ -123,8 +123,10 @@ def test_bits_are_compared(first, later, largest, dtype):
     batching = [([0], benchmark_variants.pad([torch.tensor([7, 8])]))]
     found = determinism.examine(
         lambda inputs: torch.full((1, 2, 4), next(values), dtype=dtype),
-        [torch.tensor([7, 8])], [batching] * 2, [torch.get_num_threads()],
-    )  # fmt: skip
+        [torch.tensor([7, 8])],
+        [batching] * 2,
+        [torch.get_num_threads()],
+    )
     assert found["different"] == (largest is not None)
     assert found["max_abs"] == (largest or 0.0)
 

@@ -44,8 +44,10 @@ WITH_CROSS = ("attention", "cross-attention")
 # What each class adds to the rows above: outputs, and gradients.
 ADDED = {
     "Model": (["pooler"], ["pooler"]),
-    "ForPreTraining": (["pooler", "prediction_logits", "seq_relationship_logits"],
-                       ["pooler", "lm head", "next sentence head"]),
+    "ForPreTraining": (
+        ["pooler", "prediction_logits", "seq_relationship_logits"],
+        ["pooler", "lm head", "next sentence head"],
+    ),
     "ForMaskedLM": (["logits"], ["lm head"]),
     "ForNextSentencePrediction": (["pooler", "logits"], ["pooler", "next sentence head"]),
     "ForSequenceClassification": (["pooler", "logits"], ["pooler", "classifier"]),
@@ -53,7 +55,7 @@ ADDED = {
     "ForTokenClassification": (["logits"], ["classifier"]),
     "ForQuestionAnswering": (["start_logits", "end_logits"], ["qa outputs"]),
     "ForCausalLM": (["logits"], ["lm head"]),
-}  # fmt: skip
+}
 ADDED = {
     name: ([f"{name}: {output}" if "logits" in output else output for output in outputs], gradients)
     for name, (outputs, gradients) in ADDED.items()
@@ -185,8 +187,10 @@ def test_a_decoder_that_looks_at_itself_alone(tmp_path):
     assert what(found)[: len(BODY)] == BODY
 
 
-ENCODER_DECODERS = [[*of_encoder, *of_decoder] for of_encoder, of_decoder in
-              zip(body(half="encoder "), body(LAYERS - 1, "decoder ", WITH_CROSS), strict=True)]  # fmt: skip
+ENCODER_DECODERS = [
+    [*of_encoder, *of_decoder]
+    for of_encoder, of_decoder in zip(body(half="encoder "), body(LAYERS - 1, "decoder ", WITH_CROSS), strict=True)
+]
 
 
 def test_two_berts(tmp_path, capsys):
@@ -491,8 +495,13 @@ def test_the_reference_is_allowed_its_own_error():
         (False, False, set(), ["BertModel"], ["Model"]),
         (False, False, {"pooler"}, [], ["Model"]),
         (False, False, {"pooler", "lm_head", "next_sentence_head"}, [], ["ForPreTraining"]),
-        (False, False, {"pooler", "lm_head", "next_sentence_head"}, ["BertForMaskedLM"],
-         ["ForMaskedLM", "ForNextSentencePrediction"]),
+        (
+            False,
+            False,
+            {"pooler", "lm_head", "next_sentence_head"},
+            ["BertForMaskedLM"],
+            ["ForMaskedLM", "ForNextSentencePrediction"],
+        ),
         (False, False, {"pooler", "lm_head"}, ["BertForMaskedLM"], ["ForMaskedLM", "Model"]),
         (False, False, {"pooler", "classifier"}, [], ["ForSequenceClassification"]),
         (False, False, {"pooler", "classifier"}, ["ScratchBertForMultipleChoice"], ["ForMultipleChoice"]),
@@ -508,7 +517,7 @@ def test_the_reference_is_allowed_its_own_error():
         (True, False, {"lm_head"}, [], ["ForConditionalGeneration"]),
         (True, False, set(), [], ["Seq2SeqModel"]),
     ],
-)  # fmt: skip
+)
 def test_classes_follow_configuration_and_tensors(is_encoder_decoder, is_decoder, parts, architectures, classes):
     known = classes_in(is_encoder_decoder, is_decoder)
     assert parity.covering_classes(known, parts, architectures) == classes
@@ -538,18 +547,25 @@ def saved(folder: Path, config, weights: bytes | None = None) -> Path:
         (lambda tmp, bert: [saved(tmp, RobertaConfig())], "roberta"),
         (lambda tmp, bert: [saved(tmp, tiny())], "no file of weights"),
         (lambda tmp, bert: [saved(tmp, tiny(), (bert / "model.safetensors").read_bytes()[:5000])], "model.safetensors"),
-        (lambda tmp, bert: [without("layer.1.output.dense", BertModel.from_pretrained(bert), tmp)],
-         "encoder.layer.1.output.dense.bias is not in the file"),
-        (lambda tmp, bert: [without("1.crossattention.output",
-                                    EncoderDecoderModel.from_pretrained(two_berts(tmp / "two")), tmp)],
-         "decoder.bert.encoder.layer.1.crossattention.output.dense.bias is not in the file"),
+        (
+            lambda tmp, bert: [without("layer.1.output.dense", BertModel.from_pretrained(bert), tmp)],
+            "encoder.layer.1.output.dense.bias is not in the file",
+        ),
+        (
+            lambda tmp, bert: [
+                without("1.crossattention.output", EncoderDecoderModel.from_pretrained(two_berts(tmp / "two")), tmp)
+            ],
+            "decoder.bert.encoder.layer.1.crossattention.output.dense.bias is not in the file",
+        ),
         (lambda tmp, bert: [bert_folder(tmp, "Model", type_vocab_size=3), bert], "type_vocab_size is 2 in "),
-        (lambda tmp, bert: [bert_folder(tmp, "Model", is_decoder=True, add_cross_attention=True), bert],
-         "add_cross_attention is False in"),
+        (
+            lambda tmp, bert: [bert_folder(tmp, "Model", is_decoder=True, add_cross_attention=True), bert],
+            "add_cross_attention is False in",
+        ),
         (lambda tmp, bert: [seq2seq(tmp / "ours"), two_berts(tmp / "two")], "num_decoder_layers is 2 in "),
         (lambda tmp, bert: [bert, two_berts(tmp)], "is_encoder_decoder"),
     ],
-)  # fmt: skip
+)
 def test_refuses(arguments, words, tmp_path, pretraining, capsys):
     assert run(*arguments(tmp_path, pretraining)) == 2
     assert words in one_line(capsys)

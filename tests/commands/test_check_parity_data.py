@@ -107,10 +107,12 @@ def test_numbers_are_those_of_models_opened_by_hand(kind, task, tmp_path, capsys
         if task not in ("classify", "tag"):
             assert (row["changed_labels"], row["labels"]) == (None, None)
             continue
-        labels, before = ([label for each in side for label in each[0].argmax(dim=-1).flatten().tolist()]
-                          if task == "classify" else
-                          [label for each in side for label in each[0, 1:-1].argmax(dim=-1).tolist()]
-                          for side in (logits, reference_logits))  # fmt: skip
+        labels, before = (
+            [label for each in side for label in each[0].argmax(dim=-1).flatten().tolist()]
+            if task == "classify"
+            else [label for each in side for label in each[0, 1:-1].argmax(dim=-1).tolist()]
+            for side in (logits, reference_logits)
+        )
         assert row["labels"] == len(before)
         assert row["changed_labels"] == sum(one != other for one, other in zip(labels, before, strict=True))
     if task == "tag" and "int8" in HERE:
@@ -167,8 +169,20 @@ def test_real_weights_and_reviews(minilm, reviews, tmp_path, monkeypatch, capsys
     with gzip.open(tmp_path / "reviews.csv.gz", "wt", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, delimiter=";")
         writer.writerows([["review", "label"], *([row["text"], row["label"]] for row in reviews)])
-    found = report(tmp_path, minilm, "--data", tmp_path / "reviews.csv.gz", "--column", "review", "--delimiter", ";",
-                   "--rows", 40, "--plot", tmp_path / "cosines.png")  # fmt: skip
+    found = report(
+        tmp_path,
+        minilm,
+        "--data",
+        tmp_path / "reviews.csv.gz",
+        "--column",
+        "review",
+        "--delimiter",
+        ";",
+        "--rows",
+        40,
+        "--plot",
+        tmp_path / "cosines.png",
+    )
     assert (found["texts"], found["total_texts"], len(found["tokens"])) == (40, 64, 40)
     for name, row in rows_of(found).items():
         assert row["lowest_cosine"] > 0.99
@@ -229,10 +243,13 @@ def test_a_long_text_is_truncated(tmp_path, model):
         (["--data", "header.csv"], "header.csv has no rows"),
         (["--data", "blank.jsonl"], "blank.jsonl, row 2 (line 2): 'text' is empty"),
         pytest.param(["--data", "texts.csv", "--column", "body", "--calibration", "none"], "none", marks=with_int8),
-        pytest.param(["--data", "texts.csv", "--column", "body", "--calibration", "texts.csv"],
-                     "expected calibration factors", marks=with_int8),
+        pytest.param(
+            ["--data", "texts.csv", "--column", "body", "--calibration", "texts.csv"],
+            "expected calibration factors",
+            marks=with_int8,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_said_in_one_line(arguments, words, here, model, capsys):
     (here / "texts.csv").write_text("body\na good film\n")
     (here / "empty.csv").write_text("")

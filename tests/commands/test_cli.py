@@ -159,13 +159,16 @@ def test_settings_become_flags(settings):
         (ValueError("two\n lines"), 2, "command.py: two lines\n"),
         (OSError("no file"), 2, "command.py: no file\n"),
         (CommandError("it differs", exit_code=1), 1, "command.py: it differs\n"),
-        (ModuleNotFoundError("x", name="datasets.io"), 2,
-         'command.py: datasets is not installed; pip install "scratchbert[train]"\n'),
+        (
+            ModuleNotFoundError("x", name="datasets.io"),
+            2,
+            'command.py: datasets is not installed; pip install "scratchbert[train]"\n',
+        ),
         (ModuleNotFoundError("no unknown", name="unknown"), 2, "command.py: no unknown\n"),
         (KeyboardInterrupt(), 130, "command.py: interrupted; all is well\n"),
         (BrokenPipeError(), 141, ""),
     ],
-)  # fmt: skip
+)
 def test_errors_are_one_line_and_an_exit_code(error, code, err, parser, capsys):
     def work():
         raise error

@@ -400,8 +400,15 @@ def test_two_berts_as_transformers_4_wrote_them(two_berts, tmp_path):
     for half in ("encoder", "decoder.bert"):
         tensors[f"{half}.embeddings.position_ids"] = torch.arange(20)[None]
     torch.save(tensors, source / "pytorch_model.bin")
-    every_field = {"max_length": 20, "num_beams": 1, "is_encoder_decoder": False, "decoder_start_token_id": None,
-                   "tokenizer_class": None, "tie_encoder_decoder": False, "gradient_checkpointing": False}  # fmt: skip
+    every_field = {
+        "max_length": 20,
+        "num_beams": 1,
+        "is_encoder_decoder": False,
+        "decoder_start_token_id": None,
+        "tokenizer_class": None,
+        "tie_encoder_decoder": False,
+        "gradient_checkpointing": False,
+    }
     fields = model.config.to_dict()
     halves = {half: {**fields[half], **every_field} for half in ("encoder", "decoder")}
     settings = {"num_beams": 4, "max_length": 14, "no_repeat_ngram_size": 3}

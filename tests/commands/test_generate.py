@@ -327,7 +327,10 @@ FLAGS = {
     "--no-do-sample": {"do_sample": False},
     "--do-sample --num-return-sequences 3": {"do_sample": True, "num_return_sequences": 3},
     "--do-sample --temperature 0.5 --top-k 7 --top-p 0.9": {
-        "do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.9
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
     },
     "--do-sample --top-k 0": {"do_sample": True, "top_k": 0},
     "--repetition-penalty 1.7": {"repetition_penalty": 1.7},
@@ -339,7 +342,7 @@ FLAGS = {
     "--option suppress_tokens=[4,5,6,7,8,9,20]": {"suppress_tokens": [4, 5, 6, 7, 8, 9, 20]},
     "--option stop_strings=tree": {"stop_strings": "tree"},
     '--option watermarking_config={"bias":9.0}': {"watermarking_config": {"bias": 9.0}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -754,13 +757,25 @@ def test_a_process_without_the_package_whose_reader_goes_away(folders, opened, t
         f"runpy.run_path({str(SCRIPTS / 'generate.py')!r}, run_name='__main__')"
     )
     environment = {
-        **os.environ, "PYTHONPATH": str(SCRIPTS), "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "PYTHONPATH": str(SCRIPTS),
+        "HF_MODULES_CACHE": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    }
     texts = tmp_path / "texts"
     texts.write_text("the dog\n" * 500)
-    command = [sys.executable, "-c", program, folders["seq2seq"], "--max-new-tokens", "4", "--file", texts,
-               "--trust-remote-code"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        folders["seq2seq"],
+        "--max-new-tokens",
+        "4",
+        "--file",
+        texts,
+        "--trust-remote-code",
+    ]
     process = subprocess.Popen(
         [*map(str, command), "--batch-size", "1"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

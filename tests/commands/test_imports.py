@@ -53,8 +53,9 @@ def imported(path: Path, in_functions: bool = True) -> dict[str, set[str]]:
 
 def toolkit_imports(in_functions: bool) -> dict[str, set[str]]:
     """From each module of the toolkit to those that it imports."""
-    modules = {".".join(path.relative_to(SCRIPTS).with_suffix("").parts).removesuffix(".__init__"): path
-               for path in TOOLKIT}  # fmt: skip
+    modules = {
+        ".".join(path.relative_to(SCRIPTS).with_suffix("").parts).removesuffix(".__init__"): path for path in TOOLKIT
+    }
     found = {}
     for module, path in modules.items():
         imports = imported(path, in_functions).items()

@@ -198,8 +198,10 @@ def test_labels_are_the_tokens_on_the_outer_axes(made_up):
         assert labels(axes.xaxis) == (keys if i >= 3 else [])
         assert not any(label.get_parse_math() for label in [*axes.get_xticklabels(), *axes.get_yticklabels()])
     assert {text.get_text(): text.get_parse_math() for text in figure.texts} == {
-        "query (target)": True, "key (source)": True, "costs $5 or $6\nin all": False,
-    }  # fmt: skip
+        "query (target)": True,
+        "key (source)": True,
+        "costs $5 or $6\nin all": False,
+    }
 
 
 def test_all_maps_share_one_scale_from_0_to_1(made_up):

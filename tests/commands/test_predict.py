@@ -154,8 +154,10 @@ def test_metrics_of_several_labels_and_of_numbers(format, make_bert, run, tmp_pa
     labels = ["bad|good", "fair", "", "good"] * 10
     found = run(several, rows_of(TEXTS, y=labels), "--label_column", "y", format=format)
     given = [json.loads(row["labels"]) if format == "csv" else row["labels"] for row in found]
-    sets = [[[name in row for name in ("bad", "fair", "good")] for row in rows]
-            for rows in ([label.split("|") for label in labels], given)]  # fmt: skip
+    sets = [
+        [[name in row for name in ("bad", "fair", "good")] for row in rows]
+        for rows in ([label.split("|") for label in labels], given)
+    ]
     metrics = json.loads((tmp_path / "out-0" / "__run__" / "metrics.json").read_text())
     assert metrics["accuracy"] == pytest.approx(accuracy_score(*sets))
     numbers = [float(i % 7) for i in range(40)]

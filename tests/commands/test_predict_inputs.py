@@ -132,9 +132,16 @@ def test_names_are_paths_below_the_folder_that_all_share(given, names, here, pip
 
 @pytest.mark.parametrize(
     "given",
-    [["x.txt", "x.txt"], ["x.txt", "./x.txt"], ["link.txt", "x.txt"], [".", "x.txt"], ["linked/x.txt", "x.txt"],
-     ["hub:data", "hub:data:train"], ["-", "x.txt", "-"]],
-)  # fmt: skip
+    [
+        ["x.txt", "x.txt"],
+        ["x.txt", "./x.txt"],
+        ["link.txt", "x.txt"],
+        [".", "x.txt"],
+        ["linked/x.txt", "x.txt"],
+        ["hub:data", "hub:data:train"],
+        ["-", "x.txt", "-"],
+    ],
+)
 def test_an_input_that_is_given_twice(given, here, pipe):
     pipe(b"good\n")
     (here / "x.txt").write_text("a\n")

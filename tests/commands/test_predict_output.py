@@ -27,8 +27,10 @@ TEXTS = texts(20)
 
 
 def rows_of(**columns) -> list[dict]:
-    return [{"text": text, **{name: values[number] for name, values in columns.items()}}
-            for number, text in enumerate(TEXTS)]  # fmt: skip
+    return [
+        {"text": text, **{name: values[number] for name, values in columns.items()}}
+        for number, text in enumerate(TEXTS)
+    ]
 
 
 def run(model: str, rows: str | list[dict], *flags: str, output: str = "out", code: int = 0) -> pa.Table | None:
@@ -120,8 +122,17 @@ def test_columns_of_csv_are_numbers_if_nothing_is_lost(model):
         writer.writerows(zip(TEXTS, *columns.values(), strict=True))
     found = run(model, "data.csv")
     types = {name: str(found.schema.field(name).type) for name in columns}
-    assert types == {"count": "int64", "zip": "string", "share": "double", "version": "string", "gap": "int64",
-                     "huge": "uint64", "mixed": "string", "late": "string", "infinite": "string"}  # fmt: skip
+    assert types == {
+        "count": "int64",
+        "zip": "string",
+        "share": "double",
+        "version": "string",
+        "gap": "int64",
+        "huge": "uint64",
+        "mixed": "string",
+        "late": "string",
+        "infinite": "string",
+    }
     assert found.column("gap").to_pylist()[:3] == [7, None, 8]
     assert found.column("huge").to_pylist()[0] == 2**63
     assert found.column("zip").to_pylist()[0] == "00123"
@@ -133,8 +144,14 @@ def test_texts_that_are_numbers_stay_texts(model):
 
 
 def test_columns_of_json(model):
-    rows = rows_of(n=[1, *[0.5] * 19], name=["a", *[None] * 19], odd=[1, "x", *[None] * 18], tags=[["a"], *[[]] * 19],
-                   ok=[True] * 20, big=[2**64] * 20)  # fmt: skip
+    rows = rows_of(
+        n=[1, *[0.5] * 19],
+        name=["a", *[None] * 19],
+        odd=[1, "x", *[None] * 18],
+        tags=[["a"], *[[]] * 19],
+        ok=[True] * 20,
+        big=[2**64] * 20,
+    )
     del rows[4]["name"]
     found = run(model, rows)
     types = {name: str(found.schema.field(name).type) for name in rows[0]}
@@ -196,9 +213,19 @@ def test_ids_of_csv_are_integers(model):
 
 @pytest.mark.parametrize(
     ("wrong", "row"),
-    [({3: 0}, 4), ({19: 7}, 20), ({2: None}, 3), ({2: ""}, 3), ({2: "nan"}, 3), ({2: "NaN "}, 3), ({2: True}, 3),
-     ({2: float("nan")}, 3), ({2: [1]}, 3), ({2: "0"}, 3)],
-)  # fmt: skip
+    [
+        ({3: 0}, 4),
+        ({19: 7}, 20),
+        ({2: None}, 3),
+        ({2: ""}, 3),
+        ({2: "nan"}, 3),
+        ({2: "NaN "}, 3),
+        ({2: True}, 3),
+        ({2: float("nan")}, 3),
+        ({2: [1]}, 3),
+        ({2: "0"}, 3),
+    ],
+)
 def test_ids_that_cannot_be_used(wrong, row, model, here, capsys):
     """They are found before anything is computed; or left out, with the same output whatever stands in the way."""
     ids = [wrong.get(number, number) for number in range(20)]
@@ -247,8 +274,9 @@ def read(path: Path) -> list[dict]:
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
 def test_a_part_without_a_usable_row(task, format, here, capsys):
     folder = save_model(here / "model", task)
-    rows = [{"text": "" if 8 <= number < 16 else f"{text} [MASK]", "text_pair": "a"}
-            for number, text in enumerate(TEXTS)]  # fmt: skip
+    rows = [
+        {"text": "" if 8 <= number < 16 else f"{text} [MASK]", "text_pair": "a"} for number, text in enumerate(TEXTS)
+    ]
     run(folder, rows, "--task", task, "--format", format, "--on_bad_row", "skip")
     assert len(list(here.glob(f"out/part-*.{format}"))) == 3
     if format == "parquet":
@@ -481,19 +509,29 @@ def test_results_are_read_as_they_were_written(format, dtype):
     numbers = np.random.default_rng(0)
     floats = numbers.standard_normal(6).astype(np.float32)
     kinds = {
-        "embedding": f"vector of 3 {dtype}", "score": "number", "label": "text", "labels": "texts",
-        "scores": "numbers", "words": "lists of texts", "found": "lists of numbers",
-        "entities": "entities of words", "all": 'scores of ["a", "b"]',
-    }  # fmt: skip
+        "embedding": f"vector of 3 {dtype}",
+        "score": "number",
+        "label": "text",
+        "labels": "texts",
+        "scores": "numbers",
+        "words": "lists of texts",
+        "found": "lists of numbers",
+        "entities": "entities of words",
+        "all": 'scores of ["a", "b"]',
+    }
     columns = {
-        "embedding": (numbers.standard_normal((6, 3)) * 9).astype(dtype), "score": floats,
-        "label": ["a", 'b"', "c\nd", "é,", " ", "0"], "labels": [["a"], [], ["b", "c"], [], [], ["\r\n"]],
-        "scores": [[float(each)] * n for n, each in enumerate(floats)], "words": [[["a", "b"]], [], [["c"]]] * 2,
+        "embedding": (numbers.standard_normal((6, 3)) * 9).astype(dtype),
+        "score": floats,
+        "label": ["a", 'b"', "c\nd", "é,", " ", "0"],
+        "labels": [["a"], [], ["b", "c"], [], [], ["\r\n"]],
+        "scores": [[float(each)] * n for n, each in enumerate(floats)],
+        "words": [[["a", "b"]], [], [["c"]]] * 2,
         "found": [[[float(each), 0.5]] for each in floats],
-        "entities": [[{"entity_group": "P", "score": float(each), "word": "x", "start": 0, "end": 1}]
-                     for each in floats],
+        "entities": [
+            [{"entity_group": "P", "score": float(each), "word": "x", "start": 0, "end": 1}] for each in floats
+        ],
         "all": [{"a": float(each), "b": 1.0} for each in floats],
-    }  # fmt: skip
+    }
     [(_, written)] = encode_part(format, kinds, columns).items()
     found = decode_part(format, kinds, written)
     assert encode_part(format, kinds, found) == {format: written}

@@ -97,8 +97,15 @@ def test_two_processes_write_the_same_files(model, undisturbed, here):
     assert content(here / "out") == undisturbed
 
 
-TASKS = [("embed", "float32"), ("embed", "bfloat16"), ("embed", "int8"), ("classify", "float32"), ("tag", "float32"),
-         ("rerank", "float32"), ("fill-mask", "float32")]  # fmt: skip
+TASKS = [
+    ("embed", "float32"),
+    ("embed", "bfloat16"),
+    ("embed", "int8"),
+    ("classify", "float32"),
+    ("tag", "float32"),
+    ("rerank", "float32"),
+    ("fill-mask", "float32"),
+]
 
 
 @pytest.mark.parametrize(("task", "dtype"), TASKS)

@@ -42,10 +42,14 @@ def embeddings(folder: str, values: list[str], pooling: str, length: int = 40) -
         states = outputs.last_hidden_state[0]
         weights = torch.arange(1.0, len(states) + 1)
         pooled = {
-            "mean": states.mean(0), "cls": states[0], "max": states.max(0).values, "lasttoken": states[-1],
-            "mean_sqrt_len_tokens": states.sum(0) / len(states) ** 0.5, "pooler": outputs.pooler_output[0],
+            "mean": states.mean(0),
+            "cls": states[0],
+            "max": states.max(0).values,
+            "lasttoken": states[-1],
+            "mean_sqrt_len_tokens": states.sum(0) / len(states) ** 0.5,
+            "pooler": outputs.pooler_output[0],
             "weightedmean": weights @ states / weights.sum(),
-        }  # fmt: skip
+        }
         found.append(torch.cat([pooled[name] for name in pooling.split(",")]))
     return torch.stack(found)
 
@@ -347,9 +351,20 @@ def test_scores_of_pairs(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["my.Activation", "torch.nn.NoSuch", "torch.nn.functional.relu", "torch.nn.Linear", "torch.nn.Module",
-             "torch.nn.GLU", "torch.nn.init.zeros_", "Sigmoid", "torch.nnx.Sigmoid", 3],
-)  # fmt: skip
+    "path",
+    [
+        "my.Activation",
+        "torch.nn.NoSuch",
+        "torch.nn.functional.relu",
+        "torch.nn.Linear",
+        "torch.nn.Module",
+        "torch.nn.GLU",
+        "torch.nn.init.zeros_",
+        "Sigmoid",
+        "torch.nnx.Sigmoid",
+        3,
+    ],
+)
 def test_a_wrong_activation_function_is_reported_in_one_line(path, tmp_path, capsys):
     folder = save_model(tmp_path / "model", "rerank", "bert")
     config = {"model_type": "CrossEncoder", "activation_fn": path}

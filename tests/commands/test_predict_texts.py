@@ -72,9 +72,31 @@ def test_no_text_that_can_be_used(task, tmp_path):
 # ----------------------------------------------------------------------------------------------------------- long texts
 
 ODD_WORDS = [
-    "Film", "[SEP]", "[MASK]", "[mask]", "film!", "x" * 130, "中国", "e\u0301", "\u0301", "\x00", "\u200b", "\ufffd",
-    "ΣΑΣ", "İ", "ad-hoc", "[", "SEP]", "\u3000", "\t", "\r\n", "word1", "ﬁlms", "\U0001f600", "\u00a0",
-]  # fmt: skip
+    "Film",
+    "[SEP]",
+    "[MASK]",
+    "[mask]",
+    "film!",
+    "x" * 130,
+    "中国",
+    "e\u0301",
+    "\u0301",
+    "\x00",
+    "\u200b",
+    "\ufffd",
+    "ΣΑΣ",
+    "İ",
+    "ad-hoc",
+    "[",
+    "SEP]",
+    "\u3000",
+    "\t",
+    "\r\n",
+    "word1",
+    "ﬁlms",
+    "\U0001f600",
+    "\u00a0",
+]
 PIECES = st.one_of(st.sampled_from([*ODD_WORDS, " ", "\n"]), st.text(max_size=5))
 
 

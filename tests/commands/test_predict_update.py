@@ -83,8 +83,10 @@ def test_the_files_are_those_of_a_full_run(task, format, flags, here, computed):
     del computed[:]
     after = changed(before)
     run(folder, "updated", *flags, "--update", rows=after)
-    was, is_now = ({(row["text"], row["text_pair"] if task == "rerank" else None) for row in rows if row["text"]}
-                   for rows in (before, after))  # fmt: skip
+    was, is_now = (
+        {(row["text"], row["text_pair"] if task == "rerank" else None) for row in rows if row["text"]}
+        for rows in (before, after)
+    )
     assert sorted(computed) == sorted(is_now - was)
     run(folder, "full", *flags)
     assert all_files(here / "updated") == all_files(here / "full")

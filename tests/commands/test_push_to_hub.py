@@ -478,15 +478,22 @@ def test_nothing_new_is_no_commit(hub, push):
 def test_a_card_is_made_where_there_is_none(hub, tmp_path, folder, push):
     """With the metrics, and the table of --parity without its folders and its gradients."""
     (folder / "metrics.json").write_text(json.dumps({"validation": {"accuracy": 0.9375}, "history": []}))
-    row = {"what": "hidden state 2", "kind": "hidden state", "shape": [3, 7, 32], "max_abs": 2.5e-7,
-           "own_error": 3e-7, "equal": True}  # fmt: skip
+    row = {
+        "what": "hidden state 2",
+        "kind": "hidden state",
+        "shape": [3, 7, 32],
+        "max_abs": 2.5e-7,
+        "own_error": 3e-7,
+        "equal": True,
+    }
     report = {
         "model": f"ScratchBertModel from {tmp_path}/my-model",
         "reference": "BertModel from google/bert exported to BERT",
-        "batch": "3 sentences", "not_compared": ["pooler, only in google/bert"],
+        "batch": "3 sentences",
+        "not_compared": ["pooler, only in google/bert"],
         "rows": [row, {**row, "kind": "gradient", "what": "gradient: x"}, {**row, "equal": False}],
         "verdict": "DIFFERENT: hidden state 2",
-    }  # fmt: skip
+    }
     (tmp_path / "parity.json").write_text(json.dumps(report))
     assert push("ada/m", "--parity", str(tmp_path / "parity.json"))[0] == 0
     assert_golden(hub.files("ada/m")["README.md"].decode(), Path(__file__).with_name("golden") / "published.md")

@@ -114,11 +114,16 @@ def test_no_questions(tokenizer):
         (["Who?"], "It.", {}, "contexts is a string"),
         (["Who?"], ["It."], {"stride": -1}, "stride is -1"),
         # [CLS] who ? [SEP] … [SEP] has 5 tokens beside the context's.
-        (["Who?"], ["It."], {"max_length": 20, "stride": 15}, r"question 0: max_length is 20; expected at least "
-         r"21: 5 tokens around the text \+ stride 15 \+ 1"),
+        (
+            ["Who?"],
+            ["It."],
+            {"max_length": 20, "stride": 15},
+            r"question 0: max_length is 20; expected at least "
+            r"21: 5 tokens around the text \+ stride 15 \+ 1",
+        ),
         (["Who?", "who " * 400], ["It.", "It."], {}, "question 1: max_length is 384; expected at least 532: 403"),
     ],
-)  # fmt: skip
+)
 def test_windows_refuses(tokenizer, questions, contexts, options, message):
     with pytest.raises(ValueError, match=message):
         context_windows(tokenizer, questions, contexts, **options)
@@ -290,8 +295,12 @@ def test_scores_by_hand():
     # s_null: min(1.5, 7) = 1.5. "Ada" 3, "Ada met" 2.25, "met" 0.75 of both windows, "met Bo" 4.75, "Bo" 5.5.
     [spans] = best_spans(start, end, features, [context], n_best=9)
     assert [(span.text, span.score) for span in spans] == [
-        ("Bo", 4.0), ("met Bo", 3.25), ("Ada", 1.5), ("Ada met", 0.75), ("met", -0.75)
-    ]  # fmt: skip
+        ("Bo", 4.0),
+        ("met Bo", 3.25),
+        ("Ada", 1.5),
+        ("Ada met", 0.75),
+        ("met", -0.75),
+    ]
     assert (spans[1].start, spans[1].end) == (4, 10)
     [spans] = best_spans(start.numpy(), end.bfloat16(), features, [context], max_answer_length=1, n_best=9)
     assert [span.text for span in spans] == ["Bo", "Ada", "met"]
@@ -301,9 +310,12 @@ def test_no_answer_stands_where_the_threshold_puts_it():
     spans = [Answer("a", 0, 1, 2.0), Answer("b", 1, 2, 1.0), Answer("c", 2, 3, -1.0)]
     ranked = {threshold: [span.text for span in with_no_answer(spans, threshold)] for threshold in (3, 2, 1.5, 1, -2)}
     assert ranked == {
-        3: ["", "a", "b", "c"], 2: ["", "a", "b", "c"], 1.5: ["a", "", "b", "c"], 1: ["a", "", "b", "c"],
+        3: ["", "a", "b", "c"],
+        2: ["", "a", "b", "c"],
+        1.5: ["a", "", "b", "c"],
+        1: ["a", "", "b", "c"],
         -2: ["a", "b", "c", ""],
-    }  # fmt: skip
+    }
     assert with_no_answer(spans, None) == spans
     assert with_no_answer(spans, 3)[0] is NO_ANSWER
 
@@ -360,9 +372,11 @@ def test_answer_looks_in_every_window(tokenizer):
     filler = "the rain fell on the hills all day . " * 12
     context = f"{filler}It was the otter of\nLake Brno. {filler}then a mouse came. {filler}"
     model = WordReader(
-        tokenizer, starts={"otter": 5, "mouse": 3, "[PAD]": 50, "who": 50}, ends={"lake": 4, "mouse": 2, "[PAD]": 50},
+        tokenizer,
+        starts={"otter": 5, "mouse": 3, "[PAD]": 50, "who": 50},
+        ends={"lake": 4, "mouse": 2, "[PAD]": 50},
         null={"otter": -20},
-    ).train()  # fmt: skip
+    ).train()
     questions = ["Who?", "Who was the mouse?", "And who?"]
     contexts = [context, filler, "A mouse and a mouse."]
     for batch_size in (1, 3, 50):
@@ -391,9 +405,17 @@ def test_answer_is_that_of_the_windows_one_by_one(tokenizer):
     expected = [spans[:4] for spans in every_span(contexts, features, *logits, 10)]
     for batch_size in (1, 4, 100):
         found = answer(
-            model, tokenizer, questions, contexts, max_length=48, stride=16, max_answer_length=10, n_best=4,
-            threshold=None, batch_size=batch_size,
-        )  # fmt: skip
+            model,
+            tokenizer,
+            questions,
+            contexts,
+            max_length=48,
+            stride=16,
+            max_answer_length=10,
+            n_best=4,
+            threshold=None,
+            batch_size=batch_size,
+        )
         for spans, own in zip(found, expected, strict=True):
             assert [(span.text, span.start, span.end) for span in spans] == [
                 (span.text, span.start, span.end) for span in own

@@ -168,8 +168,18 @@ def test_pieces_are_joined_by_frequency(tmp_path):
     text = write(tmp_path / "text.txt", "ab ab ab ab abc abc abc xy\n")
     assert train(text, tmp_path / "out", "--held_out", 0) == 0
     assert tokens_of(tmp_path / "out") == [
-        *SPECIAL, "a", "b", "c", "x", "y", "##b", "##c", "##y", "ab", "abc",
-    ]  # fmt: skip
+        *SPECIAL,
+        "a",
+        "b",
+        "c",
+        "x",
+        "y",
+        "##b",
+        "##c",
+        "##y",
+        "ab",
+        "abc",
+    ]
 
 
 def test_the_same_text_gives_the_same_bytes(trained, tmp_path):
@@ -318,17 +328,25 @@ def test_skipped_rows_are_told_of_once(tmp_path, capsys):
         (b" \n\n", (), "text.txt has no rows"),
         (b"\x01\x02\n", (), "there is no text to train on"),
         (b"a b\n", ("--column", "body"), "no column 'body' for the texts; the columns are 'text'"),
-        (b"abc abd\n", ("--vocab_size", 11), "--vocab_size is 11; expected at least 12, for 5 special tokens "
-         "and 7 characters, at the beginning of a word and within"),
-        (b"a b\na b c\n", ("--vocab_size", 7, "--pre_split", "whitespace"), "--vocab_size is 7; expected at least 8, "
-         "for 5 special tokens and 2 symbols and 1 characters to spell the rarer ones with"),
+        (
+            b"abc abd\n",
+            ("--vocab_size", 11),
+            "--vocab_size is 11; expected at least 12, for 5 special tokens "
+            "and 7 characters, at the beginning of a word and within",
+        ),
+        (
+            b"a b\na b c\n",
+            ("--vocab_size", 7, "--pre_split", "whitespace"),
+            "--vocab_size is 7; expected at least 8, "
+            "for 5 special tokens and 2 symbols and 1 characters to spell the rarer ones with",
+        ),
         (b"a\n", ("--vocab_size", "0"), "argument --vocab_size: '0' is invalid; expected an integer of at least 1"),
         (b"a\n", ("--held_out", "-1"), "argument --held_out: '-1' is invalid; expected an integer of at least 0"),
         (b"a\n", ("--vocab_size", "many"), "argument --vocab_size: 'many' is invalid"),
         (b"a\n", ("--vocab", "9"), "unrecognized arguments: --vocab 9"),
         (b"a\n", ("--accents", "strip", "--pre_split", "whitespace"), "is given with --pre_split whitespace"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_done_is_said_in_one_line(content, options, message, tmp_path, capsys):
     path = tmp_path / "text.txt"
     if content is not None:

@@ -132,8 +132,9 @@ def benchmark_figures(report: dict, workloads: Iterable[str]) -> dict:
             "lowest": min(row["cosine_lowest"] for row in own),
             "mean": statistics.fmean([row["cosine_mean"] for row in own], sequences),
         }
-    steps = {f"decoding-{row['batch']}-{row['decoding'].replace(' ', '-')}": row["vs_bert"]
-             for row in report["decoding"]}  # fmt: skip
+    steps = {
+        f"decoding-{row['batch']}-{row['decoding'].replace(' ', '-')}": row["vs_bert"] for row in report["decoding"]
+    }
     if report["training"] is not None:
         steps["training"] = {"ours": report["training"]["vs_bert"]}
     for variant in {variant for speed_ups in steps.values() for variant in speed_ups}:
@@ -221,8 +222,10 @@ def table_with_figures(table: str, rows: list[str], columns: list[str], figures:
     header, ruler, *lines = table.splitlines()
     cells = [[cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")] for line in lines]
     if len(cells) != len(rows) or any(len(row) != 1 + len(columns) for row in cells):
-        raise ValueError(f"the table has {len(cells)} rows and {len(cells[0]) - 1} columns; the comment names "
-                         f"{len(rows)} and {len(columns)}")  # fmt: skip
+        raise ValueError(
+            f"the table has {len(cells)} rows and {len(cells[0]) - 1} columns; the comment names "
+            f"{len(rows)} and {len(columns)}"
+        )
     new = [header, ruler]
     for row, (label, *own) in zip(rows, cells, strict=True):
         filled = [label, *(cell_with_figures(*pair, row, figures) for pair in zip(own, columns, strict=True))]

@@ -84,8 +84,11 @@ def measure(server: Server, texts: list[str], clients: int) -> tuple[dict, list]
     seconds = time.perf_counter() - start
     ordered = [shares[i % clients][i // clients] for i in range(len(texts))]
     times = [time for time, _ in ordered]
-    found = {"median_ms": 1000 * statistics.median(times), "p95_ms": 1000 * statistics.quantiles(times, n=20)[-1],
-             "requests_per_second": len(texts) / seconds}  # fmt: skip
+    found = {
+        "median_ms": 1000 * statistics.median(times),
+        "p95_ms": 1000 * statistics.quantiles(times, n=20)[-1],
+        "requests_per_second": len(texts) / seconds,
+    }
     return found, [answer for _, answer in ordered]
 
 
@@ -120,11 +123,16 @@ def main(argv: list[str] | None = None) -> int:
                     found["changed"] = sum(map(lambda a, b: a != b, alone, answers))
                     rounds.setdefault(variant, {}).setdefault(f"clients-{clients}", []).append(found)
                     print(variant, clients, found, flush=True)
-    write_json(args.json, {
-        variant: {clients: {key: statistics.median(found[key] for found in results) for key in results[0]}
-                  for clients, results in by_clients.items()}
-        for variant, by_clients in rounds.items()
-    })  # fmt: skip
+    write_json(
+        args.json,
+        {
+            variant: {
+                clients: {key: statistics.median(found[key] for found in results) for key in results[0]}
+                for clients, results in by_clients.items()
+            }
+            for variant, by_clients in rounds.items()
+        },
+    )
     return 0
 
 

@@ -31,9 +31,13 @@ def measure(command: list[str]) -> dict:
     subprocess.run(command, check=True)
     seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"command": shlex.join(command), "date": date.today().isoformat(), "seconds": seconds,
-            "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-            "peak_gb": after.ru_maxrss * 1024 / 1e9}  # fmt: skip
+    return {
+        "command": shlex.join(command),
+        "date": date.today().isoformat(),
+        "seconds": seconds,
+        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_gb": after.ru_maxrss * 1024 / 1e9,
+    }
 
 
 def shortened(result: dict) -> dict:
@@ -55,8 +59,10 @@ def read_report(path: Path, machine: dict) -> dict:
     report = read_json(path) if path.exists() else {"machine": machine, "runs": {}}
     differing = [key for key, value in machine.items() if report["machine"].get(key) != value]
     if differing:
-        raise ValueError(f"{path.name} is of another {', '.join(differing)}; expected one report for each. Record all "
-                         "its runs again, or choose another file.")  # fmt: skip
+        raise ValueError(
+            f"{path.name} is of another {', '.join(differing)}; expected one report for each. Record all "
+            "its runs again, or choose another file."
+        )
     return report
 
 

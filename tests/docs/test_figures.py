@@ -57,9 +57,17 @@ Its recall is 0.05, or 5.2 %, in 2 steps of version 1.5 files.
 
 def row(variant, workload, sequences, seconds, speed_up, max_abs, lowest, mean):
     return {
-        "variant": variant, "workload": workload, "sequences": sequences, "error": None, "seconds_per_batch": seconds,
-        "fill_rate": 0.54, "vs_bert": speed_up, "max_abs": max_abs, "cosine_lowest": lowest, "cosine_mean": mean,
-    }  # fmt: skip
+        "variant": variant,
+        "workload": workload,
+        "sequences": sequences,
+        "error": None,
+        "seconds_per_batch": seconds,
+        "fill_rate": 0.54,
+        "vs_bert": speed_up,
+        "max_abs": max_abs,
+        "cosine_lowest": lowest,
+        "cosine_mean": mean,
+    }
 
 
 @pytest.fixture

@@ -49,8 +49,9 @@ def test_the_index_of_its_folder_lists(page):
 
 
 def test_the_version_is_everywhere_the_same():
-    changes, citation, project = ((ROOT / name).read_text("utf-8") for name in
-                                  ("CHANGELOG.md", "CITATION.cff", "pyproject.toml"))  # fmt: skip
+    changes, citation, project = (
+        (ROOT / name).read_text("utf-8") for name in ("CHANGELOG.md", "CITATION.cff", "pyproject.toml")
+    )
     version = re.search('^version = "(.*)"$', project, re.MULTILINE)[1]
     assert f"\nversion: {version}\n" in citation
     first = re.search("^## (.*)$", changes, re.MULTILINE)[1]
@@ -78,10 +79,13 @@ def test_the_files_that_a_saved_model_carries_are_listed():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     parts = re.split(r"^### (.*)$", text, flags=re.MULTILINE)
     copied, installed = (
-        {file for row in re.findall(r"^\| (.*?) \|", parts[parts.index(title) + 1], re.MULTILINE)
-         for file in re.findall(r"`([\w/]+\.py)`", row)}
+        {
+            file
+            for row in re.findall(r"^\| (.*?) \|", parts[parts.index(title) + 1], re.MULTILINE)
+            for file in re.findall(r"`([\w/]+\.py)`", row)
+        }
         for title in ("Copied into every saved model", "Installed only")
-    )  # fmt: skip
+    )
     package = ROOT / "modeling_scratchbert"
     paths = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
     assert copied == {path for path in paths if "/" not in path}

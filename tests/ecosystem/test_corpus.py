@@ -133,8 +133,12 @@ def test_texts_are_cut_as_by_sentence_transformers(of_folder, of_tokenizer, posi
     fields = json.loads(path.read_text()) | {"model_max_length": of_tokenizer}
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     settings = {} if of_folder is None else {"max_seq_length": of_folder}
-    write_sentence_folder(tmp_path / "model", ["Transformer", "Pooling"], settings=settings,
-                          Pooling={"embedding_dimension": 32, "pooling_mode": "mean"})  # fmt: skip
+    write_sentence_folder(
+        tmp_path / "model",
+        ["Transformer", "Pooling"],
+        settings=settings,
+        Pooling={"embedding_dimension": 32, "pooling_mode": "mean"},
+    )
     task, long = open_tiny(folder, "embed"), "a good film " * 300
     theirs = SentenceTransformer(folder, device="cpu")
     expected = theirs.preprocess([long])["input_ids"][0].tolist()
@@ -245,8 +249,12 @@ def test_ray_writes_the_same_files_also_if_an_actor_is_killed(tmp_path):
     command = [sys.executable, "-c", COMMAND, folder, rows, "--output", tmp_path / "ray", *FLAGS]
     process = subprocess.Popen(
         [*command, "--engine", "ray", "--processes", "2", "--tokens_per_batch", "50"],
-        cwd=tmp_path / "elsewhere", env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=tmp_path / "elsewhere",
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while process.poll() is None and len(list((tmp_path / "ray").glob("part-*"))) < 3:
         time.sleep(0.05)
     actors = children_named(process.pid, "RemoteWorker") if process.poll() is None else []
@@ -264,8 +272,9 @@ def test_ray_reports_an_error_in_one_line(tmp_path):
     masked = [{"text": f"{row['text']} [MASK]"} for row in ROWS[:20]]
     rows = write_rows(tmp_path / "rows.jsonl", [*masked, {"text": "a film"}])  # which only an actor notices
     command = [sys.executable, "-c", COMMAND, folder, rows, "--output", tmp_path / "ray", *FLAGS]
-    done = subprocess.run([*command, "--engine", "ray", "--processes", "1"], env=ENVIRONMENT, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*command, "--engine", "ray", "--processes", "1"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "row 21" in done.stderr.splitlines()[-1]
     assert (tmp_path / "ray" / "part-000001.parquet").exists()
@@ -397,8 +406,9 @@ def test_the_python_of_the_documentation(number, output, tmp_path):
         csv.writer(file).writerows([["text"], *([text] for text in sentences)])
     (tmp_path / "example.py").write_text(code_of_documentation()[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [row for path in sorted(tmp_path.glob(output)) for row in parquet.read_table(path).to_pylist()]
     found = {row["text"]: row["embedding"] for row in rows}

@@ -286,8 +286,13 @@ def test_a_compiled_model_runs_without_the_compiler(folder, tmp_path):
     batches = [ragged(*shape) for shape in SHAPES]
     with torch.no_grad():
         torch.save([(batch, model(**batch).logits) for batch in batches], tmp_path / "expected.pt")
-    done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], capture_output=True, text=True, cwd=tmp_path,
-                          env={"PATH": "", "TMPDIR": str(tmp_path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_COMPILER],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": "", "TMPDIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
 
 

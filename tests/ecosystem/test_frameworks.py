@@ -31,9 +31,17 @@ def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):
     rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(12)]
     before = models[0](**batch).loss
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, log_every_n_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp_spawn",
+        max_epochs=1,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(Classifiers(models), torch.utils.data.DataLoader(rows, batch_size=2))
     losses = [loss.item() for loss in trainer.callback_metrics.values()]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
@@ -85,9 +93,11 @@ def test_mlflow_opens_in_a_fresh_process(pair, tokenizer, tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
     model, reference = pair("ForSequenceClassification", **FIELDS)
     mlflow.transformers.save_model(
-        {"model": model, "tokenizer": tokenizer}, str(tmp_path / "logged"), task="text-classification",
+        {"model": model, "tokenizer": tokenizer},
+        str(tmp_path / "logged"),
+        task="text-classification",
         pip_requirements=[],
-    )  # fmt: skip
+    )
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     done = subprocess.run(
         [sys.executable, "-c", OPEN_WITH_MLFLOW, *TEXTS], capture_output=True, text=True, cwd=tmp_path, env=environment

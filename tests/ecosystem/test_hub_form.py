@@ -785,8 +785,14 @@ def notes(tmp_path_factory):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, str(root / "check.py"), str(root)],
-        cwd=root, env=environment, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((root / "notes.json").read_text())
 

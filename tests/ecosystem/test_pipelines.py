@@ -55,9 +55,14 @@ def folders(tokenizer, tmp_path_factory):
             head, fields = TASKS[task]
             torch.manual_seed(0)
             config = ScratchBertConfig(
-                vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                intermediate_size=64, max_position_embeddings=64, **fields,
-            )  # fmt: skip
+                vocab_size=len(tokenizer),
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=64,
+                max_position_embeddings=64,
+                **fields,
+            )
             model = getattr(modeling_scratchbert, f"ScratchBert{head}")(config)
             with torch.no_grad():  # as made, every sentence would be given nearly the same scores
                 for parameter in model.parameters():

@@ -136,9 +136,17 @@ def test_trains_as_bert(loss, folders, tmp_path):
     recorded = []
     for model in both(folders, kind):
         settings = getattr(sentence_transformers, f"{kind}TrainingArguments")(
-            tmp_path, max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, seed=0,
-            report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
+            tmp_path,
+            max_steps=3,
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
+            logging_steps=1,
+            seed=0,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
         trainer = getattr(sentence_transformers, f"{kind}Trainer")(
             model, settings, train_dataset=Dataset.from_dict(columns), loss=make_loss(model)
         )
@@ -183,7 +191,10 @@ def test_without_the_package_a_router_and_two_processes_encode_as_bert(folders, 
     (tmp_path / "alone.py").write_text(ALONE)
     environment = {"PYTHONPATH": str(SCRIPTS), "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "alone.py", *TEXTS], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "alone.py", *TEXTS],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr

@@ -68,9 +68,14 @@ def test_the_folder_alone_gives_the_embeddings_of_the_original(converted, origin
     scripts = str(Path(sentence_similarity.__file__).parent)
     environment = {"PYTHONPATH": scripts, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, converted, target], input=json.dumps(TEXTS), text=True, capture_output=True,
-        env={**os.environ, **environment}, cwd=tmp_path, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-c", ALONE, converted, target],
+        input=json.dumps(TEXTS),
+        text=True,
+        capture_output=True,
+        env={**os.environ, **environment},
+        cwd=tmp_path,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert_same(torch.tensor(json.loads(target.read_text())), original)
 
@@ -111,9 +116,17 @@ def test_trains_as_the_original_does(minilm, converted, tmp_path):
         model = opened(folder, config_kwargs=without_dropout)
         before = embeddings(model)
         settings = SentenceTransformerTrainingArguments(
-            tmp_path, max_steps=5, per_device_train_batch_size=3, learning_rate=1e-4, logging_steps=1, seed=0,
-            report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
+            tmp_path,
+            max_steps=5,
+            per_device_train_batch_size=3,
+            learning_rate=1e-4,
+            logging_steps=1,
+            seed=0,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
         data = Dataset.from_dict({"anchor": questions, "positive": answers})
         # The higher the scale, the smaller the loss: at 2 there is something left to learn.
         loss = MultipleNegativesRankingLoss(model, scale=2.0)

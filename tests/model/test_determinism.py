@@ -103,9 +103,12 @@ def check(model, rows, order, sizes, width, number):
 
 
 MODELS = {
-    (head, dtype, kernel, i): None for head in ("Model", "ForConditionalGeneration", "ForCausalLM")
-    for dtype in DTYPES for kernel in KERNELS for i in range(len(SIZES))
-}  # fmt: skip
+    (head, dtype, kernel, i): None
+    for head in ("Model", "ForConditionalGeneration", "ForCausalLM")
+    for dtype in DTYPES
+    for kernel in KERNELS
+    for i in range(len(SIZES))
+}
 
 
 def model_of(key):

@@ -713,8 +713,10 @@ def test_arguments_of_the_kernel_reach_it():
     loaded, inputs = make("Model"), inputs_for("Model")
     expected, changed = compute(loaded, inputs), compute(loaded, inputs | {"is_causal": True})
     model = copy.deepcopy(loaded).optimize_for_inference()
-    for result, reference in ((compute(model, inputs), expected),
-                              (compute(model, inputs | {"is_causal": True}), changed)):  # fmt: skip
+    for result, reference in (
+        (compute(model, inputs), expected),
+        (compute(model, inputs | {"is_causal": True}), changed),
+    ):
         torch.testing.assert_close(result["last_hidden_state"], reference["last_hidden_state"], rtol=0, atol=1e-5)
     assert not torch.allclose(changed["last_hidden_state"], expected["last_hidden_state"], atol=1e-2)
 

@@ -41,10 +41,15 @@ def shapes(model, **options) -> set[tuple]:
 
 
 PLACES = [
-    "embeddings.word_embeddings", "embeddings.dropout", "encoder.blocks.1.attention.query",
-    "encoder.blocks.0.attention.output", "encoder.blocks.1.feed_forward.intermediate",
-    "encoder.blocks.0.feed_forward.activation", "encoder.blocks.1.attention_norm", "encoder.final_norm",
-]  # fmt: skip
+    "embeddings.word_embeddings",
+    "embeddings.dropout",
+    "encoder.blocks.1.attention.query",
+    "encoder.blocks.0.attention.output",
+    "encoder.blocks.1.feed_forward.intermediate",
+    "encoder.blocks.0.feed_forward.activation",
+    "encoder.blocks.1.attention_norm",
+    "encoder.final_norm",
+]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -445,10 +445,17 @@ def test_arguments_by_position_are_arguments_by_name(model):
 def test_outputs_are_those_of_bart_as_objects_and_as_tuples(model, labels, asked):
     bart = BartForConditionalGeneration(
         transformers.BartConfig(
-            vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37, attn_implementation="eager",
+            vocab_size=99,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=37,
+            decoder_ffn_dim=37,
+            attn_implementation="eager",
         )
-    ).eval()  # fmt: skip
+    ).eval()
     inputs = {"input_ids": draw_source()["input_ids"], **asked}
     inputs |= {"labels": draw_labels()} if labels else {"decoder_input_ids": torch.randint(4, 99, (B, T))}
     mine, theirs = (either(**inputs) for either in (model, bart))
@@ -459,8 +466,10 @@ def test_outputs_are_those_of_bart_as_objects_and_as_tuples(model, labels, asked
     for part, expected in zip(as_tuples[0], mine.to_tuple(), strict=True):
         if isinstance(part, torch.Tensor):
             assert torch.equal(part, expected)
-    base = model.model(**{name: value for name, value in inputs.items() if name != "labels"}
-                       | {"decoder_input_ids": torch.randint(4, 99, (B, T))})  # fmt: skip
+    base = model.model(
+        **{name: value for name, value in inputs.items() if name != "labels"}
+        | {"decoder_input_ids": torch.randint(4, 99, (B, T))}
+    )
     assert type(base) is Seq2SeqModelOutput
     fields = {field.name for field in dataclasses.fields(Seq2SeqModelOutput)}
     assert set(base) <= fields

@@ -7,10 +7,38 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 PAD, UNK, CLS, SEP = range(4)
 WORDS = [
-    "the", "a", "dog", "cat", "bird", "house", "tree", "sees", "walk", "##ing", "##s", "it", "'", "s", "don", "t", ".",
-    ",", "red", "blue", "old", "new", "and", "but", "runs", "sleeps", "under", "over", "big", "small",
+    "the",
+    "a",
+    "dog",
+    "cat",
+    "bird",
+    "house",
+    "tree",
+    "sees",
+    "walk",
+    "##ing",
+    "##s",
+    "it",
+    "'",
+    "s",
+    "don",
+    "t",
+    ".",
+    ",",
+    "red",
+    "blue",
+    "old",
+    "new",
+    "and",
+    "but",
+    "runs",
+    "sleeps",
+    "under",
+    "over",
+    "big",
+    "small",
     "abcdef",  # what transformers looks at a tokenizer with before it looks for stop strings
-]  # fmt: skip
+]
 
 
 def make_tokenizer(words=WORDS, **options) -> PreTrainedTokenizerFast:

@@ -6,7 +6,12 @@ from transformers import TrainingArguments
 def sgd_settings(folder, **changes) -> TrainingArguments:
     """One step of plain SGD on the CPU, without reports or checkpoints; `changes` are other `TrainingArguments`."""
     settings = {
-        "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "use_cpu": True, "report_to": [], "disable_tqdm": True,
+        "max_steps": 1,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
         "save_strategy": "no",
-    }  # fmt: skip
+    }
     return TrainingArguments(str(folder), **{**settings, **changes})

@@ -30,10 +30,15 @@ def flags(model, tmp_path):
 
     def make(train_file=None, output="run", **changed) -> list[str]:
         given = {
-            "model": model, "output": tmp_path / output, "batch_size": 2, "epochs": 1, "max_length": 12,
-            "trackers": "none", "train_file": train_file or write_labels(tmp_path / "train.jsonl", [1, 0] * 4),
+            "model": model,
+            "output": tmp_path / output,
+            "batch_size": 2,
+            "epochs": 1,
+            "max_length": 12,
+            "trackers": "none",
+            "train_file": train_file or write_labels(tmp_path / "train.jsonl", [1, 0] * 4),
             **changed,
-        }  # fmt: skip
+        }
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
     return make

@@ -73,7 +73,7 @@ CASES = {
         [{"text": f"{text} {CONTEXT}"} for text in TEXTS],
         {"line_by_line": True, "max_length": 9},
     ),
-}  # fmt: skip
+}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -186,11 +186,25 @@ def test_balanced_weights_require_the_labels_of_the_training_set(evaluating, tra
 
 def test_an_evaluation_takes_every_flag_on_which_its_numbers_depend():
     """Of the flags about data and evaluations, these alone are not taken from a recipe."""
-    classes = (ClassificationSettings, TokenClassificationSettings, QuestionAnsweringSettings, Seq2SeqSettings,
-               PretrainingSettings)  # fmt: skip
+    classes = (
+        ClassificationSettings,
+        TokenClassificationSettings,
+        QuestionAnsweringSettings,
+        Seq2SeqSettings,
+        PretrainingSettings,
+    )
     groups = {each.name: each.metadata["group"] for settings in classes for each in fields(settings)}
     about_rows = {name for name, group in groups.items() if group in ("data", "evaluation")}
     assert about_rows - EVALUATED_WITH - EVALUATION_OF == {
-        "train_file", "train_split", "validation_fraction", "split_seed", "max_train_samples", "labels", "streaming",
-        "shuffle_buffer", "metric", "eval_steps"}  # fmt: skip
+        "train_file",
+        "train_split",
+        "validation_fraction",
+        "split_seed",
+        "max_train_samples",
+        "labels",
+        "streaming",
+        "shuffle_buffer",
+        "metric",
+        "eval_steps",
+    }
     assert groups.keys() >= EVALUATED_WITH | EVALUATION_OF

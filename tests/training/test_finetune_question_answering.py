@@ -211,10 +211,16 @@ def test_ids_are_the_places_where_there_are_none(task):
 def test_two_windows_of_a_row(task):
     """Of 10 tokens, 3 special ones and 2 of the question leave 5 to the text, of which two windows share 2."""
     made = task(ROWS[:1], None, max_length=10, stride=2).train_set
-    ids = [[ID.get(token, ID["[UNK]"]) for token in part.split()] for part in (
-        "[CLS] who ? [SEP] it was anna brandt , [SEP]", "[CLS] who ? [SEP] brandt , in 1843 . [SEP]",
-        "[CLS] who ? [SEP] 1843 . a b c [SEP]", "[CLS] who ? [SEP] b c a b c [SEP]", "[CLS] who ? [SEP] b c . [SEP]",
-    )]  # fmt: skip
+    ids = [
+        [ID.get(token, ID["[UNK]"]) for token in part.split()]
+        for part in (
+            "[CLS] who ? [SEP] it was anna brandt , [SEP]",
+            "[CLS] who ? [SEP] brandt , in 1843 . [SEP]",
+            "[CLS] who ? [SEP] 1843 . a b c [SEP]",
+            "[CLS] who ? [SEP] b c a b c [SEP]",
+            "[CLS] who ? [SEP] b c . [SEP]",
+        )
+    ]
     assert list(made["input_ids"]) == ids
     assert list(made["start_positions"]) == [6, 0, 0, 0, 0]
     assert list(made["end_positions"]) == [7, 0, 0, 0, 0]

@@ -33,8 +33,13 @@ pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 TINY_PRESET = str(CONFIGURATION / "tiny.json")
 RECIPE = CONFIGURATION / "recipes" / "cmudict.yaml"
-SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-        "max_position_embeddings": 32}  # fmt: skip
+SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
 PAIRS = [("be", "B IY"), ("add", "AE D"), ("decade", "D EH K EY D"), ("a", "AH"), ("a", "EY"), ("bead", "B IY D")]
 
 
@@ -213,8 +218,10 @@ def test_a_bert_starts_both_halves(make_task, folder, tmp_path):
 
 
 def test_a_configuration_file_and_overrides_make_a_model_of_random_weights(make_task):
-    config = make_task(config_overrides=["hidden_size=64", "norm_first=true", "position_embedding_type=sinusoidal"],
-                       num_decoder_layers=1).model.config  # fmt: skip
+    config = make_task(
+        config_overrides=["hidden_size=64", "norm_first=true", "position_embedding_type=sinusoidal"],
+        num_decoder_layers=1,
+    ).model.config
     assert (config.hidden_size, config.norm_first, config.position_embedding_type) == (64, True, "sinusoidal")
     assert (config.num_hidden_layers, config.num_decoder_layers, config.intermediate_size) == (2, 1, 512)
     assert (config.vocab_size, config.decoder_start_token_id, config.eos_token_id) == (22, 2, 3)
@@ -313,17 +320,46 @@ def test_words_are_learnt_by_heart(words, tmp_path):
     file = write_pairs(tmp_path / "train.jsonl", pairs)
     test = [(one, f"{said} ZH"), (two, "AA"), (two, also_said), *pairs[2:]]
     tokenizer = str(tmp_path / "tokenizer")
-    assert train_tokenizer.main(["--train_file", file, "--column", "source", "target", "--pre_split", "whitespace",
-                                 "--min_frequency", "3", "--output", tokenizer]) == 0  # fmt: skip
+    assert (
+        train_tokenizer.main(
+            [
+                "--train_file",
+                file,
+                "--column",
+                "source",
+                "target",
+                "--pre_split",
+                "whitespace",
+                "--min_frequency",
+                "3",
+                "--output",
+                tokenizer,
+            ]
+        )
+        == 0
+    )
     sizes = {**SIZE, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 256, "norm_first": True}
     sizes |= {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-    metrics = run({
-        "output": tmp_path / "model", "tokenizer": tokenizer, "config_file": TINY_PRESET,
-        "config_overrides": overrides(**sizes), "max_length": 32, "max_target_length": 31, "metrics": ["error_rate"],
-        "train_file": [file], "test_file": [write_pairs(tmp_path / "test.jsonl", test)], "batch_size": 20,
-        "epochs": 80, "eval_steps": 240, "learning_rate": 4e-3, "schedule": "cosine", "num_beams": 2,
-        "eval_batch_size": 300,
-    })  # fmt: skip
+    metrics = run(
+        {
+            "output": tmp_path / "model",
+            "tokenizer": tokenizer,
+            "config_file": TINY_PRESET,
+            "config_overrides": overrides(**sizes),
+            "max_length": 32,
+            "max_target_length": 31,
+            "metrics": ["error_rate"],
+            "train_file": [file],
+            "test_file": [write_pairs(tmp_path / "test.jsonl", test)],
+            "batch_size": 20,
+            "epochs": 80,
+            "eval_steps": 240,
+            "learning_rate": 4e-3,
+            "schedule": "cosine",
+            "num_beams": 2,
+            "eval_batch_size": 300,
+        }
+    )
     assert metrics["history"][-1]["loss"] < 0.02
     phonemes = sum(len(way.split()) for _, way in pairs) + 1
     assert metrics["test"]["token_error_rate"] == pytest.approx(1 / phonemes)
@@ -336,8 +372,17 @@ def test_words_are_learnt_by_heart(words, tmp_path):
 
 
 def test_a_resumed_run_ends_as_one_that_never_stopped(flags, tmp_path, folder):
-    flags = {**flags, "validation_file": [str(folder / "pairs.jsonl")], "batch_size": 2, "epochs": 3, "save_steps": 2,
-             "keep_checkpoints": 9, "learning_rate": 1e-2, "num_beams": 2, "log_steps": 1}  # fmt: skip
+    flags = {
+        **flags,
+        "validation_file": [str(folder / "pairs.jsonl")],
+        "batch_size": 2,
+        "epochs": 3,
+        "save_steps": 2,
+        "keep_checkpoints": 9,
+        "learning_rate": 1e-2,
+        "num_beams": 2,
+        "log_steps": 1,
+    }
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run(flags, output=whole)
     stopped.mkdir()
@@ -369,13 +414,17 @@ def test_lora_trains_the_adapters_of_a_generator_alone(flags, encoder_decoder, t
 @pytest.mark.parametrize(
     ("targets", "changed", "printed"),
     [
-        (["B IY", "AE  D", "D EH", "AE D "], {}, "2 of 4 validation targets differ from their decoded tokens, e.g. "
-         "'AE  D' and 'AE D'; text metrics compare with the targets as they are written\n"),
+        (
+            ["B IY", "AE  D", "D EH", "AE D "],
+            {},
+            "2 of 4 validation targets differ from their decoded tokens, e.g. "
+            "'AE  D' and 'AE D'; text metrics compare with the targets as they are written\n",
+        ),
         (["B IY", "D EH K EY D"], {"max_target_length": 4}, "1 of 2 validation targets differ"),
         (["B IY", "AE D"], {}, None),
         (["AE  D"], {"metrics": ["loss"]}, None),
     ],
-)  # fmt: skip
+)
 def test_targets_that_no_output_can_equal_are_reported(targets, changed, printed, make_task, tmp_path, capsys):
     file = write_pairs(tmp_path / "validation.jsonl", [("a", target) for target in targets])
     make_task(validation_file=[file], **changed)
@@ -389,8 +438,11 @@ def save_generator(folder, tmp_path):
 
     def save(name="generator", **fields) -> str:
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-        special = {"decoder_start_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id,
-                   "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+        special = {
+            "decoder_start_token_id": tokenizer.cls_token_id,
+            "eos_token_id": tokenizer.sep_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
         torch.manual_seed(0)
         config = ScratchBertConfig(
             **{**SIZE, **special, "vocab_size": len(tokenizer), "is_encoder_decoder": True, **fields}
@@ -410,8 +462,14 @@ def from_generator(flags: dict, generator: str) -> dict:
 
 
 def test_the_saved_model_generates_as_the_evaluation_did_for_sources_that_were_cut(flags, tmp_path):
-    flags = {**flags, "output": tmp_path / "out", "test_file": flags["train_file"], "max_length": 4, "max_steps": 2,
-             "config_overrides": overrides(**SIZE, initializer_range=0.5)}  # fmt: skip
+    flags = {
+        **flags,
+        "output": tmp_path / "out",
+        "test_file": flags["train_file"],
+        "max_length": 4,
+        "max_steps": 2,
+        "config_overrides": overrides(**SIZE, initializer_range=0.5),
+    }
     run(flags)
     rows = [json.loads(line) for line in (tmp_path / "out" / "predictions_test.jsonl").read_text().splitlines()]
     model, tokenizer = (auto.from_pretrained(tmp_path / "out") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
@@ -426,8 +484,9 @@ def test_the_saved_model_generates_as_the_evaluation_did_for_sources_that_were_c
 
 def test_a_generator_takes_the_special_ids_of_the_tokenizer(flags, make_task, save_generator):
     earlier = {"decoder_start_token_id": 7, "eos_token_id": 8, "pad_token_id": 9}
-    task = make_task(**{**from_generator(flags, save_generator(**earlier)), "config_file": None,
-                        "config_overrides": None})  # fmt: skip
+    task = make_task(
+        **{**from_generator(flags, save_generator(**earlier)), "config_file": None, "config_overrides": None}
+    )
     tokenizer = task.tokenizer
     expected = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id]
     for config in (task.model.config, task.model.generation_config):
@@ -477,10 +536,20 @@ def test_the_encoder_of_a_bert_can_be_frozen(make_task, folder, tmp_path):
     assert not any(name.startswith("model.encoder.") for name in trained)
 
 
-GENERATION_SETTINGS = {"num_beams": 4, "early_stopping": True, "do_sample": True, "temperature": 0.7, "top_p": 0.9,
-                       "num_return_sequences": 4, "return_dict_in_generate": True, "stop_strings": ["B"],
-                       "min_length": 3, "forced_bos_token_id": 7, "no_repeat_ngram_size": 2,
-                       "output_scores": True}  # fmt: skip
+GENERATION_SETTINGS = {
+    "num_beams": 4,
+    "early_stopping": True,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "num_return_sequences": 4,
+    "return_dict_in_generate": True,
+    "stop_strings": ["B"],
+    "min_length": 3,
+    "forced_bos_token_id": 7,
+    "no_repeat_ngram_size": 2,
+    "output_scores": True,
+}
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
@@ -498,8 +567,15 @@ def test_generation_settings_of_the_base_model_are_dropped_and_named(
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))
     beams = {"length_penalty": 1.0} if num_beams > 1 else {}
     del saved["transformers_version"]
-    assert saved == {"decoder_start_token_id": 2, "eos_token_id": 3, "pad_token_id": 0, "max_new_tokens": 16,
-                     "do_sample": False, "num_beams": num_beams, **beams}  # fmt: skip
+    assert saved == {
+        "decoder_start_token_id": 2,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "num_beams": num_beams,
+        **beams,
+    }
 
 
 def test_adapters_of_shared_weights_are_refused(flags, save_generator, tmp_path, capsys):

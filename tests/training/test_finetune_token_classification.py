@@ -478,7 +478,7 @@ WRONG = {
     "a scheme that is none": (["--scheme", "bioes"], "invalid choice: 'bioes'"),
     "a flag that is none": (["--tokens", "x"], "x"),
     "a file that is not there": (["--validation_file", "no.jsonl"], "no.jsonl"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -69,8 +69,17 @@ def card(folder):
     """Writes a card, and reads it with the Hub's own reader. `fields` are settings; `files`, the JSON files beside the
     card, without their ending."""
 
-    def make(task="text-classification", settings=ClassificationSettings, model_class=None, metrics=None, files=None,
-             metric="accuracy", rows=None, history=(), **fields) -> ModelCard:  # fmt: skip
+    def make(
+        task="text-classification",
+        settings=ClassificationSettings,
+        model_class=None,
+        metrics=None,
+        files=None,
+        metric="accuracy",
+        rows=None,
+        history=(),
+        **fields,
+    ) -> ModelCard:
         for name, content in (files or {}).items():
             (folder / f"{name}.json").write_text(json.dumps(content))
         given = {
@@ -128,9 +137,12 @@ def test_a_classifier_of_files(card, folder, tmp_path):
     assert_golden(text, GOLDEN / "text-classification.md")
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
     assert [(each.dataset_name, each.dataset_split, each.metric_type) for each in found.data.eval_results] == [
-        ("valid|1.csv", "validation", "loss"), ("valid|1.csv", "validation", "accuracy"),
-        ("test.csv", "test", "loss"), ("test.csv", "test", "accuracy"), ("test.csv", "test", "pearson"),
-    ]  # fmt: skip
+        ("valid|1.csv", "validation", "loss"),
+        ("valid|1.csv", "validation", "accuracy"),
+        ("test.csv", "test", "loss"),
+        ("test.csv", "test", "accuracy"),
+        ("test.csv", "test", "pearson"),
+    ]
 
 
 def test_a_tagger_of_a_reference_on_a_dataset_of_the_hub(card, folder):
@@ -205,10 +217,14 @@ def test_rows_are_counted_as_often_as_their_file_is_given(task, model, tmp_path)
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ("base_model: user/one\nlicense: mit\nlanguage: no\n",
-         {"base_model": "user/one", "license": "mit", "language": "no"}),
-        ("license: other\nlicense_name: x\nlicense_link: https://host/x\n",
-         {"license": "other", "license_name": "x", "license_link": "https://host/x"}),
+        (
+            "base_model: user/one\nlicense: mit\nlanguage: no\n",
+            {"base_model": "user/one", "license": "mit", "language": "no"},
+        ),
+        (
+            "license: other\nlicense_name: x\nlicense_link: https://host/x\n",
+            {"license": "other", "license_name": "x", "license_link": "https://host/x"},
+        ),
         ("license: other\nlicense_name: x\nlicense_link: LICENSE\n", {"license": "other", "license_name": "x"}),
         ("license: [mit, bsd]\nlicense_name: x\nlanguage: {a: b}\nbase_model: {a: b}\n", {}),
         ("base_model: [user/one]\n", {"base_model": "user/one"}),
@@ -221,7 +237,7 @@ def test_rows_are_counted_as_often_as_their_file_is_given(task, model, tmp_path)
         (b"# Base\n", {}),
         (b"---\nlicense: \xff\n---\n", {}),
     ],
-)  # fmt: skip
+)
 def test_of_the_card_of_a_base_model_only_what_the_hub_accepts_is_taken(metadata, expected, card, tmp_path, capsys):
     found = card(model=base_model(tmp_path / "base", metadata)).data.to_dict()
     names = {"base_model", "license", "license_name", "license_link", "language"}
@@ -281,9 +297,18 @@ def test_the_problem_and_the_labels_of_a_classifier(config, part, card):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "undefined"), (0.91234567, "0.9123"), (2e-5, "2e-05"), (30522.25, "30,522.2"), (1e9, "1e+09"), (3, "3"),
-     (["a", "b"], "a, b"), (list(range(51)), ", ".join(map(str, range(50))) + ", and 1 more"), ("a|*\n b", r"a\|\* b")],
-)  # fmt: skip
+    [
+        (None, "undefined"),
+        (0.91234567, "0.9123"),
+        (2e-5, "2e-05"),
+        (30522.25, "30,522.2"),
+        (1e9, "1e+09"),
+        (3, "3"),
+        (["a", "b"], "a, b"),
+        (list(range(51)), ", ".join(map(str, range(50))) + ", and 1 more"),
+        ("a|*\n b", r"a\|\* b"),
+    ],
+)
 def test_cells_of_a_table(value, text):
     assert cell(value) == text
 
@@ -293,8 +318,13 @@ def test_cells_of_a_table(value, text):
 
 def test_all_flags_that_are_paths_are_known():
     """The others are shown as they are."""
-    settings = (ClassificationSettings, TokenClassificationSettings, QuestionAnsweringSettings, Seq2SeqSettings,
-                PretrainingSettings)  # fmt: skip
+    settings = (
+        ClassificationSettings,
+        TokenClassificationSettings,
+        QuestionAnsweringSettings,
+        Seq2SeqSettings,
+        PretrainingSettings,
+    )
     helps = [(field.name, field.metadata["help"]) for each in settings for field in fields(each)]
     paths = {name for name, text in helps if re.search(r"\b(files?|folders?|paths?)\b", text)}
     assert paths == {*FILES, *FOLDERS_OR_HUB_IDS}
@@ -303,11 +333,18 @@ def test_all_flags_that_are_paths_are_known():
 @pytest.mark.parametrize(
     ("value", "seen"),
     [
-        ("/home/jane/x.csv", "x.csv"), ("/home/Jane Doe/x.csv", "x.csv"), ("~/x.csv", "x.csv"), ("../x", "x"),
-        (r"C:\Users\jane\x.csv", "x.csv"), ("//home/jane/x.csv", "x.csv"), ("data/*.csv", "*.csv"), ("/", "/"),
-        ("private/folder/", "folder"), ("x/y.csv", "y.csv"),
+        ("/home/jane/x.csv", "x.csv"),
+        ("/home/Jane Doe/x.csv", "x.csv"),
+        ("~/x.csv", "x.csv"),
+        ("../x", "x"),
+        (r"C:\Users\jane\x.csv", "x.csv"),
+        ("//home/jane/x.csv", "x.csv"),
+        ("data/*.csv", "*.csv"),
+        ("/", "/"),
+        ("private/folder/", "folder"),
+        ("x/y.csv", "y.csv"),
     ],
-)  # fmt: skip
+)
 def test_of_paths_the_last_part_is_public(value, seen, tmp_path, monkeypatch):
     assert public_path(value, is_file=True) == seen
     assert public_path("user/model", is_file=False) == "user/model"
@@ -351,9 +388,15 @@ def run_code(text: str) -> dict:
 
 @pytest.mark.parametrize(
     "short",
-    ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForConditionalGeneration",
-     "ForMaskedLM", "ForPreTraining"],
-)  # fmt: skip
+    [
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForConditionalGeneration",
+        "ForMaskedLM",
+        "ForPreTraining",
+    ],
+)
 def test_the_code_of_the_card_runs(short, card, words, folder, capsys):
     name = f"ScratchBert{short}"
     seq2seq = {"is_encoder_decoder": True, "decoder_start_token_id": 2, "eos_token_id": 3}

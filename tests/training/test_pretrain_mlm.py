@@ -23,13 +23,26 @@ from toolkit.training.task_settings import PretrainingSettings
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-         "max_position_embeddings": 64}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
 
 
 # Words w0 to w99, each also as a piece that continues one, and a full stop.
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(100)),
-              *(f"##w{i}" for i in range(100)), "."]  # fmt: skip
+VOCABULARY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *(f"w{i}" for i in range(100)),
+    *(f"##w{i}" for i in range(100)),
+    ".",
+]
 WORD, PIECE, STOP = 5, 105, 205
 
 
@@ -404,8 +417,13 @@ def test_the_loss_of_word_frequencies(folder, streaming):
 
 
 def test_pairs_are_judged_one_by_one(folder):
-    task = task_of(folder, model=folder / "both", validation_file=[folder / "stories.txt"], next_sentence=True,
-                   train_file=[folder / "stories.txt"])  # fmt: skip
+    task = task_of(
+        folder,
+        model=folder / "both",
+        validation_file=[folder / "stories.txt"],
+        next_sentence=True,
+        train_file=[folder / "stories.txt"],
+    )
     rows, losses, right = task.splits["validation"], [], []
     bert = BertForPreTraining.from_pretrained(folder / "both").eval()
     for ids, types, label in zip(rows["input_ids"], rows["token_type_ids"], rows["next_sentence_label"], strict=True):
@@ -565,7 +583,7 @@ def test_the_epochs_of_a_streamed_run(steps, folder, tmp_path):
         (["--tokenizer", "{folder}/unclassed"], "lacks [CLS] or [SEP]"),
         (["--tokenizer", "{folder}/words", "--whole_word_masking"], "expected a WordPiece tokenizer for"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_in_one_line(folder, tmp_path, capsys, flags, message):
     (folder / "list.json").write_text("[1]")
     (folder / "small.json").write_text(json.dumps({**SIZES, "vocab_size": 50}))
@@ -605,8 +623,12 @@ def test_a_decoder_is_not_pretrained_as_an_encoder(implementation, folder, tmp_p
 
 @pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
 def test_the_config_json_of_a_bert_is_a_configuration_file(implementation, folder):
-    config = {**json.loads((folder / "mlm" / "config.json").read_text()), "gradient_checkpointing": False,
-              "position_embedding_type": "absolute", "pooler_type": "first_token_transform"}  # fmt: skip
+    config = {
+        **json.loads((folder / "mlm" / "config.json").read_text()),
+        "gradient_checkpointing": False,
+        "position_embedding_type": "absolute",
+        "pooler_type": "first_token_transform",
+    }
     (folder / "google.json").write_text(json.dumps(config))
     files = {"config_file": folder / "google.json", "tokenizer": folder / "tokenizer"}
     assert task_of(folder, implementation=implementation, **files).model.config.hidden_size == 32

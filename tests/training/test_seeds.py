@@ -59,8 +59,9 @@ def test_each_run_is_that_of_its_seed_alone(seeded, tmp_path, capsys):
                 "mean": pytest.approx(sum(values) / 2),
                 "sd": pytest.approx(abs(values[0] - values[1]) / 2**0.5),
             }
-        assert found["runs"] == {str(seed): {each: report[each] for each in ("validation", "test")}
-                                 for seed, report in reports.items()}  # fmt: skip
+        assert found["runs"] == {
+            str(seed): {each: report[each] for each in ("validation", "test")} for seed, report in reports.items()
+        }
     best = max(
         reports, key=lambda seed: (reports[seed]["validation"]["accuracy"], -reports[seed]["validation"]["loss"])
     )

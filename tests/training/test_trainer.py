@@ -28,10 +28,19 @@ from support.models import NO_DROPOUT, tiny_config
 PAD, START, END = 0, 1, 2
 
 SETTINGS = {
-    "optim": "adamw_torch", "lr_scheduler_type": "linear", "use_cpu": True, "report_to": [], "disable_tqdm": True,
-    "logging_steps": 4, "save_strategy": "steps", "dataloader_pin_memory": False, "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 5, "save_total_limit": None,
-}  # fmt: skip
+    "optim": "adamw_torch",
+    "lr_scheduler_type": "linear",
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 4,
+    "save_strategy": "steps",
+    "dataloader_pin_memory": False,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 5,
+    "save_total_limit": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +110,13 @@ def test_trainer_from_end_to_end(strategy, tokenizer, tmp_path):
             },
         )
         return Trainer(
-            copy.deepcopy(start), arguments, train_dataset=rows, eval_dataset=rows, data_collator=collate,
+            copy.deepcopy(start),
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            data_collator=collate,
             compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
-        )  # fmt: skip
+        )
 
     trainer = make()
     before = trainer.evaluate()
@@ -167,14 +180,24 @@ def test_seq2seq_trainer_from_end_to_end(tokenizer, tmp_path):
 
     def make():
         arguments = Seq2SeqTrainingArguments(
-            str(tmp_path), max_steps=60, save_steps=30, learning_rate=5e-3, predict_with_generate=True,
-            generation_max_length=6, **SETTINGS,
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=60,
+            save_steps=30,
+            learning_rate=5e-3,
+            predict_with_generate=True,
+            generation_max_length=6,
+            **SETTINGS,
+        )
         model = copy.deepcopy(start)
         return Seq2SeqTrainer(
-            model, arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=exactly_right,
-            data_collator=DataCollatorForSeq2Seq(tokenizer, model), processing_class=tokenizer,
-        )  # fmt: skip
+            model,
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            compute_metrics=exactly_right,
+            data_collator=DataCollatorForSeq2Seq(tokenizer, model),
+            processing_class=tokenizer,
+        )
 
     trainer = make()
     before = trainer.evaluate()

@@ -88,10 +88,18 @@ def arguments(checkpoints, tmp_path):
 
     def make(output="run", **flags) -> list[str]:
         flags = {
-            "model": checkpoints["scratchbert"], "output": tmp_path / output, "train_file": REVIEWS, "max_length": 24,
-            "validation_file": REVIEWS, "batch_size": 16, "epochs": 2, "learning_rate": 1e-3, "log_steps": 1,
-            "trackers": "none", **flags,
-        }  # fmt: skip
+            "model": checkpoints["scratchbert"],
+            "output": tmp_path / output,
+            "train_file": REVIEWS,
+            "max_length": 24,
+            "validation_file": REVIEWS,
+            "batch_size": 16,
+            "epochs": 2,
+            "learning_rate": 1e-3,
+            "log_steps": 1,
+            "trackers": "none",
+            **flags,
+        }
         return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
     return make
@@ -683,10 +691,19 @@ def whole(checkpoints, tmp_path_factory) -> tuple[Path, list[str]]:
     """A run with a checkpoint at each of four updates, and its flags but for --output."""
     output = tmp_path_factory.mktemp("whole") / "run"
     flags = {
-        "model": checkpoints["scratchbert"], "train_file": REVIEWS, "validation_file": REVIEWS, "max_length": 24,
-        "batch_size": 16, "max_steps": 4, "save_steps": 1, "eval_steps": 4, "keep_checkpoints": 9, "trackers": "none",
-        "learning_rate": 1e-3, "log_steps": 1,
-    }  # fmt: skip
+        "model": checkpoints["scratchbert"],
+        "train_file": REVIEWS,
+        "validation_file": REVIEWS,
+        "max_length": 24,
+        "batch_size": 16,
+        "max_steps": 4,
+        "save_steps": 1,
+        "eval_steps": 4,
+        "keep_checkpoints": 9,
+        "trackers": "none",
+        "learning_rate": 1e-3,
+        "log_steps": 1,
+    }
     argv = [f"--{name}={value}" for name, value in flags.items()]
     forget()
     assert finetune_classification.main([*argv, f"--output={output}"]) == 0

@@ -239,8 +239,9 @@ def test_training_continues_when_the_reader_of_its_output_has_gone(closed, flags
     with os.fdopen(writing, "w") as pipe:
         done = subprocess.run(
             [sys.executable, finetune_classification.__file__, *argv],
-            **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, closed: pipe}, check=False,
-        )  # fmt: skip
+            **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, closed: pipe},
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model.safetensors").exists()
 
@@ -428,8 +429,14 @@ def test_texts_without_tokens_leave_no_separators(flags, tmp_path):
     argv = flags(train_file=tmp_path / "some.txt")
     task = Pretraining(read_settings(PretrainingSettings, argv), Accelerator())
     assert task.tokenizer.convert_ids_to_tokens(task.train_set[0]["input_ids"]) == [
-        "[CLS]", "good", "film", "[SEP]", "bad", "film", "[SEP]"
-    ]  # fmt: skip
+        "[CLS]",
+        "good",
+        "film",
+        "[SEP]",
+        "bad",
+        "film",
+        "[SEP]",
+    ]
     assert [len(task.train_set), len(task.train_set[0]["input_ids"])] == [1, 7]
 
 

@@ -205,7 +205,7 @@ def test_sentences_of_conll(write):
         ("x.conll, row 2 (line 7)", {"tokens": ["New York"], "tags": ["B-LOC"]}),
         ("x.conll, row 3 (line 9)", "x.conll, row 3 (line 9): line 9 has one column; expected a word and its tag"),
         ("x.conll, row 4 (line 12)", {"tokens": ["."], "tags": ["O"]}),
-    ]  # fmt: skip
+    ]
 
 
 def test_plain_text_is_a_row_a_line(write):
@@ -301,8 +301,9 @@ def test_a_folder_of_a_url():
     before = files[0].fingerprint()
     system.pipe("/a_url/b.txt", b"other")
     assert {name for name, value in files[0].fingerprint().items() if before[name] != value} >= {
-        "size", "sha256_of_ends"
-    }  # fmt: skip
+        "size",
+        "sha256_of_ends",
+    }
 
 
 def test_folders_with_brackets_are_not_patterns(tmp_path):
@@ -452,9 +453,24 @@ NOT_UTF8 = parquet_of(pa.table({"text": pa.array([b"good", b"caf\xe9"]).view(pa.
         ("x.parquet", b"not this", "x.parquet cannot be read: .*[Pp]arquet"),
         ("x.parquet", NOT_UTF8, "x.parquet cannot be read: .*utf-8"),
     ],
-    ids=["empty", "header alone", "blank", "no lines", "empty array", "empty gzip", "same name", "UTF-16",
-         "broken header", "no end", "text after the end", "long", "deep", "no Parquet", "Parquet not in UTF-8"],
-)  # fmt: skip
+    ids=[
+        "empty",
+        "header alone",
+        "blank",
+        "no lines",
+        "empty array",
+        "empty gzip",
+        "same name",
+        "UTF-16",
+        "broken header",
+        "no end",
+        "text after the end",
+        "long",
+        "deep",
+        "no Parquet",
+        "Parquet not in UTF-8",
+    ],
+)
 def test_a_file_that_makes_no_sense_is_an_error(name, content, message, write, monkeypatch):
     monkeypatch.setattr(row_files, "LONGEST_ARRAY", 899)
     source = write(name, content)

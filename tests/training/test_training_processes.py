@@ -40,10 +40,21 @@ def arguments(tmp_path_factory):
 
     def make(name: str, batch_size: int, **flags) -> list[str]:
         flags = {
-            "model": model, "output": folder / name, "train_file": REVIEWS, "validation_file": validation, "epochs": 3,
-            "max_length": 24, "batch_size": batch_size, "gradient_accumulation_steps": 2, "eval_batch_size": 7,
-            "class_weights": "balanced", "learning_rate": 1e-3, "log_steps": 1, "trackers": "none", **flags,
-        }  # fmt: skip
+            "model": model,
+            "output": folder / name,
+            "train_file": REVIEWS,
+            "validation_file": validation,
+            "epochs": 3,
+            "max_length": 24,
+            "batch_size": batch_size,
+            "gradient_accumulation_steps": 2,
+            "eval_batch_size": 7,
+            "class_weights": "balanced",
+            "learning_rate": 1e-3,
+            "log_steps": 1,
+            "trackers": "none",
+            **flags,
+        }
         return [str(folder / f"{name}.pt"), *(f"--{flag}={value}" for flag, value in flags.items())]
 
     make.folder, make.rows = folder, rows[1:]
@@ -182,10 +193,11 @@ def test_processes_of_open_mpi_are_connected(arguments):
         subprocess.Popen(
             command,
             env={**common, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
-            stderr=subprocess.PIPE, text=True,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in ("0", "1")
-    ]  # fmt: skip
+    ]
     errors = [process.communicate(timeout=240)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
     assert measured(arguments.folder / "mpi")["processes"] == 2

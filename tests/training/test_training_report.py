@@ -71,8 +71,9 @@ def test_the_picture_has_both_losses_each_metric_and_in_the_last_panel_the_learn
     assert titles(axes()) == ["loss", "accuracy", "f1", "learning rate"]
     loss, accuracy, _, rate = axes()
     assert lines(loss) == {
-        "training": [(10, 0.9), (20, 0.5), (1500, 0.4)], "validation": [(20, 0.6), (1500, 0.55)],
-    }  # fmt: skip
+        "training": [(10, 0.9), (20, 0.5), (1500, 0.4)],
+        "validation": [(20, 0.6), (1500, 0.55)],
+    }
     assert next(iter(lines(rate).values())) == [(10, 2e-5), (20, 1e-5), (1500, 0)]
     assert next(iter(lines(accuracy).values())) == [(20, 0.75), (1500, 0.8)]
     assert [axis.get_title(loc="right") for axis in axes()] == ["last: 0.55", "last: 0.8", "last: undefined", ""]
@@ -269,8 +270,10 @@ def test_rows_of_a_confusion_matrix_are_the_true_labels(confusion):
     for labels in (axis.get_yticklabels(), axis.get_xticklabels()):
         assert [label.get_text() for label in labels] == ["no", "yes", "maybe"]
     assert (axis.get_ylabel(), axis.get_xlabel(), axis.get_title("left")) == (
-        "True label", "Predicted label", "validation",
-    )  # fmt: skip
+        "True label",
+        "Predicted label",
+        "validation",
+    )
 
 
 @pytest.mark.parametrize(("count", "written"), [(15, 225), (16, 0), (60, 0)])
@@ -290,8 +293,11 @@ def test_long_labels_are_shortened_in_the_middle_and_no_formula(confusion, recwa
     labels = ["customer_service_complaint_1", "customer_service_complaint_2", "$x^2$ \n y", "日本"]
     axis = confusion(labels, labels, labels, title="$validation$")
     assert [label.get_text() for label in axis.get_yticklabels()] == [
-        "customer_s…mplaint_1", "customer_s…mplaint_2", r"\$x^2\$ y", "日本",
-    ]  # fmt: skip
+        "customer_s…mplaint_1",
+        "customer_s…mplaint_2",
+        r"\$x^2\$ y",
+        "日本",
+    ]
     assert len(recwarn) == 0
 
 

@@ -22,8 +22,9 @@ def padding_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     ...  # your code
 
 
-def masked_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention with an additive mask.
 
     Args:

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 
-def mask_tokens(input_ids: torch.Tensor, special: torch.Tensor, mask_id: int,
-                vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def mask_tokens(
+    input_ids: torch.Tensor, special: torch.Tensor, mask_id: int, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses 15 % of the tokens at random, and of these replaces 80 % by [MASK] and 10 % by random tokens. The other
     10 % stay as they are. `input_ids` is not changed.
 

@@ -23,8 +23,9 @@ def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     ...  # your code
 
 
-def greedy(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor,
-           max_new_tokens: int) -> torch.Tensor:  # fmt: skip
+def greedy(
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, max_new_tokens: int
+) -> torch.Tensor:
     """The ids that the model generates for one source, as `model.generate(...)` returns them: the start token, then in
     each step the most probable next token, up to the end token or `max_new_tokens` new tokens.
 

@@ -25,8 +25,9 @@ class ErrorRate(evaluate.Metric):
         edits = tokens = wrong = 0
         for prediction, texts in zip(predictions, references, strict=True):
             tokens_of_text = prediction.split()
-            distance, length = min((Levenshtein.distance(tokens_of_text, correct), len(correct))
-                                   for correct in map(str.split, texts))  # fmt: skip
+            distance, length = min(
+                (Levenshtein.distance(tokens_of_text, correct), len(correct)) for correct in map(str.split, texts)
+            )
             edits, tokens, wrong = edits + distance, tokens + length, wrong + (distance > 0)
         if tokens == 0:
             raise ValueError("the references have no tokens; expected at least one, because the rate is per token")

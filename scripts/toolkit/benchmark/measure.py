@@ -39,8 +39,11 @@ def differences(run: Run, batches: list[Batch]) -> dict[str, float]:
         pair = [states.cpu().double().masked_fill(padding, 0) for states in (run(batch.inputs), batch.reference)]
         max_abs.append(largest(pair[0] - pair[1]))
         cosines.append(cosine_similarity(*(states.sum(dim=1) for states in pair)))  # of sums, as of means
-    return {"max_abs": max(max_abs), "cosine_lowest": torch.cat(cosines).min().item(),
-            "cosine_mean": torch.cat(cosines).mean().item()}  # fmt: skip
+    return {
+        "max_abs": max(max_abs),
+        "cosine_lowest": torch.cat(cosines).min().item(),
+        "cosine_mean": torch.cat(cosines).mean().item(),
+    }
 
 
 def measure(runs: dict[str, Run], batches: list[Batch], repetitions: int) -> dict[str, dict]:
@@ -91,18 +94,34 @@ def rows_of(workload: str, measured: dict[str, list[dict]], batches: list[Batch]
     rows: list[dict] = []
     for name, processes in measured.items():
         precision, first = VARIANTS[name].precision, max(processes, key=lambda each: each["error"] is not None)
-        rows.append({"workload": workload, "batches": len(batches), "sequences": len(lengths), "tokens": sum(lengths),
-                     "fill_rate": sum(lengths) / sum(batch.input_ids.numel() for batch in batches), "variant": name,
-                     "precision": precision, "error": first["error"], "processes": processes})  # fmt: skip
+        rows.append(
+            {
+                "workload": workload,
+                "batches": len(batches),
+                "sequences": len(lengths),
+                "tokens": sum(lengths),
+                "fill_rate": sum(lengths) / sum(batch.input_ids.numel() for batch in batches),
+                "variant": name,
+                "precision": precision,
+                "error": first["error"],
+                "processes": processes,
+            }
+        )
         if first["error"] is not None and name == "bert":
             raise RuntimeError(f"BertModel, the reference, fails on {workload}: {first['error']}")
         if first["error"] is not None:
             continue
         total, bert = (statistics.median(each["seconds"] for each in own) for own in (processes, measured["bert"]))
         bound = math.nan if precision == ON_GPU else encoder_seconds(config, lengths, machine, precision)
-        rows[-1] |= {"seconds_per_batch": total / len(batches), "sequences_per_second": len(lengths) / total,
-                     "tokens_per_second": sum(lengths) / total, "vs_bert": bert / total, "peak_mib": None,
-                     "lower_bound_share": bound / total, **first["differences"]}  # fmt: skip
+        rows[-1] |= {
+            "seconds_per_batch": total / len(batches),
+            "sequences_per_second": len(lengths) / total,
+            "tokens_per_second": sum(lengths) / total,
+            "vs_bert": bert / total,
+            "peak_mib": None,
+            "lower_bound_share": bound / total,
+            **first["differences"],
+        }
     return rows
 
 
@@ -117,12 +136,21 @@ def failed(row: dict) -> bool:
 
 def failures(report: dict) -> list[str]:
     """The reasons for exit code 1, in words."""
-    found = [f"{name}: {reason}" for name, reason in report["unavailable"].items()
-             if name.startswith("ours") and missing(name) is None]  # fmt: skip
-    found += [f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
-              for row in report["rows"] if failed(row)]  # fmt: skip
-    found += [f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
-              for row in report["decoding"] if not row["same_tokens"]]  # fmt: skip
+    found = [
+        f"{name}: {reason}"
+        for name, reason in report["unavailable"].items()
+        if name.startswith("ours") and missing(name) is None
+    ]
+    found += [
+        f"{row['variant']} on {row['workload']}: {row['error'] or 'differs from BertModel'}"
+        for row in report["rows"]
+        if failed(row)
+    ]
+    found += [
+        f"decoding, batch {row['batch']}, {row['decoding']}: tokens differ from EncoderDecoderModel"
+        for row in report["decoding"]
+        if not row["same_tokens"]
+    ]
     return found
 
 
@@ -130,19 +158,26 @@ def print_rows(rows: list[dict]) -> None:
     """Prints the rows of a workload."""
     header = ("variant", "seq/s", "tokens/s", "ms/batch", "vs bert", "bound", "max abs", "cosine: low", "mean")
     shape = f"{rows[0]['batches']} × {rows[0]['sequences'] // rows[0]['batches']} sequences"
-    print_lines(f"\n{rows[0]['workload']}: {shape}, fill rate {rows[0]['fill_rate']:.0%}",
-                table([header, *(cells(row) for row in rows if row["error"] is None)]),
-                *(f"{row['variant']}: {row['error']}" for row in rows if row["error"] is not None))  # fmt: skip
+    print_lines(
+        f"\n{rows[0]['workload']}: {shape}, fill rate {rows[0]['fill_rate']:.0%}",
+        table([header, *(cells(row) for row in rows if row["error"] is None)]),
+        *(f"{row['variant']}: {row['error']}" for row in rows if row["error"] is not None),
+    )
 
 
 def cells(row: dict) -> tuple[str, ...]:
     share, peak = row["lower_bound_share"], row["peak_mib"]
     cosines = [row[name] for name in ("cosine_lowest", "cosine_mean") if row["precision"] != "float32"]
-    return (row["variant"] + ("  WRONG" if failed(row) else ""), f"{row['sequences_per_second']:.1f}",
-            f"{row['tokens_per_second']:.0f}", f"{1000 * row['seconds_per_batch']:.1f}", f"{row['vs_bert']:.2f}",
-            "" if math.isnan(share) else f"{share:.0%}",
-            f"{row['max_abs']:.1e}" + ("" if peak is None else f"  peak {peak:.0f} MiB"),
-            *([f"{cosine:.5f}" for cosine in cosines] or ("", "")))  # fmt: skip
+    return (
+        row["variant"] + ("  WRONG" if failed(row) else ""),
+        f"{row['sequences_per_second']:.1f}",
+        f"{row['tokens_per_second']:.0f}",
+        f"{1000 * row['seconds_per_batch']:.1f}",
+        f"{row['vs_bert']:.2f}",
+        "" if math.isnan(share) else f"{share:.0%}",
+        f"{row['max_abs']:.1e}" + ("" if peak is None else f"  peak {peak:.0f} MiB"),
+        *([f"{cosine:.5f}" for cosine in cosines] or ("", "")),
+    )
 
 
 def print_lines(*lines: str) -> None:
@@ -158,19 +193,24 @@ def print_machine(machine: dict) -> None:
 
 def print_training(row: dict) -> None:
     took = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in row["seconds"].items())
-    print_lines(f"\ntraining: a step (forward, backward, AdamW) on 32 reviews\n{took}: speed-up {row['vs_bert']:.2f}; "
-                f"losses differ by at most {row['loss_difference']:.1e}, the gradients of the first step by "
-                f"{row['gradient_difference']:.1e} of their norm")  # fmt: skip
+    print_lines(
+        f"\ntraining: a step (forward, backward, AdamW) on 32 reviews\n{took}: speed-up {row['vs_bert']:.2f}; "
+        f"losses differ by at most {row['loss_difference']:.1e}, the gradients of the first step by "
+        f"{row['gradient_difference']:.1e} of their norm"
+    )
 
 
 def print_decoding(row: dict) -> None:
-    took = "  ".join(f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})"
-                     for name, value in row["seconds"].items())  # fmt: skip
+    took = "  ".join(
+        f"{name} {1000 * value:.1f} ms (×{row['vs_bert'][name]:.2f})" for name, value in row["seconds"].items()
+    )
     equal = ", ".join(f"{name} {share:.1%}" for name, share in row["equal_tokens"].items())
-    print_lines(f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds in float32: "
-                f"memory {1000 * row['memory_lower_bound']:.1f} ms, GEMM {1000 * row['gemm_lower_bound']:.1f} ms"
-                f"{f'  equal tokens: {equal}' if equal else ''}"
-                f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}")  # fmt: skip
+    print_lines(
+        f"batch {row['batch']:2} {row['decoding']:7} {took}  lower bounds in float32: "
+        f"memory {1000 * row['memory_lower_bound']:.1f} ms, GEMM {1000 * row['gemm_lower_bound']:.1f} ms"
+        f"{f'  equal tokens: {equal}' if equal else ''}"
+        f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -190,8 +230,11 @@ def save_model(source: str | None, folder: Path, seed: int):
 
 def run_encoder(report: dict, runs: dict[str, Run], config, folder: Path, args) -> None:
     """Adds the rows of each workload, and closes the variants."""
-    workloads = {name: make_batches(name, config, args.model, args.batches, args.seed)
-                 for name in ENCODER_WORKLOADS if name in args.workloads}  # fmt: skip
+    workloads = {
+        name: make_batches(name, config, args.model, args.batches, args.seed)
+        for name in ENCODER_WORKLOADS
+        if name in args.workloads
+    }
     for batch in chain(*workloads.values()):
         batch.reference = runs["bert"](batch.inputs)
     for workload, measured in measurements(runs, workloads, folder, args):
@@ -239,9 +282,18 @@ def benchmark(args) -> dict:
         if "bert" in unavailable:
             raise RuntimeError(f"BertModel, the reference, cannot be opened: {unavailable['bert']}")
         print_lines(*(f"skipped {name}: {reason}" for name, reason in unavailable.items()))
-        report = {"machine": machine, "model": args.model or "BERT-base, random weights", "config": config.to_dict(),
-                  "command": args.command, "repetitions": args.repetitions, "seed": args.seed, "rows": [],
-                  "unavailable": unavailable, "training": None, "decoding": []}  # fmt: skip
+        report = {
+            "machine": machine,
+            "model": args.model or "BERT-base, random weights",
+            "config": config.to_dict(),
+            "command": args.command,
+            "repetitions": args.repetitions,
+            "seed": args.seed,
+            "rows": [],
+            "unavailable": unavailable,
+            "training": None,
+            "decoding": [],
+        }
         run_encoder(report, runs, config, folder, args)
         run_steps(report, config, folder, args)
     report["failures"] = failures(report)

@@ -9,10 +9,20 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 STRONG, TEXT = "#d1410c", "#404040"
 # The bars of a group in their order. Ours: one hue, strong for the optimised model, lighter for the others; the others:
 # greys, one for each runtime. A variant is drawn like the longest of these names that its own begins with.
-LOOKS = {"ours-": STRONG, "ours": "#f0a07a", "ours-eager": "#f5b896", "ours-compiled": "#f9d3c0",
-         "ours-aotinductor": "#e8874f", "openvino": "#5c5c5c", "ctranslate2": "#757575", "onnx": "#8f8f8f",
-         "sentence-transformers": "#a3a3a3", "bert": "#b3b3b3", "bert-compiled": "#cccccc",
-         "bert-eager": "#e0e0e0"}  # fmt: skip
+LOOKS = {
+    "ours-": STRONG,
+    "ours": "#f0a07a",
+    "ours-eager": "#f5b896",
+    "ours-compiled": "#f9d3c0",
+    "ours-aotinductor": "#e8874f",
+    "openvino": "#5c5c5c",
+    "ctranslate2": "#757575",
+    "onnx": "#8f8f8f",
+    "sentence-transformers": "#a3a3a3",
+    "bert": "#b3b3b3",
+    "bert-compiled": "#cccccc",
+    "bert-eager": "#e0e0e0",
+}
 
 
 def plot(report: dict, path: Path) -> None:

@@ -54,9 +54,12 @@ def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
     difference = gradient_difference(models)
     seconds = interleave(runs, [batches[i % len(batches)] for i in range(1, repetitions + 1)], 1)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {"seconds": medians, "vs_bert": medians["bert"] / medians["ours"],
-            "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
-            "gradient_difference": difference}  # fmt: skip
+    return {
+        "seconds": medians,
+        "vs_bert": medians["bert"] / medians["ours"],
+        "loss_difference": max(abs(theirs - ours) for theirs, ours in zip(*losses.values(), strict=True)),
+        "gradient_difference": difference,
+    }
 
 
 class Clock(StoppingCriteria):
@@ -92,8 +95,14 @@ def generators(folder: Path, variants: Iterable[str], seed: int) -> dict[str, to
 def steps(model, batch: Batch, tokens: int, beams: int) -> tuple[list[float], torch.Tensor]:
     """The seconds that each token after the first takes, and the tokens, `(B, T)`."""
     clock = Clock()
-    ids = model.generate(**batch.inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False,
-                         num_beams=beams, stopping_criteria=[clock])  # fmt: skip
+    ids = model.generate(
+        **batch.inputs,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        do_sample=False,
+        num_beams=beams,
+        stopping_criteria=[clock],
+    )
     return [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)], ids
 
 
@@ -122,8 +131,13 @@ def decode(folder: Path, variants, cases: list[tuple[int, str]], tokens: int, re
                 seconds[name] += took if repetition else []  # the first one warms up
             same = same and all(torch.equal(ids[name], ids["bert"]) for name in ids.keys() - rounded)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
-        yield {"batch": batch_size, "decoding": way, "seconds": medians,
-               "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
-               "memory_lower_bound": reading,
-               "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]), "same_tokens": same,
-               "equal_tokens": {name: share_of_equal(ids[name], ids["bert"]) for name in rounded}}  # fmt: skip
+        yield {
+            "batch": batch_size,
+            "decoding": way,
+            "seconds": medians,
+            "vs_bert": {name: medians["bert"] / value for name, value in medians.items()},
+            "memory_lower_bound": reading,
+            "gemm_lower_bound": decoding_step_seconds(config, batch_size * BEAMS[way]),
+            "same_tokens": same,
+            "equal_tokens": {name: share_of_equal(ids[name], ids["bert"]) for name in rounded},
+        }

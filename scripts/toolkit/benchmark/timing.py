@@ -108,8 +108,10 @@ def decoding_step_seconds(config, rows: int) -> float:
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = ([(hidden, hidden)] * 6 + [(inner, hidden), (hidden, inner)]) * config.num_hidden_layers
     shapes += [(hidden, hidden), (config.vocab_size, hidden)]
-    layers = [partial(linear_layers(torch.rand(out, width), torch.rand(out))[-1], torch.rand(rows, width))
-              for out, width in shapes]  # fmt: skip
+    layers = [
+        partial(linear_layers(torch.rand(out, width), torch.rand(out))[-1], torch.rand(rows, width))
+        for out, width in shapes
+    ]
     return statistics.median(seconds(lambda: [layer() for layer in layers]))
 
 
@@ -117,6 +119,9 @@ def decoding_step_bytes(model) -> int:
     """The bytes of weights that an `EncoderDecoderModel` reads to decode one token: those of the decoder, except for
     the keys and values of the cross-attention, which are computed once, and those of the language-model head."""
     once = ("crossattention.self.key.", "crossattention.self.value.")
-    weights = [weight for name, weight in model.decoder.bert.encoder.named_parameters()
-               if not any(part in name for part in once)]  # fmt: skip
+    weights = [
+        weight
+        for name, weight in model.decoder.bert.encoder.named_parameters()
+        if not any(part in name for part in once)
+    ]
     return sum(weight.nbytes for weight in [*weights, *model.decoder.cls.parameters()])

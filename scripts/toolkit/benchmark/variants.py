@@ -120,8 +120,16 @@ def onnx_file(folder: Path, int8: bool) -> Path:
     model, example = to_export(folder)
     names = ["input_ids", "attention_mask"]
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    torch.onnx.export(model, example, file, dynamo=True, dynamic_shapes=(free, free), input_names=names,
-                      output_names=["last_hidden_state"], verbose=False)  # fmt: skip
+    torch.onnx.export(
+        model,
+        example,
+        file,
+        dynamo=True,
+        dynamic_shapes=(free, free),
+        input_names=names,
+        output_names=["last_hidden_state"],
+        verbose=False,
+    )
     return file
 
 
@@ -157,8 +165,9 @@ def quantize(model, config):
     batches = [pad(random_rows(config, [longest, longest // 2], generator)) for _ in range(CALIBRATION_BATCHES)]
     data = nncf.Dataset([{name: ids.numpy() for name, ids in batch.inputs.items()} for batch in batches])
     preset = nncf.QuantizationPreset.MIXED  # symmetric weights, asymmetric inputs
-    return nncf.quantize(model, data, preset=preset, model_type=nncf.ModelType.TRANSFORMER,
-                         subset_size=CALIBRATION_BATCHES)  # fmt: skip
+    return nncf.quantize(
+        model, data, preset=preset, model_type=nncf.ModelType.TRANSFORMER, subset_size=CALIBRATION_BATCHES
+    )
 
 
 def folder_with_vocabulary(folder: Path) -> Path:
@@ -219,9 +228,14 @@ def run_packed(model, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> 
     mask = attention_mask.bool()
     cu_seq_lens = pad_tokens(mask.sum(dim=1).cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(cu_seq_lens.diff().max())
-    packed = model(input_ids=input_ids[mask][None], position_ids=(mask.cumsum(dim=1) - 1)[mask][None],
-                   cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest,
-                   max_length_k=longest).last_hidden_state  # fmt: skip
+    packed = model(
+        input_ids=input_ids[mask][None],
+        position_ids=(mask.cumsum(dim=1) - 1)[mask][None],
+        cu_seq_lens_q=cu_seq_lens,
+        cu_seq_lens_k=cu_seq_lens,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
     hidden = packed.new_zeros(*mask.shape, packed.shape[-1])
     hidden[mask] = packed[0]
     return hidden

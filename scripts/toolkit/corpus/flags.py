@@ -9,16 +9,32 @@ from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column
 QUERIES, DOCUMENTS = ("query", *TEXTS), ("text_pair", "document", "passage", "answer", *SECOND_TEXTS)
 
 # The flags of each task, which are options of its job.
-TASK_FLAGS = {"embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
-              "classify": ("all_scores", "threshold", "top_k"),
-              "tag": ("aggregation",), "rerank": ("prompt", "prompt_name"), "fill-mask": ("top_k",)}  # fmt: skip
+TASK_FLAGS = {
+    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "embedding_dtype", "ranges"),
+    "classify": ("all_scores", "threshold", "top_k"),
+    "tag": ("aggregation",),
+    "rerank": ("prompt", "prompt_name"),
+    "fill-mask": ("top_k",),
+}
 PAIR_TASKS = ("classify", "rerank")
 
 # Columns of results and of places. A column of the input with such a name is renamed.
 RESERVED = {
-    "id", "file", "row", "reference", "embedding", "scale", "label", "labels", "score", "scores", "all_scores",
-    "prediction", "entities", "words",
-}  # fmt: skip
+    "id",
+    "file",
+    "row",
+    "reference",
+    "embedding",
+    "scale",
+    "label",
+    "labels",
+    "score",
+    "scores",
+    "all_scores",
+    "prediction",
+    "entities",
+    "words",
+}
 
 
 def check_flags(args, task: str) -> None:
@@ -26,8 +42,9 @@ def check_flags(args, task: str) -> None:
     for name in sorted({name for names in TASK_FLAGS.values() for name in names} - {*TASK_FLAGS[task]}):
         if getattr(args, name) not in (None, False):
             tasks = [other for other, names in TASK_FLAGS.items() if name in names]
-            raise ValueError(f"--{name} is given for the task {task}; expected it with --task {' or '.join(tasks)} "
-                             "only")  # fmt: skip
+            raise ValueError(
+                f"--{name} is given for the task {task}; expected it with --task {' or '.join(tasks)} only"
+            )
     for name in ("text_pair_column", "label_column"):
         if getattr(args, name) is not None and task not in PAIR_TASKS:
             raise ValueError(f"--{name} is given for the task {task}; expected --task {' or '.join(PAIR_TASKS)}")
@@ -44,8 +61,9 @@ def check_flags(args, task: str) -> None:
             raise ValueError("--format npy is for --task embed with a local folder; expected another format")
         for name in ("update", "shard"):
             if getattr(args, name):
-                raise ValueError(f"--{name} is given with --format npy, whose parts are joined; expected another "
-                                 "format")  # fmt: skip
+                raise ValueError(
+                    f"--{name} is given with --format npy, whose parts are joined; expected another format"
+                )
         if args.empty_texts == "null":
             raise ValueError("--empty_texts is null with --format npy, which has no null; expected another format")
     if args.update and args.shard:
@@ -78,8 +96,10 @@ def find_kept_columns(args, columns: list[str]) -> dict[str, str]:
         chosen = [find_column(columns, name.strip(), (), "--keep_columns") for name in given.split(",")]
     names = {column: f"input_{column}" if column in RESERVED else column for column in dict.fromkeys(chosen)}
     if twice := [name for name in names.values() if list(names.values()).count(name) > 1]:
-        raise ValueError(f"--keep_columns: two columns are {twice[0]!r} in the output, one of them because results "
-                         "have its name; expected a list of columns without one of them")  # fmt: skip
+        raise ValueError(
+            f"--keep_columns: two columns are {twice[0]!r} in the output, one of them because results "
+            "have its name; expected a list of columns without one of them"
+        )
     return names
 
 

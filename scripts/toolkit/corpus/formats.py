@@ -48,8 +48,10 @@ def decode_part(name: str, kinds: Kinds, content: bytes) -> dict[str, Sequence]:
     rows = list(csv.DictReader(lines)) if name == "csv" else [json.loads(line) for line in lines]
     parse = parse_cell if name == "csv" else lambda kind, value: value
     found = {column: [parse(kind, row[column]) for row in rows] for column, kind in kinds.items()}
-    return {column: as_vectors(kinds[column], values) if is_vector(kinds[column]) else values
-            for column, values in found.items()}  # fmt: skip
+    return {
+        column: as_vectors(kinds[column], values) if is_vector(kinds[column]) else values
+        for column, values in found.items()
+    }
 
 
 def is_vector(kind) -> bool:
@@ -94,12 +96,20 @@ def arrow_type(kind):
     text, number = pa.string(), pa.float32()
     entity = {"score": number, "word": text, "start": pa.int32(), "end": pa.int32()}
     return {
-        "integer": pa.int64(), "unsigned": pa.uint64(), "double": pa.float64(), "boolean": pa.bool_(), "text": text,
-        "json": text, "number": number, "texts": pa.list_(text), "numbers": pa.list_(number),
-        "lists of texts": pa.list_(pa.list_(text)), "lists of numbers": pa.list_(pa.list_(number)),
+        "integer": pa.int64(),
+        "unsigned": pa.uint64(),
+        "double": pa.float64(),
+        "boolean": pa.bool_(),
+        "text": text,
+        "json": text,
+        "number": number,
+        "texts": pa.list_(text),
+        "numbers": pa.list_(number),
+        "lists of texts": pa.list_(pa.list_(text)),
+        "lists of numbers": pa.list_(pa.list_(number)),
         "entities of tokens": pa.list_(pa.struct({"entity": text, "index": pa.int32()} | entity)),
         "entities of words": pa.list_(pa.struct({"entity_group": text} | entity)),
-    }[kind]  # fmt: skip
+    }[kind]
 
 
 def to_arrow(kind, values):
@@ -113,8 +123,9 @@ def to_arrow(kind, values):
     numbers = np.ma.getdata(values)
     is_missing = np.ma.getmaskarray(values)[:, 0] if np.ma.is_masked(values) else None
     flat = pa.array(np.ascontiguousarray(numbers).reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(flat, numbers.shape[1],
-                                             mask=None if is_missing is None else pa.array(is_missing))  # fmt: skip
+    return pa.FixedSizeListArray.from_arrays(
+        flat, numbers.shape[1], mask=None if is_missing is None else pa.array(is_missing)
+    )
 
 
 def to_parquet(kinds: Kinds, columns: Columns) -> bytes:
@@ -158,8 +169,10 @@ def plain(kind, values) -> list:
     if is_vector(kind):
         numbers = np.ma.getdata(values)
         rows = (numbers.astype(np.float32) if numbers.dtype == np.float16 else numbers).tolist()
-        return [None if is_missing else row
-                for row, is_missing in zip(rows, np.ma.getmaskarray(values).any(axis=1), strict=True)]  # fmt: skip
+        return [
+            None if is_missing else row
+            for row, is_missing in zip(rows, np.ma.getmaskarray(values).any(axis=1), strict=True)
+        ]
     return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 

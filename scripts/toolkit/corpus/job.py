@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 
 # A task, and the words that say what it does.
-TASKS = {"embed": "a vector for each text",
-         "classify": "the label of each text or pair",
-         "tag": "the entities in each text",
-         "rerank": "a score for each pair",
-         "fill-mask": "the likeliest words for each [MASK]"}  # fmt: skip
+TASKS = {
+    "embed": "a vector for each text",
+    "classify": "the label of each text or pair",
+    "tag": "the entities in each text",
+    "rerank": "a score for each pair",
+    "fill-mask": "the likeliest words for each [MASK]",
+}
 FORMATS = ("parquet", "jsonl", "csv", "npy")
 EMBEDDING_DTYPES = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens", "pooler")

@@ -172,9 +172,11 @@ class LocalWorker:
             code = self.process.exitcode or 0
             self.deaths.append(f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}")
             if len(self.deaths) > RETRIES:
-                raise CommandError(f"processes have died {len(self.deaths)} times, the last of {self.deaths[-1]}; "
-                                   f"expected at most {RETRIES}. If memory is short, give fewer --processes; for "
-                                   "files, --resume computes the rest")  # fmt: skip
+                raise CommandError(
+                    f"processes have died {len(self.deaths)} times, the last of {self.deaths[-1]}; "
+                    f"expected at most {RETRIES}. If memory is short, give fewer --processes; for "
+                    "files, --resume computes the rest"
+                )
             self.start()
 
     def close(self) -> None:

@@ -23,14 +23,36 @@ LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pya
 
 # Files of a model that decide its results, besides the weights and those of the modules of sentence-transformers.
 MODEL_FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json", "modules.json",
-    "sentence_bert_config.json", "config_sentence_transformers.json", CALIBRATION,
-)  # fmt: skip
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "special_tokens_map.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    CALIBRATION,
+)
 
 # What does not decide the results of a text: where things are, and the columns and files that results are put in.
 PLACES = ("model", "output", "run", "trust_remote_code", "verify", "threads")
-LAYOUT = ("format", "part_rows", "tokens_per_batch", "id_column", "label_column", "on_bad_row", "empty_texts", "keep",
-          "kinds", "limit", "text_column", "text_pair_column", "problem", "labels", "label_separator")  # fmt: skip
+LAYOUT = (
+    "format",
+    "part_rows",
+    "tokens_per_batch",
+    "id_column",
+    "label_column",
+    "on_bad_row",
+    "empty_texts",
+    "keep",
+    "kinds",
+    "limit",
+    "text_column",
+    "text_pair_column",
+    "problem",
+    "labels",
+    "label_separator",
+)
 
 
 def make_manifest(job: Job, inputs: list[Input], limit: int | None, rows: int) -> dict:
@@ -109,8 +131,9 @@ def complete_records(store: Store, elsewhere: Mapping[str, dict] = MappingProxyT
     their order."""
     sizes = store.sizes()
     for number, record in read_records(store):
-        if all(elsewhere.get(name) == file or sizes.get(name) == file["bytes"]
-               for name, file in record["files"].items()):  # fmt: skip
+        if all(
+            elsewhere.get(name) == file or sizes.get(name) == file["bytes"] for name, file in record["files"].items()
+        ):
             yield number, record
 
 
@@ -129,8 +152,9 @@ def check_same(before: dict, now: dict) -> list[str]:
         ValueError: the model, an input or a flag has changed.
     """
     if before["model"]["sha256"] != now["model"]["sha256"]:
-        raise ValueError(f"--resume: the model has changed; the run used {before['model']['source']} with other "
-                         "weights or files")  # fmt: skip
+        raise ValueError(
+            f"--resume: the model has changed; the run used {before['model']['source']} with other weights or files"
+        )
     if (difference := difference_of_inputs(before["inputs"], now["inputs"])) is not None:
         raise ValueError(f"--resume: {difference}")
     flags = before["flags"].keys() | now["flags"].keys() | {"threads_per_process"}
@@ -165,8 +189,11 @@ def other_machine(before: dict, now: dict) -> list[str]:
 def computation(manifest: dict) -> dict:
     """What decides the results of a text, besides the text: the model, its files, and options."""
     options = {name: value for name, value in manifest["flags"].items() if name not in LAYOUT}
-    return {"sha256": manifest["model"]["sha256"], "pairs": manifest["flags"].get("text_pair_column") is not None,
-            **options}  # fmt: skip
+    return {
+        "sha256": manifest["model"]["sha256"],
+        "pairs": manifest["flags"].get("text_pair_column") is not None,
+        **options,
+    }
 
 
 def part_files(manifest: dict) -> list[str]:

@@ -9,15 +9,19 @@ from toolkit.hub import check_source, open_model, open_tokenizer, read_config
 from toolkit.remote_code import find, import_package
 
 # For each task, the class of the model, without "ScratchBert", and its Auto class.
-CLASSES = {"embed": ("Model", "AutoModel"),
-           "classify": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
-           "tag": ("ForTokenClassification", "AutoModelForTokenClassification"),
-           "rerank": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
-           "fill-mask": ("ForMaskedLM", "AutoModelForMaskedLM")}  # fmt: skip
-TASK_OF_CLASS = {"Model": "embed",
-                 "ForTokenClassification": "tag",
-                 "ForMaskedLM": "fill-mask",
-                 "ForPreTraining": "fill-mask"}  # fmt: skip
+CLASSES = {
+    "embed": ("Model", "AutoModel"),
+    "classify": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    "tag": ("ForTokenClassification", "AutoModelForTokenClassification"),
+    "rerank": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    "fill-mask": ("ForMaskedLM", "AutoModelForMaskedLM"),
+}
+TASK_OF_CLASS = {
+    "Model": "embed",
+    "ForTokenClassification": "tag",
+    "ForMaskedLM": "fill-mask",
+    "ForPreTraining": "fill-mask",
+}
 
 # The file in a model's folder that `save_calibration` wrote, for `optimize_for_inference("int8")`.
 CALIBRATION = "calibration.safetensors"
@@ -80,8 +84,9 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     if trust_remote_code and read_config(source).get("auto_map"):
         model_class, options = getattr(transformers, auto), options | {"trust_remote_code": True}
     stored = "auto" if dtype in (None, "int8") else getattr(torch, dtype)
-    model = open_model(model_class, source, advice="Expected a model that was trained for the task.", dtype=stored,
-                       **options)  # fmt: skip
+    model = open_model(
+        model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options
+    )
     if device != "cpu":
         return model.to(device)
     if dtype == "int8":

@@ -49,8 +49,11 @@ def run_on_ray(job: Job, parts: Iterator[Part], count: int | None, address: str 
 
 def absolute(job: Job) -> Job:
     """The job with absolute paths: an actor has another working directory."""
-    paths = {name: str(path.absolute()) for name in ("model", "output")
-             if "://" not in (value := getattr(job, name)) and (path := Path(value)).is_dir()}  # fmt: skip
+    paths = {
+        name: str(path.absolute())
+        for name in ("model", "output")
+        if "://" not in (value := getattr(job, name)) and (path := Path(value)).is_dir()
+    }
     return replace(job, **paths)
 
 
@@ -71,9 +74,12 @@ class Actors:
         self.room = self.room_in(ray.available_resources())
         self.count = count or self.room or max(1, self.room_in(ray.cluster_resources()))
         actor_class = ray.remote(
-            num_cpus=job.threads, num_gpus=self.needs.get("GPU", 0), max_restarts=RETRIES, max_task_retries=RETRIES,
+            num_cpus=job.threads,
+            num_gpus=self.needs.get("GPU", 0),
+            max_restarts=RETRIES,
+            max_task_retries=RETRIES,
             max_concurrency=PARTS_AT_ONCE,
-        )(RemoteWorker)  # fmt: skip
+        )(RemoteWorker)
         self.starting = {actor.check.remote(): actor for actor in [actor_class.remote(job) for _ in range(self.count)]}
 
     def room_in(self, resources: dict) -> int:
@@ -84,12 +90,15 @@ class Actors:
         """Waits for the actors that there is room for. Raises CommandError if there is none in time."""
         needs = " and ".join(f"{amount} {name}" for name, amount in self.needs.items())
         if not self.room:
-            report(f"the cluster has no room for an actor, which needs {needs}; waiting {SECONDS_FOR_THE_FIRST} s for "
-                   "it")  # fmt: skip
+            report(
+                f"the cluster has no room for an actor, which needs {needs}; waiting {SECONDS_FOR_THE_FIRST} s for it"
+            )
         self.admit(1, SECONDS_FOR_THE_FIRST)
         if not self.idle:
-            raise CommandError(f"no actor has started in {SECONDS_FOR_THE_FIRST} s; each needs {needs}. End other work "
-                               "on the cluster, or give fewer --threads_per_process")  # fmt: skip
+            raise CommandError(
+                f"no actor has started in {SECONDS_FOR_THE_FIRST} s; each needs {needs}. End other work "
+                "on the cluster, or give fewer --threads_per_process"
+            )
         self.admit(min(self.room, self.count) - 1, SECONDS_FOR_OTHERS)
         if self.starting:
             started = self.count - len(self.starting)

@@ -123,9 +123,11 @@ def find_repeated(ids: Mapping[int, str], known: DigestIndex) -> list[int]:
     """The places of ids that are known or occur before among these. Adds the others to the known ones."""
     digests = {place: digest_of(text) for place, text in ids.items()}
     new: dict[bytes, int] = {}
-    repeated = [place
-                for (place, digest), before in zip(digests.items(), known.find(list(digests.values())), strict=True)
-                if before >= 0 or new.setdefault(digest, place) != place]  # fmt: skip
+    repeated = [
+        place
+        for (place, digest), before in zip(digests.items(), known.find(list(digests.values())), strict=True)
+        if before >= 0 or new.setdefault(digest, place) != place
+    ]
     known.add(list(new), list(new.values()))
     return repeated
 

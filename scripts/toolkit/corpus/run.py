@@ -88,12 +88,26 @@ class Run:
             each.columns = None if args.keep_columns == "all" else used
         tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
         return Job(
-            model=args.model, task=task, output=args.output or "", run=self.name, format=args.format,
-            device=self.devices[0], threads=self.threads, dtype=args.dtype, max_length=args.max_length,
-            tokens_per_batch=args.tokens_per_batch or tokens, part_rows=args.part_rows, id_column=args.id_column,
-            label_column=args.label_column, on_bad_row=args.on_bad_row, empty_texts=args.empty_texts, keep=keep,
-            trust_remote_code=args.trust_remote_code, verify=args.verify, options=options,
-        )  # fmt: skip
+            model=args.model,
+            task=task,
+            output=args.output or "",
+            run=self.name,
+            format=args.format,
+            device=self.devices[0],
+            threads=self.threads,
+            dtype=args.dtype,
+            max_length=args.max_length,
+            tokens_per_batch=args.tokens_per_batch or tokens,
+            part_rows=args.part_rows,
+            id_column=args.id_column,
+            label_column=args.label_column,
+            on_bad_row=args.on_bad_row,
+            empty_texts=args.empty_texts,
+            keep=keep,
+            trust_remote_code=args.trust_remote_code,
+            verify=args.verify,
+            options=options,
+        )
 
     def label_options(self) -> dict:
         """What is known of the labels of the model, for the metrics."""
@@ -130,13 +144,16 @@ class Run:
         self.before = manifest.read_manifest(self.store)
         if self.before is None:
             if self.store.sizes():
-                raise ValueError(f"--output {output} is not empty and has no {manifest.MANIFEST}; expected a new "
-                                 "folder")  # fmt: skip
+                raise ValueError(
+                    f"--output {output} is not empty and has no {manifest.MANIFEST}; expected a new folder"
+                )
         elif args.update:
             return
         elif not (args.resume or args.shard):
-            raise ValueError(f"--output {output} has a run; expected a new folder, --resume to continue the run, or "
-                             "--update to bring it up to date")  # fmt: skip
+            raise ValueError(
+                f"--output {output} has a run; expected a new folder, --resume to continue the run, or "
+                "--update to bring it up to date"
+            )
         elif self.store.has(PLANNED):
             raise ValueError(f"--output {output} has an unfinished update; expected --update, which continues it")
         else:
@@ -213,9 +230,14 @@ class Run:
     def follow(self, finished: Iterator[Done], what: str, computed: Totals) -> None:
         """Shows the progress of parts, and adds them to what was computed."""
         is_terminal = sys.stderr.isatty()
-        options = {"total": self.expected, "unit": "rows", "unit_scale": True, "desc": what,
-                   "dynamic_ncols": is_terminal,
-                   "mininterval": 0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES}  # fmt: skip
+        options = {
+            "total": self.expected,
+            "unit": "rows",
+            "unit_scale": True,
+            "desc": what,
+            "dynamic_ncols": is_terminal,
+            "mininterval": 0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
+        }
         with interruptible(self), (tqdm if is_terminal else LogLines)(**options) as bar:
             for done in finished:
                 computed.rows += done.rows
@@ -268,8 +290,10 @@ class Run:
         print(f"first row: {json.dumps(first, ensure_ascii=False, default=str)}")
         print(f"{record['rows']} rows tried, {record['truncated']} too long, {len(record['skipped'])} skipped")
         processes = len(self.devices)
-        print(f"{rate:,.0f} rows a second in one of {processes} processes; {self.rows:,} rows in all, about "
-              f"{self.rows / rate / processes / 60:,.0f} minutes. Nothing was written.")  # fmt: skip
+        print(
+            f"{rate:,.0f} rows a second in one of {processes} processes; {self.rows:,} rows in all, about "
+            f"{self.rows / rate / processes / 60:,.0f} minutes. Nothing was written."
+        )
         return 0
 
 
@@ -304,8 +328,10 @@ def interruptible(run: Run) -> Iterator[None]:
 def print_summary(output: str, corpus: Corpus, totals: Totals, computed: Totals, metrics: dict, seconds: float) -> None:
     """Prints the end of a run: rows, tokens, speed, what was skipped, metrics, and where the output is."""
     rate = computed.rows / max(seconds, 1e-9)
-    print(f"{totals.rows:,} rows, {totals.tokens:,} tokens; {computed.rows:,} rows now in {seconds:,.1f} s, "
-          f"{rate:,.0f} rows a second")  # fmt: skip
+    print(
+        f"{totals.rows:,} rows, {totals.tokens:,} tokens; {computed.rows:,} rows now in {seconds:,.1f} s, "
+        f"{rate:,.0f} rows a second"
+    )
     if totals.truncated:
         print(f"{totals.truncated:,} texts are longer than the model's input")
     if totals.skipped:

@@ -8,18 +8,28 @@ from toolkit.remote_code import find
 
 # The modules that are supported, and their files in sentence-transformers since version 5.4.
 MODULES = {
-    "Transformer": "transformer", "Pooling": "pooling", "Dense": "dense", "LayerNorm": "layer_norm",
-    "Dropout": "dropout", "Normalize": "normalize",
-}  # fmt: skip
-KIND_OF_TYPE = {f"sentence_transformers.{package}{file}.{kind}": kind for kind, name in MODULES.items()
-                for package in ("models", "sentence_transformer.modules", "base.modules")
-                for file in ("", f".{kind}", f".{name}")}  # fmt: skip
+    "Transformer": "transformer",
+    "Pooling": "pooling",
+    "Dense": "dense",
+    "LayerNorm": "layer_norm",
+    "Dropout": "dropout",
+    "Normalize": "normalize",
+}
+KIND_OF_TYPE = {
+    f"sentence_transformers.{package}{file}.{kind}": kind
+    for kind, name in MODULES.items()
+    for package in ("models", "sentence_transformer.modules", "base.modules")
+    for file in ("", f".{kind}", f".{name}")
+}
 # In 1_Pooling/config.json before version 5.4, in the order in which sentence-transformers concatenates them.
 OLD_POOLINGS = {
-    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
-}  # fmt: skip
+}
 MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of them
 # For each class of sentence-transformers, the task of its Transformer.
 TRANSFORMER_TASKS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
@@ -65,8 +75,10 @@ class SentenceFolder:
             return options["prompt"]
         name = options.get("prompt_name")
         if name is not None and name not in self.prompts:
-            raise ValueError(f"--prompt_name is {name!r}; expected a prompt of the model: "
-                             f"{', '.join(map(repr, self.prompts)) or 'it has none'}.")  # fmt: skip
+            raise ValueError(
+                f"--prompt_name is {name!r}; expected a prompt of the model: "
+                f"{', '.join(map(repr, self.prompts)) or 'it has none'}."
+            )
         return self.prompts.get(name or self.default_prompt) or ""
 
 
@@ -81,8 +93,9 @@ def module_files(source: str) -> list[Path]:
     """The files of a checkpoint that decide what its modules compute, besides those of its Transformer."""
     path = find(source, "modules.json")
     folders = [entry.get("path") for entry in read_json(path)] if path is not None else []
-    files = [find(source, f"{folder}/{name}") for folder in folders if folder
-             for name in ("config.json", *MODULE_WEIGHTS)]  # fmt: skip
+    files = [
+        find(source, f"{folder}/{name}") for folder in folders if folder for name in ("config.json", *MODULE_WEIGHTS)
+    ]
     return [file for file in files if file is not None]
 
 
@@ -104,8 +117,9 @@ def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
     entries = read_json(find(source, "modules.json"))
     unknown = [entry.get("type") for entry in entries if entry.get("type") not in KIND_OF_TYPE]
     if unknown:
-        raise ValueError(f"Its modules.json has the module {unknown[0]}; expected sentence-transformers' own "
-                         f"{', '.join(MODULES)}.")  # fmt: skip
+        raise ValueError(
+            f"Its modules.json has the module {unknown[0]}; expected sentence-transformers' own {', '.join(MODULES)}."
+        )
     modules = [
         Module(KIND_OF_TYPE[entry["type"]], entry.get("path"), fields_of(source, f"{entry.get('path')}/config.json"))
         for entry in entries
@@ -114,8 +128,10 @@ def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
     is_encoder = expected == "CrossEncoder"
     first = ["Transformer"] if is_encoder else ["Transformer", "Pooling"]
     if kinds[: len(first)] != first or {*first} & {*kinds[len(first) :]} or (is_encoder and kinds != first):
-        raise ValueError(f"Its modules.json has the modules {', '.join(kinds)}; expected a Transformer" +
-                         (" alone." if is_encoder else ", a Pooling, and then others."))  # fmt: skip
+        raise ValueError(
+            f"Its modules.json has the modules {', '.join(kinds)}; expected a Transformer"
+            + (" alone." if is_encoder else ", a Pooling, and then others.")
+        )
     if modules[0].folder:
         raise ValueError(f"Its Transformer is in the folder {modules[0].folder}; expected it beside modules.json.")
     settings, task = fields_of(source, "sentence_bert_config.json"), TRANSFORMER_TASKS[expected]
@@ -126,10 +142,14 @@ def read_sentence_folder(source: str, expected: str) -> SentenceFolder:
     tokenizer = settings.get("tokenizer_args") or settings.get("processor_kwargs") or {}
     config, pooling = fields_of(source, "config_sentence_transformers.json"), {} if is_encoder else modules[1].fields
     return SentenceFolder(
-        poolings_of(pooling), pooling.get("include_prompt", True), modules[2:],
+        poolings_of(pooling),
+        pooling.get("include_prompt", True),
+        modules[2:],
         tokenizer.get("model_max_length", settings.get("max_seq_length")),
-        config.get("prompts") or {}, config.get("default_prompt_name"), config.get("activation_fn"),
-    )  # fmt: skip
+        config.get("prompts") or {},
+        config.get("default_prompt_name"),
+        config.get("activation_fn"),
+    )
 
 
 def poolings_of(fields: dict) -> list[str]:
@@ -139,8 +159,10 @@ def poolings_of(fields: dict) -> list[str]:
         modes = [mode for name, mode in OLD_POOLINGS.items() if fields.get(name)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else list(modes)
     if not modes or not set(modes) <= set(OLD_POOLINGS.values()):
-        raise ValueError(f"Its Pooling is {', '.join(map(str, modes)) or 'none'}; expected some of "
-                         f"{', '.join(OLD_POOLINGS.values())}.")  # fmt: skip
+        raise ValueError(
+            f"Its Pooling is {', '.join(map(str, modes)) or 'none'}; expected some of "
+            f"{', '.join(OLD_POOLINGS.values())}."
+        )
     return modes
 
 

@@ -44,8 +44,9 @@ def open_activation(path: str, width: int) -> nn.Module:
                 return activation
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
         pass
-    raise ValueError(f"Its activation function is {path}; expected a class of torch.nn that takes no arguments and "
-                     "keeps the shape.")  # fmt: skip
+    raise ValueError(
+        f"Its activation function is {path}; expected a class of torch.nn that takes no arguments and keeps the shape."
+    )
 
 
 class Dense(nn.Module):
@@ -80,8 +81,9 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
         elif module.kind in ("Dense", "LayerNorm"):
             expected = module.fields.get("in_features" if module.kind == "Dense" else "dimension")
             if expected != width:
-                raise ValueError(f"Its {module.folder} is for vectors of {expected} numbers; the one before it gives "
-                                 f"{width}.")  # fmt: skip
+                raise ValueError(
+                    f"Its {module.folder} is for vectors of {expected} numbers; the one before it gives {width}."
+                )
             norm = OrderedDict(norm=nn.LayerNorm(width))  # the name of the stored weights
             layer = Dense(module.fields) if module.kind == "Dense" else nn.Sequential(norm)
             layer.load_state_dict(read_weights(source, module.folder))

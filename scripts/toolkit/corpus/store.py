@@ -115,8 +115,10 @@ class LocalStore(Store):
             finally:
                 temporary.unlink(missing_ok=True)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"--output {self.root}: {error.filename} is missing; expected the folder that the "
-                                    "run created, which nothing removes or moves meanwhile") from None  # fmt: skip
+            raise FileNotFoundError(
+                f"--output {self.root}: {error.filename} is missing; expected the folder that the "
+                "run created, which nothing removes or moves meanwhile"
+            ) from None
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)
@@ -141,8 +143,9 @@ class LocalStore(Store):
             try:
                 stack.enter_context(lock)
             except Timeout:
-                raise ValueError(f"--output {self.root} is in use by another run; expected a folder of its "
-                                 "own") from None  # fmt: skip
+                raise ValueError(
+                    f"--output {self.root} is in use by another run; expected a folder of its own"
+                ) from None
             stack.callback(self.lock.unlink, missing_ok=True)
             for path in self.unfinished.iterdir():
                 path.unlink()

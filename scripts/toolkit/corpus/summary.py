@@ -92,8 +92,11 @@ def join_rows(store: LocalStore, names: list[str]) -> None:
 
 
 # The column of the predictions for each problem, and its kind.
-PREDICTIONS = {"single_label": ("label", "text"), "multi_label": ("labels", "texts"),
-               "regression": ("prediction", "numbers")}  # fmt: skip
+PREDICTIONS = {
+    "single_label": ("label", "text"),
+    "multi_label": ("labels", "texts"),
+    "regression": ("prediction", "numbers"),
+}
 
 
 def predictions_and_references(store: Store, job: Job, parts: int) -> Iterator[tuple]:
@@ -154,8 +157,11 @@ def check_output(url: str) -> list[str]:
         raise ValueError(f"--check: {url} has no {RUN}/manifest.json; expected the --output of a run")
     expected: dict[str, dict] = {}
     records = dict(read_records(store))
-    wrong = [f"{record_name(number)} is missing or damaged"
-             for number in range(len(part_files(manifest))) if number not in records]  # fmt: skip
+    wrong = [
+        f"{record_name(number)} is missing or damaged"
+        for number in range(len(part_files(manifest)))
+        if number not in records
+    ]
     if store.has(JOINED):
         expected = json.loads(store.read(JOINED))
     else:

@@ -47,15 +47,22 @@ def check_contract(before: dict, now: dict, has_own_code: bool) -> None:
         ValueError: the device, the dtype, the processor or a library is another one, or the bits of a text depend on
             its batch.
     """
-    changed = [f"--{name} was {before['flags'].get(name)} and is {now['flags'].get(name)}"
-               for name in ("device", "dtype") if before["flags"].get(name) != now["flags"].get(name)]  # fmt: skip
+    changed = [
+        f"--{name} was {before['flags'].get(name)} and is {now['flags'].get(name)}"
+        for name in ("device", "dtype")
+        if before["flags"].get(name) != now["flags"].get(name)
+    ]
     if changed := changed + manifest.other_machine(before, now):
-        raise ValueError(f"--update: {changed[0]}; expected the same, because results would differ in the last digits. "
-                         "A run in a new folder computes all rows")  # fmt: skip
+        raise ValueError(
+            f"--update: {changed[0]}; expected the same, because results would differ in the last digits. "
+            "A run in a new folder computes all rows"
+        )
     if now["flags"]["device"] != "cpu" or has_own_code:
         what = "the model has its own code" if has_own_code else f"--device is {now['flags']['device']}"
-        raise ValueError(f"--update: {what}; expected a BERT or ScratchBert on a CPU, where a text has the same bits "
-                         "in any batch. A run in a new folder computes all rows")  # fmt: skip
+        raise ValueError(
+            f"--update: {what}; expected a BERT or ScratchBert on a CPU, where a text has the same bits "
+            "in any batch. A run in a new folder computes all rows"
+        )
 
 
 class Known:

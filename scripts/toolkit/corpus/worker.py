@@ -114,8 +114,10 @@ class PartWriter(ABC):
         columns, record = self.compute(part)
         encoded = encode_part(self.job.format, self.kinds, columns)
         contents = {part_name(part.number, ending): content for ending, content in encoded.items()}
-        record["files"] = {file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-                           for file, content in contents.items()}  # fmt: skip
+        record["files"] = {
+            file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for file, content in contents.items()
+        }
         self.write(record["files"], contents)
         self.store.write(record_name(part.number), json.dumps(record, ensure_ascii=False).encode())
         return Done(part.number, record["rows"], len(record["skipped"]), record["tokens"])
@@ -142,16 +144,21 @@ class PartWriter(ABC):
         places = [place for place, each in enumerate(kept) if each.has_text]
         columns = found.columns
         if len(places) < len(kept):
-            columns = {name: with_gaps(self.result_kinds[name], values, places, len(kept))
-                       for name, values in columns.items()}  # fmt: skip
+            columns = {
+                name: with_gaps(self.result_kinds[name], values, places, len(kept)) for name, values in columns.items()
+            }
         computed = [number for number in range(len(asked)) if number not in found.faults]
-        record = make_record(digests=[asked[number].digest for number in computed],
-                             tokens=[found.tokens[number] for number in computed],
-                             truncated=[found.truncated[number] for number in computed],
-                             places=places if len(places) < len(kept) else None)  # fmt: skip
-        record |= {"rows": len(kept),
-                   "columns": self.result_kinds,
-                   "skipped": [skipped[place] for place in sorted(skipped)]}  # fmt: skip
+        record = make_record(
+            digests=[asked[number].digest for number in computed],
+            tokens=[found.tokens[number] for number in computed],
+            truncated=[found.truncated[number] for number in computed],
+            places=places if len(places) < len(kept) else None,
+        )
+        record |= {
+            "rows": len(kept),
+            "columns": self.result_kinds,
+            "skipped": [skipped[place] for place in sorted(skipped)],
+        }
         return self.row_columns(kept) | columns, record
 
     def row_columns(self, used: list[UsedRow]) -> dict:

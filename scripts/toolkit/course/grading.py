@@ -46,8 +46,11 @@ class Weights:
 
     def __init__(self, source: str):
         self.source, checkpoint = source, read_checkpoint(source)
-        found = {"kind": checkpoint.kind, "is_decoder": checkpoint.config.is_decoder,
-                 "hidden_act": checkpoint.config.hidden_act}  # fmt: skip
+        found = {
+            "kind": checkpoint.kind,
+            "is_decoder": checkpoint.config.is_decoder,
+            "hidden_act": checkpoint.config.hidden_act,
+        }
         expected = {"kind": "bert", "is_decoder": False, "hidden_act": "gelu"}
         if found != expected:
             raise ValueError(f"{source} has {found}; expected {expected}. Pass the BERT of another --model.")
@@ -126,10 +129,16 @@ def filled(result):
 def agree(actual, expected) -> bool:
     """Whether two results have the same shapes, and the same values except for rounding."""
     if isinstance(expected, tuple):
-        return (isinstance(actual, tuple) and len(actual) == len(expected)
-                and all(agree(*pair) for pair in zip(actual, expected, strict=True)))  # fmt: skip
-    return (isinstance(actual, torch.Tensor) and actual.shape == expected.shape
-            and torch.allclose(actual.to(expected.dtype), expected, RELATIVE, ABSOLUTE, equal_nan=True))  # fmt: skip
+        return (
+            isinstance(actual, tuple)
+            and len(actual) == len(expected)
+            and all(agree(*pair) for pair in zip(actual, expected, strict=True))
+        )
+    return (
+        isinstance(actual, torch.Tensor)
+        and actual.shape == expected.shape
+        and torch.allclose(actual.to(expected.dtype), expected, RELATIVE, ABSOLUTE, equal_nan=True)
+    )
 
 
 def difference(actual, expected, what: str = "the result") -> str:
@@ -145,8 +154,10 @@ def difference(actual, expected, what: str = "the result") -> str:
         return f"{what} has shape {tuple(actual.shape)}; expected {tuple(expected.shape)}."
     distance = (actual.detach().double() - expected.detach().double()).abs().nan_to_num(torch.inf)
     place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
-    return (f"{what} has the right shape and wrong values, and it is not one of the known mistakes; the largest "
-            f"difference is at {list(place)}: {actual[place]:.4g}, expected {expected[place]:.4g}.")  # fmt: skip
+    return (
+        f"{what} has the right shape and wrong values, and it is not one of the known mistakes; the largest "
+        f"difference is at {list(place)}: {actual[place]:.4g}, expected {expected[place]:.4g}."
+    )
 
 
 # --------------------------------------------------------------------------------------------------- the learner's file
@@ -161,8 +172,10 @@ def open_exercise(folder: Path, chapter: int) -> ModuleType:
     """
     path = folder / FILES[chapter - 1]
     if not path.is_file():
-        raise CommandError(f"{folder} has no {path.name}; expected the file with the exercises of chapter {chapter}. "
-                           f"Run `scratchbert course start --folder {folder}`.")  # fmt: skip
+        raise CommandError(
+            f"{folder} has no {path.name}; expected the file with the exercises of chapter {chapter}. "
+            f"Run `scratchbert course start --folder {folder}`."
+        )
     names = [Path(name).stem for name in FILES]
     for name in names:
         sys.modules.pop(name, None)  # of another folder, or of the file before it was changed

@@ -33,7 +33,7 @@ MASK_MISTAKES = ATTENTION_MISTAKES | {
     "the scores, before the softmax.": {"place": "multiplied"},
     "The mask is not used; add it to the scores, before the softmax.": {"place": "nowhere"},
     "The mask is subtracted, so that it hides the wrong keys; add it.": {"place": "subtracted"},
-}  # fmt: skip
+}
 
 
 def attention(query, key, value, mask=None, *, width=None, power=0.5, dim=-1, place="before", is_softmax=True):
@@ -74,8 +74,9 @@ def check_to_linear(module: ModuleType, weights: Weights) -> None:
         if linear.bias is not None:
             raise MistakeError("The layer has a bias; pass bias=False.")
         if linear.weight.shape == each.shape != each.T.shape or agree(linear.weight, each):
-            raise MistakeError("The matrix is not transposed; nn.Linear stores the transpose, `(D, C)`, and computes "
-                               "x @ weight.T.")  # fmt: skip
+            raise MistakeError(
+                "The matrix is not transposed; nn.Linear stores the transpose, `(D, C)`, and computes x @ weight.T."
+            )
         compare(linear(x), lambda each=each: x @ each, {})
 
 
@@ -84,14 +85,19 @@ def check_causal_mask(module: ModuleType, weights: Weights) -> None:
         may_attend = allowed(torch.ones(5, 5)).bool() != flipped
         return torch.zeros(5, 5).masked_fill(~may_attend, hidden) if hidden else may_attend.float()
 
-    compare(hidden_as_lowest(module.causal_mask(5)), reference, {
-        "The mask is transposed: earlier positions attend to later ones. A row is a query; hide the keys after it.":
-            {"allowed": torch.triu},
-        "The mask is inverted; 0 is where a query may attend to a key.": {"flipped": True},
-        "The mask has 1 where a query may attend to a key, which the softmax takes for a score; expected 0 there, and "
-        "LOWEST elsewhere.": {"hidden": None},
-        "A position does not attend to itself; it may.": {"allowed": partial(torch.tril, diagonal=-1)},
-    })  # fmt: skip
+    compare(
+        hidden_as_lowest(module.causal_mask(5)),
+        reference,
+        {
+            "The mask is transposed: earlier positions attend to later ones. A row is a query; hide the keys "
+            "after it.": {"allowed": torch.triu},
+            "The mask is inverted; 0 is where a query may attend to a key.": {"flipped": True},
+            "The mask has 1 where a query may attend to a key, which the softmax takes for a "
+            "score; expected 0 there, and "
+            "LOWEST elsewhere.": {"hidden": None},
+            "A position does not attend to itself; it may.": {"allowed": partial(torch.tril, diagonal=-1)},
+        },
+    )
 
 
 def check_padding_mask(module: ModuleType, weights: Weights) -> None:
@@ -101,12 +107,17 @@ def check_padding_mask(module: ModuleType, weights: Weights) -> None:
         mask = tokens.float() if added else torch.zeros(tokens.shape).masked_fill((tokens == 0) != inverted, LOWEST)
         return mask[:, None, :, None] if of_queries else mask[:, None, None, :]
 
-    compare(hidden_as_lowest(module.padding_mask(tokens)), reference, {
-        "The mask is inverted: it hides the tokens, and not the padding.": {"inverted": True},
-        "1 and 0 are added to the scores, which hides nothing; expected 0 for a token and LOWEST for padding.":
-            {"added": True},
-        "The mask hides queries; padding must be hidden as keys, in the last dimension.": {"of_queries": True},
-    })  # fmt: skip
+    compare(
+        hidden_as_lowest(module.padding_mask(tokens)),
+        reference,
+        {
+            "The mask is inverted: it hides the tokens, and not the padding.": {"inverted": True},
+            "1 and 0 are added to the scores, which hides nothing; expected 0 for a token and LOWEST for padding.": {
+                "added": True
+            },
+            "The mask hides queries; padding must be hidden as keys, in the last dimension.": {"of_queries": True},
+        },
+    )
 
 
 def hidden_as_lowest(mask):
@@ -119,8 +130,11 @@ def check_masked_attention(module: ModuleType, weights: Weights) -> None:
     causal = torch.triu(torch.full((weights.states.shape[1],) * 2, LOWEST), diagonal=1)
     no_keys = causal.clone()
     no_keys[0] = LOWEST
-    infinite = {"Hidden keys have minus infinity, so that a query without keys gets NaN; add the mask as it is.":
-                {"place": "infinite"}}  # fmt: skip
+    infinite = {
+        "Hidden keys have minus infinity, so that a query without keys gets NaN; add the mask as it is.": {
+            "place": "infinite"
+        }
+    }
     for mask in (weights.mask, causal, no_keys):
         result = module.masked_attention(*weights.heads, mask)
         compare(result, partial(attention, *weights.heads, mask), MASK_MISTAKES | infinite)
@@ -153,24 +167,31 @@ def check_divisibility(module: ModuleType, weights: Weights) -> None:
         module.MultiHeadAttention(config)
     except ValueError:
         return
-    raise GapError(f"A width of {config.hidden_size} with {config.num_attention_heads} heads is accepted; raise a "
-                   "ValueError if the heads do not divide the width.")  # fmt: skip
+    raise GapError(
+        f"A width of {config.hidden_size} with {config.num_attention_heads} heads is accepted; raise a "
+        "ValueError if the heads do not divide the width."
+    )
 
 
 def check_heads(module: ModuleType, weights: Weights) -> None:
     layer = loaded(module.MultiHeadAttention(weights.model.config), weights.model.encoder.blocks[0].attention)
     width = weights.states.shape[-1]
     for mask in (None, weights.mask):
-        compare(layer(weights.states, mask), partial(multi_head, layer, weights.states, mask), {
-            "The heads are split without a transpose, which mixes the tokens; view as (B, T, H, D), and then "
-            "transpose(1, 2).": {"split": "view"},
-            "The width is viewed as (D, H), so that the numbers of a head are not next to each other; view it as "
-            "(H, D).": {"split": "strided"},
-            "The heads are joined without a transpose, which mixes the tokens; transpose(1, 2), and then reshape to "
-            "(B, T, C).": {"join": "view"},
-            "The scores are divided by √C; divide them by √D, where D is the width of one head.": {"width": width},
-            "The output matrix is not applied; return self.output(...) of the joined heads.": {"output": False},
-        } | (MASK_MISTAKES if mask is not None else ATTENTION_MISTAKES))  # fmt: skip
+        compare(
+            layer(weights.states, mask),
+            partial(multi_head, layer, weights.states, mask),
+            {
+                "The heads are split without a transpose, which mixes the tokens; view as (B, T, H, D), and then "
+                "transpose(1, 2).": {"split": "view"},
+                "The width is viewed as (D, H), so that the numbers of a head are not next to each other; view it as "
+                "(H, D).": {"split": "strided"},
+                "The heads are joined without a transpose, which mixes the tokens; transpose(1, 2), and then reshape "
+                "to (B, T, C).": {"join": "view"},
+                "The scores are divided by √C; divide them by √D, where D is the width of one head.": {"width": width},
+                "The output matrix is not applied; return self.output(...) of the joined heads.": {"output": False},
+            }
+            | (MASK_MISTAKES if mask is not None else ATTENTION_MISTAKES),
+        )
 
 
 def loaded(part: nn.Module, source: nn.Module) -> nn.Module:
@@ -179,8 +200,9 @@ def loaded(part: nn.Module, source: nn.Module) -> nn.Module:
     Raises:
         MistakeError: it has other names or shapes of weights.
     """
-    shapes, expected = ({name: tuple(weight.shape) for name, weight in each.state_dict().items()}
-                        for each in (part, source))  # fmt: skip
+    shapes, expected = (
+        {name: tuple(weight.shape) for name, weight in each.state_dict().items()} for each in (part, source)
+    )
     if shapes != expected:
         raise MistakeError(
             f"The part has the weights {shapes}; expected {expected}. Keep the names of the file with gaps."
@@ -198,14 +220,19 @@ def check_gelu(module: ModuleType, weights: Weights) -> None:
     def reference(approximate="none", function=nn.functional.gelu):
         return function(x, approximate=approximate) if function is nn.functional.gelu else function(x)
 
-    compare(module.gelu(x), reference, {
-        "This is the tanh approximation of GELU; BERT computes it with erf.": {"approximate": "tanh"},
-        "This is x · sigmoid(1.702 x), an approximation; BERT computes GELU with erf.":
-            {"function": lambda x: x * (1.702 * x).sigmoid()},
-        "The argument of erf is x; expected x / √2.": {"function": lambda x: x * (1 + torch.erf(x)) / 2},
-        "This is Φ(x); expected x · Φ(x).": {"function": lambda x: (1 + torch.erf(x / 2**0.5)) / 2},
-        "This is ReLU.": {"function": torch.relu},
-    })  # fmt: skip
+    compare(
+        module.gelu(x),
+        reference,
+        {
+            "This is the tanh approximation of GELU; BERT computes it with erf.": {"approximate": "tanh"},
+            "This is x · sigmoid(1.702 x), an approximation; BERT computes GELU with erf.": {
+                "function": lambda x: x * (1.702 * x).sigmoid()
+            },
+            "The argument of erf is x; expected x / √2.": {"function": lambda x: x * (1 + torch.erf(x)) / 2},
+            "This is Φ(x); expected x · Φ(x).": {"function": lambda x: (1 + torch.erf(x / 2**0.5)) / 2},
+            "This is ReLU.": {"function": torch.relu},
+        },
+    )
 
 
 def layer_norm(x, norm, eps, *, correction=0, power=0.5, dim=-1, affine=True, place="inside", is_centred=True):
@@ -219,16 +246,21 @@ def check_layer_norm(module: ModuleType, weights: Weights) -> None:
     source, x = weights.model.encoder.blocks[0].attention_norm, weights.states
     eps = 0.5  # so large that its place counts
     norm = loaded(module.LayerNorm(len(source.weight), eps), source)
-    compare(norm(x), partial(layer_norm, x, source, eps), {
-        "The variance is divided by n - 1; divide by n (var(..., correction=0)).": {"correction": 1},
-        "The numbers are divided by the variance; divide by its square root.": {"power": 1.0},
-        "The mean is not subtracted.": {"is_centred": False},
-        "The mean and the variance are over the tokens; compute them over the last dimension.": {"dim": -2},
-        "weight and bias are not applied.": {"affine": False},
-        "eps is not used; add it to the variance.": {"place": "nowhere"},
-        "eps is added to the standard deviation; add it to the variance, before the square root.":
-            {"place": "outside"},
-    })  # fmt: skip
+    compare(
+        norm(x),
+        partial(layer_norm, x, source, eps),
+        {
+            "The variance is divided by n - 1; divide by n (var(..., correction=0)).": {"correction": 1},
+            "The numbers are divided by the variance; divide by its square root.": {"power": 1.0},
+            "The mean is not subtracted.": {"is_centred": False},
+            "The mean and the variance are over the tokens; compute them over the last dimension.": {"dim": -2},
+            "weight and bias are not applied.": {"affine": False},
+            "eps is not used; add it to the variance.": {"place": "nowhere"},
+            "eps is added to the standard deviation; add it to the variance, before the square root.": {
+                "place": "outside"
+            },
+        },
+    )
 
 
 def check_feed_forward(module: ModuleType, weights: Weights) -> None:
@@ -240,13 +272,18 @@ def check_feed_forward(module: ModuleType, weights: Weights) -> None:
     def reference(activation=nn.functional.gelu, last=lambda x: x):
         return last(source.output(activation(source.intermediate(weights.states))))
 
-    compare(result, reference, {
-        "GELU is missing between the two linear layers.": {"activation": lambda x: x},
-        "The activation is ReLU; expected GELU.": {"activation": torch.relu},
-        "GELU is applied after the second linear layer as well.": {"last": nn.functional.gelu},
-        "The input is added to the result; the residual sum is part of the block.":
-            {"last": lambda x: x + weights.states},
-    })  # fmt: skip
+    compare(
+        result,
+        reference,
+        {
+            "GELU is missing between the two linear layers.": {"activation": lambda x: x},
+            "The activation is ReLU; expected GELU.": {"activation": torch.relu},
+            "GELU is applied after the second linear layer as well.": {"last": nn.functional.gelu},
+            "The input is added to the result; the residual sum is part of the block.": {
+                "last": lambda x: x + weights.states
+            },
+        },
+    )
 
 
 class RightAttention(nn.Module):
@@ -295,10 +332,12 @@ def check_block(module: ModuleType, weights: Weights) -> None:
         block.attention_norm, block.feed_forward_norm = source.attention_norm, source.feed_forward_norm
         run = partial(run_block, block, x, mask)
         mistakes = {
-            f"The order is {other}-norm where config.norm_first is {config.norm_first}; expected {order}-norm.":
-                {"order": other},
-            "The norm is applied to the result of each part, before the residual sum; see the formulas above.":
-                {"order": "norm of the part"},
+            f"The order is {other}-norm where config.norm_first is {config.norm_first}; expected {order}-norm.": {
+                "order": other
+            },
+            "The norm is applied to the result of each part, before the residual sum; see the formulas above.": {
+                "order": "norm of the part"
+            },
             "The residual sums are missing: add the input of each part to its result.": {"skipped": "both"},
             "The residual sum of the attention is missing.": {"skipped": "attention"},
             "The residual sum of the feed-forward is missing.": {"skipped": "feed_forward"},
@@ -306,15 +345,16 @@ def check_block(module: ModuleType, weights: Weights) -> None:
             "feed_forward_norm is missing.": {"skipped": "feed_forward_norm"},
             "The two norms are swapped.": {"swapped": True},
             "The mask is not passed to the attention.": {"place": "nowhere"},
-        }  # fmt: skip
+        }
         check_evaluation(block, x, mask)
         compare(block(x, mask), run, mistakes, order=order)
         result = block.train()(x, mask)
         if agree(result, run(order=order)):
             raise MistakeError("There is no dropout in training; apply self.dropout to the result of each part.")
         if not agree(result, run(order=order, drop=0.0)):
-            raise MistakeError("Dropout is in the wrong place; apply self.dropout to the result of each part, before "
-                               "the residual sum.")  # fmt: skip
+            raise MistakeError(
+                "Dropout is in the wrong place; apply self.dropout to the result of each part, before the residual sum."
+            )
 
 
 # ------------------------------------------------------------------------------------------------- 5: the embeddings
@@ -333,13 +373,18 @@ def check_sinusoidal_table(module: ModuleType, weights: Weights) -> None:
             return torch.cat([sines, cosines], dim=1)
         return torch.stack([cosines, sines], dim=-1).flatten(1) if layout == "swapped" else table
 
-    compare(module.sinusoidal_table(length, width), reference, {
-        "Sines and cosines are side by side; they alternate: even columns are sines, odd columns cosines.":
-            {"layout": "side by side"},
-        "Sines and cosines are swapped; the even columns, from 0 on, are sines.": {"layout": "swapped"},
-        "The exponent is i / width; expected 2i / width, for the pair of columns i.": {"base": 100.0},
-        "The first position is 1; expected 0.": {"start": 1},
-    })  # fmt: skip
+    compare(
+        module.sinusoidal_table(length, width),
+        reference,
+        {
+            "Sines and cosines are side by side; they alternate: even columns are sines, odd columns cosines.": {
+                "layout": "side by side"
+            },
+            "Sines and cosines are swapped; the even columns, from 0 on, are sines.": {"layout": "swapped"},
+            "The exponent is i / width; expected 2i / width, for the pair of columns i.": {"base": 100.0},
+            "The first position is 1; expected 0.": {"start": 1},
+        },
+    )
 
 
 def check_embeddings(module: ModuleType, weights: Weights) -> None:
@@ -409,21 +454,31 @@ def mean_pooling(states, tokens, *, padding="left out", first=False):
 def check_mean_pooling(module: ModuleType, weights: Weights) -> None:
     tokens = weights.batch["attention_mask"]
     states = weights.bert(**weights.batch).last_hidden_state.detach()
-    compare(module.mean_pooling(states, tokens), partial(mean_pooling, states, tokens), {
-        "Padding is averaged in; sum over the tokens with attention_mask 1, and divide by their number.":
-            {"padding": "averaged"},
-        "The sum is divided by the length of the batch, which counts padding; divide by the number of tokens of each "
-        "sequence.": {"padding": "counted"},
-        "This is the vector of [CLS]; expected the mean over all tokens.": {"first": True},
-        "The sum is not divided by the number of tokens.": {"padding": "summed"},
-    })  # fmt: skip
+    compare(
+        module.mean_pooling(states, tokens),
+        partial(mean_pooling, states, tokens),
+        {
+            "Padding is averaged in; sum over the tokens with attention_mask 1, and divide by their number.": {
+                "padding": "averaged"
+            },
+            "The sum is divided by the length of the batch, which counts padding; divide by the number of tokens of "
+            "each sequence.": {"padding": "counted"},
+            "This is the vector of [CLS]; expected the mean over all tokens.": {"first": True},
+            "The sum is not divided by the number of tokens.": {"padding": "summed"},
+        },
+    )
 
 
 def check_my_bert(module: ModuleType, weights: Weights) -> str:
     """The comparison of `check_parity`, between the learner's model and `BertModel`. Returns its verdict."""
-    for chapter, name, check in ((3, "heads", check_heads), (4, "blocks", check_gelu), (4, "blocks", check_layer_norm),
-                                 (4, "blocks", check_feed_forward), (4, "blocks", check_block),
-                                 (5, "embeddings", check_embeddings)):  # fmt: skip
+    for chapter, name, check in (
+        (3, "heads", check_heads),
+        (4, "blocks", check_gelu),
+        (4, "blocks", check_layer_norm),
+        (4, "blocks", check_feed_forward),
+        (4, "blocks", check_block),
+        (5, "embeddings", check_embeddings),
+    ):
         try:
             check(sys.modules[name], weights)
         except (MistakeError, GapError) as error:

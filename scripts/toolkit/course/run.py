@@ -15,24 +15,48 @@ WITH_GAPS = Path(__file__).parents[2] / "data" / "course"
 # Of each chapter, from 1 on: the parts of the file, and what checks them.
 CHECKS = (
     {"attention": model_chapters.check_attention, "to_linear": model_chapters.check_to_linear},
-    {"causal_mask": model_chapters.check_causal_mask, "padding_mask": model_chapters.check_padding_mask,
-     "masked_attention": model_chapters.check_masked_attention},
-    {"MultiHeadAttention.__init__": model_chapters.check_divisibility,
-     "MultiHeadAttention.forward": model_chapters.check_heads},
-    {"gelu": model_chapters.check_gelu, "LayerNorm": model_chapters.check_layer_norm,
-     "FeedForward": model_chapters.check_feed_forward, "Block": model_chapters.check_block},
+    {
+        "causal_mask": model_chapters.check_causal_mask,
+        "padding_mask": model_chapters.check_padding_mask,
+        "masked_attention": model_chapters.check_masked_attention,
+    },
+    {
+        "MultiHeadAttention.__init__": model_chapters.check_divisibility,
+        "MultiHeadAttention.forward": model_chapters.check_heads,
+    },
+    {
+        "gelu": model_chapters.check_gelu,
+        "LayerNorm": model_chapters.check_layer_norm,
+        "FeedForward": model_chapters.check_feed_forward,
+        "Block": model_chapters.check_block,
+    },
     {"sinusoidal_table": model_chapters.check_sinusoidal_table, "Embeddings": model_chapters.check_embeddings},
-    {"copy_layer": model_chapters.check_copy_layer, "mean_pooling": model_chapters.check_mean_pooling,
-     "MyBert": model_chapters.check_my_bert},
-    {"mask_tokens": task_chapters.check_mask_tokens, "MaskedLMHead": task_chapters.check_head,
-     "masked_lm_loss": task_chapters.check_masked_lm_loss},
-    {"freeze": task_chapters.check_freeze, "parameter_groups": task_chapters.check_parameter_groups,
-     "accuracy": task_chapters.check_accuracy},
-    {"shift_right": task_chapters.check_shift_right, "seq2seq_loss": task_chapters.check_seq2seq_loss,
-     "greedy": task_chapters.check_greedy},
-    {"unpad": task_chapters.check_unpad, "pad": task_chapters.check_pad,
-     "int8_linear": task_chapters.check_int8_linear},
-)  # fmt: skip
+    {
+        "copy_layer": model_chapters.check_copy_layer,
+        "mean_pooling": model_chapters.check_mean_pooling,
+        "MyBert": model_chapters.check_my_bert,
+    },
+    {
+        "mask_tokens": task_chapters.check_mask_tokens,
+        "MaskedLMHead": task_chapters.check_head,
+        "masked_lm_loss": task_chapters.check_masked_lm_loss,
+    },
+    {
+        "freeze": task_chapters.check_freeze,
+        "parameter_groups": task_chapters.check_parameter_groups,
+        "accuracy": task_chapters.check_accuracy,
+    },
+    {
+        "shift_right": task_chapters.check_shift_right,
+        "seq2seq_loss": task_chapters.check_seq2seq_loss,
+        "greedy": task_chapters.check_greedy,
+    },
+    {
+        "unpad": task_chapters.check_unpad,
+        "pad": task_chapters.check_pad,
+        "int8_linear": task_chapters.check_int8_linear,
+    },
+)
 
 
 def start(folder: Path) -> int:

@@ -32,8 +32,10 @@ def check_mask_tokens(module: ModuleType, weights: Weights) -> None:
         raise MistakeError("input_ids is changed; clone it before you replace tokens.")
     chosen = labels != -100
     if torch.equal(labels, before):
-        raise MistakeError("There are labels at all tokens, so that the loss counts tokens that the model can see; "
-                           "expected -100 at tokens that are not chosen.")  # fmt: skip
+        raise MistakeError(
+            "There are labels at all tokens, so that the loss counts tokens that the model can see; "
+            "expected -100 at tokens that are not chosen."
+        )
     if (chosen & special).any():
         raise MistakeError("Special tokens are chosen; [CLS], [SEP] and padding are never replaced.")
     if not torch.equal(labels[chosen], before[chosen]):
@@ -63,8 +65,10 @@ def check_head(module: ModuleType, weights: Weights) -> None:
     words = copy.deepcopy(weights.model.embeddings.word_embeddings)
     head = module.MaskedLMHead(weights.model.config, words)
     if head.decoder.weight is not words.weight:
-        raise GapError("The output matrix is not tied to the word embeddings: a copy would be trained apart from "
-                       "them. Assign the parameter: self.decoder.weight = word_embeddings.weight.")  # fmt: skip
+        raise GapError(
+            "The output matrix is not tied to the word embeddings: a copy would be trained apart from "
+            "them. Assign the parameter: self.decoder.weight = word_embeddings.weight."
+        )
     states = weights.states
 
     def reference(activation=nn.functional.gelu, norm=head.norm, dense=head.dense):
@@ -73,20 +77,30 @@ def check_head(module: ModuleType, weights: Weights) -> None:
     def unchanged(x):
         return x
 
-    compare(head(states), reference, {
-        "GELU is missing.": {"activation": unchanged},
-        "The layer norm is missing.": {"norm": unchanged},
-        "The first linear layer is missing.": {"dense": unchanged},
-    })  # fmt: skip
+    compare(
+        head(states),
+        reference,
+        {
+            "GELU is missing.": {"activation": unchanged},
+            "The layer norm is missing.": {"norm": unchanged},
+            "The first linear layer is missing.": {"dense": unchanged},
+        },
+    )
 
 
 def check_masked_lm_loss(module: ModuleType, weights: Weights) -> None:
     logits = (4 * torch.randn(3, 12, 50)).requires_grad_()
     labels = torch.randint(50, (3, 12)).where(torch.rand(3, 12) < 0.3, torch.tensor(-100))
-    compare(module.masked_lm_loss(logits, labels), partial(token_loss, logits, labels), LOSS_MISTAKES | {
-        "The labels are shifted against the logits, as in a causal language model; the label of a position is for the "
-        "logits at the same position.": {"shift": 1},
-    })  # fmt: skip
+    compare(
+        module.masked_lm_loss(logits, labels),
+        partial(token_loss, logits, labels),
+        LOSS_MISTAKES
+        | {
+            "The labels are shifted against the logits, as in a causal language model; the "
+            "label of a position is for the "
+            "logits at the same position.": {"shift": 1},
+        },
+    )
 
 
 def token_loss(logits, labels, *, shift=0, reduction="mean", clamp=False):
@@ -161,21 +175,29 @@ def check_accuracy(module: ModuleType, weights: Weights) -> None:
     result = filled(module.accuracy(model.train(), batches))
     hook.remove()
     if not all("labels" in batch for batch in batches):
-        raise MistakeError("The labels are removed from the batches, so that a second evaluation fails; read them with "
-                           "batch[\"labels\"].")  # fmt: skip
+        raise MistakeError(
+            "The labels are removed from the batches, so that a second evaluation fails; read them with "
+            'batch["labels"].'
+        )
     if any(training for training, _ in seen):
         raise MistakeError("Dropout is active at evaluation; call model.eval() first, and model.train() afterwards.")
     if not model.training:
-        raise MistakeError("The model stays in evaluation mode, so that training goes on without dropout; call "
-                           "model.train() afterwards.")  # fmt: skip
+        raise MistakeError(
+            "The model stays in evaluation mode, so that training goes on without dropout; call "
+            "model.train() afterwards."
+        )
     if any(grad for _, grad in seen):
         raise MistakeError("Gradients are computed, which takes time and memory; use torch.no_grad().")
-    compare(torch.as_tensor(float(result)), lambda share=3 / 4: torch.tensor(share), {
-        "The accuracies of the batches are averaged, so that the texts of a small batch count more; divide the number "
-        "of right texts by the number of texts.": {"share": 1 / 2},
-        "The number of right texts is not divided by the number of texts.": {"share": 3.0},
-        "This is the share of wrong texts.": {"share": 1 / 4},
-    })  # fmt: skip
+    compare(
+        torch.as_tensor(float(result)),
+        lambda share=3 / 4: torch.tensor(share),
+        {
+            "The accuracies of the batches are averaged, so that the texts of a small batch count more; divide the "
+            "number of right texts by the number of texts.": {"share": 1 / 2},
+            "The number of right texts is not divided by the number of texts.": {"share": 3.0},
+            "This is the share of wrong texts.": {"share": 1 / 4},
+        },
+    )
 
 
 # ------------------------------------------------------------------------------------------ 9: sequence to sequence
@@ -188,41 +210,62 @@ def check_shift_right(module: ModuleType, weights: Weights) -> None:
     before = labels.clone()
 
     def reference(ignored=PAD, way="right"):
-        shifted = {"right": torch.cat([torch.full((2, 1), START), labels[:, :-1]], dim=1), "not": labels,
-                   "left": torch.cat([labels[:, 1:], torch.full((2, 1), PAD)], dim=1),
-                   "longer": torch.cat([torch.full((2, 1), START), labels], dim=1),
-                   "without start": torch.cat([torch.full((2, 1), PAD), labels[:, :-1]], dim=1)}[way]  # fmt: skip
+        shifted = {
+            "right": torch.cat([torch.full((2, 1), START), labels[:, :-1]], dim=1),
+            "not": labels,
+            "left": torch.cat([labels[:, 1:], torch.full((2, 1), PAD)], dim=1),
+            "longer": torch.cat([torch.full((2, 1), START), labels], dim=1),
+            "without start": torch.cat([torch.full((2, 1), PAD), labels[:, :-1]], dim=1),
+        }[way]
         return shifted.masked_fill(shifted == -100, ignored)
 
     result = filled(module.shift_right(labels, START, PAD))
     if not torch.equal(labels, before):
         raise MistakeError("labels is changed; expected a new tensor.")
-    compare(result, reference, {
-        "-100 is left in the inputs of the decoder, which is no id; replace it by pad_id.": {"ignored": -100},
-        "The labels are not shifted, so that each position sees its own label.": {"way": "not"},
-        "The labels are shifted to the left; put the start token before them.": {"way": "left"},
-        "The last label is not removed; the inputs are as long as the labels.": {"way": "longer"},
-        "The inputs begin with pad_id; expected start_id.": {"way": "without start"},
-    })  # fmt: skip
+    compare(
+        result,
+        reference,
+        {
+            "-100 is left in the inputs of the decoder, which is no id; replace it by pad_id.": {"ignored": -100},
+            "The labels are not shifted, so that each position sees its own label.": {"way": "not"},
+            "The labels are shifted to the left; put the start token before them.": {"way": "left"},
+            "The last label is not removed; the inputs are as long as the labels.": {"way": "longer"},
+            "The inputs begin with pad_id; expected start_id.": {"way": "without start"},
+        },
+    )
 
 
 def check_seq2seq_loss(module: ModuleType, weights: Weights) -> None:
     logits = 4 * torch.randn(3, 8, 30)
     labels = torch.randint(30, (3, 8))
     labels[1, 5:], labels[2, 2:] = -100, -100
-    compare(module.seq2seq_loss(logits, labels), partial(token_loss, logits, labels), LOSS_MISTAKES | {
-        "The labels are shifted a second time; the inputs of the decoder are shifted already, so the logits at "
-        "position t are for label t.": {"shift": 1},
-    })  # fmt: skip
+    compare(
+        module.seq2seq_loss(logits, labels),
+        partial(token_loss, logits, labels),
+        LOSS_MISTAKES
+        | {
+            "The labels are shifted a second time; the inputs of the decoder are shifted already, so the logits at "
+            "position t are for label t.": {"shift": 1},
+        },
+    )
 
 
 def make_seq2seq() -> ScratchBertForConditionalGeneration:
     """A small model with random weights. Pre-norm and large positions make its outputs vary from token to token."""
     config = ScratchBertConfig(
-        is_encoder_decoder=True, pad_token_id=PAD, decoder_start_token_id=START, eos_token_id=END, vocab_size=12,
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.5,
-        norm_first=True, tie_word_embeddings=False,
-    )  # fmt: skip
+        is_encoder_decoder=True,
+        pad_token_id=PAD,
+        decoder_start_token_id=START,
+        eos_token_id=END,
+        vocab_size=12,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.5,
+        norm_first=True,
+        tie_word_embeddings=False,
+    )
     model = ScratchBertForConditionalGeneration(config).eval()
     with torch.no_grad():
         model.get_decoder().embeddings.position_embeddings.weight.mul_(4)
@@ -253,15 +296,20 @@ def check_greedy(module: ModuleType, weights: Weights) -> None:
     def reference(**options):
         return tuple(greedy(model, source, mask, 9, **options) for model, source in models)
 
-    compare(results, reference, {
-        "The start token is missing in the result; `generate` returns it.": {"part": "without start"},
-        "The last token is missing; the end token, or the last of max_new_tokens, is part of the result.":
-            {"part": "without end"},
-        "The output goes on after the end token.": {"stops": False},
-        "The logits of the first position are used; those of the last one are for the next token.": {"position": 0},
-        "The decoder gets the last token only; without a cache, it needs all tokens so far.": {"last_only": True},
-        "attention_mask is not passed to the model, so that it attends to padding.": {"is_masked": False},
-    })  # fmt: skip
+    compare(
+        results,
+        reference,
+        {
+            "The start token is missing in the result; `generate` returns it.": {"part": "without start"},
+            "The last token is missing; the end token, or the last of max_new_tokens, is part of the result.": {
+                "part": "without end"
+            },
+            "The output goes on after the end token.": {"stops": False},
+            "The logits of the first position are used; those of the last one are for the next token.": {"position": 0},
+            "The decoder gets the last token only; without a cache, it needs all tokens so far.": {"last_only": True},
+            "attention_mask is not passed to the model, so that it attends to padding.": {"is_masked": False},
+        },
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- 10: speed
@@ -276,13 +324,18 @@ def check_unpad(module: ModuleType, weights: Weights) -> None:
         ends = {"starts": starts, "lengths": mask.sum(dim=1), "without 0": starts[1:], "without end": starts[:-1]}
         return x[kept][None], ends[offsets]
 
-    compare(module.unpad(x, mask), reference, {
-        "The padding is kept; select the tokens with attention_mask 1.": {"rows": "all"},
-        "cu_seqlens has the lengths; expected where each sequence begins, and N: the cumulative sums, from 0 on.":
-            {"offsets": "lengths"},
-        "cu_seqlens does not begin with 0.": {"offsets": "without 0"},
-        "cu_seqlens does not end with the number of tokens.": {"offsets": "without end"},
-    })  # fmt: skip
+    compare(
+        module.unpad(x, mask),
+        reference,
+        {
+            "The padding is kept; select the tokens with attention_mask 1.": {"rows": "all"},
+            "cu_seqlens has the lengths; expected where each sequence begins, and N: the cumulative sums, from 0 on.": {
+                "offsets": "lengths"
+            },
+            "cu_seqlens does not begin with 0.": {"offsets": "without 0"},
+            "cu_seqlens does not end with the number of tokens.": {"offsets": "without end"},
+        },
+    )
 
 
 def check_pad(module: ModuleType, weights: Weights) -> None:
@@ -294,13 +347,27 @@ def check_pad(module: ModuleType, weights: Weights) -> None:
         padded[places.bool()] = x[mask.bool()]
         return padded
 
-    compare(module.pad(x[mask.bool()][None], mask), reference, {
-        "The padding is on the wrong side; put the tokens where attention_mask is 1.": {"side": "left"},
-    })  # fmt: skip
+    compare(
+        module.pad(x[mask.bool()][None], mask),
+        reference,
+        {
+            "The padding is on the wrong side; put the tokens where attention_mask is 1.": {"side": "left"},
+        },
+    )
 
 
-def int8_linear(x, linear: nn.Linear, *, s_rows=True, m_rows=True, t_rows=True, minimum=True, bias=True,
-                rounding=torch.round, overflows=False):  # fmt: skip
+def int8_linear(
+    x,
+    linear: nn.Linear,
+    *,
+    s_rows=True,
+    m_rows=True,
+    t_rows=True,
+    minimum=True,
+    bias=True,
+    rounding=torch.round,
+    overflows=False,
+):
     """A linear layer in integers, with options for what can go wrong."""
     m = x.amin(-1, keepdim=True) if m_rows else x.min()
     s = ((x.amax(-1, keepdim=True) - m) if s_rows else (x.max() - x.min())) / 255
@@ -318,13 +385,18 @@ def check_int8_linear(module: ModuleType, weights: Weights) -> None:
         result = filled(module.int8_linear(x, linear))
         if agree(result, linear(x)):
             raise MistakeError("Nothing is rounded: this is the result of the layer itself.")
-        compare(result, partial(int8_linear, x, linear), {
-            "There is one s for all of x; compute it for each row, over the last dimension.": {"s_rows": False},
-            "There is one m for all of x; compute it for each row, over the last dimension.": {"m_rows": False},
-            "There is one scale for the whole weight; compute t for each row.": {"t_rows": False},
-            "The product overflows: multiply int32 or float64 numbers, not int8.": {"overflows": True},
-            "The numbers are truncated; round them.": {"rounding": torch.trunc},
-            "m is forgotten: x ≈ s · q + m, so m times the sum of each row of the weight is part of the product.":
-                {"minimum": False},
-            "The bias is forgotten.": {"bias": False},
-        })  # fmt: skip
+        compare(
+            result,
+            partial(int8_linear, x, linear),
+            {
+                "There is one s for all of x; compute it for each row, over the last dimension.": {"s_rows": False},
+                "There is one m for all of x; compute it for each row, over the last dimension.": {"m_rows": False},
+                "There is one scale for the whole weight; compute t for each row.": {"t_rows": False},
+                "The product overflows: multiply int32 or float64 numbers, not int8.": {"overflows": True},
+                "The numbers are truncated; round them.": {"rounding": torch.trunc},
+                "m is forgotten: x ≈ s · q + m, so m times the sum of each row of the weight is part of the product.": {
+                    "minimum": False
+                },
+                "The bias is forgotten.": {"bias": False},
+            },
+        )

@@ -36,8 +36,10 @@ class LengthGroupedBatches(Sampler[list[int]]):
         self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world: int = 1, grouped: bool = True
     ):
         if batch_size < 1 or not 0 <= rank < world:
-            raise ValueError(f"batch_size is {batch_size} and rank is {rank} of {world}; "
-                             f"expected at least 1, and a rank from 0 to {world - 1}")  # fmt: skip
+            raise ValueError(
+                f"batch_size is {batch_size} and rank is {rank} of {world}; "
+                f"expected at least 1, and a rank from 0 to {world - 1}"
+            )
         if len(lengths) < world:
             raise ValueError(f"there are {len(lengths)} rows for {world} processes; expected at least one for each")
         self.lengths = np.asarray(lengths)

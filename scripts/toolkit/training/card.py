@@ -40,8 +40,12 @@ def write_card(folder: Path, task: Task, progress: Progress, metrics: Metrics, *
     problem = config.get("problem_type") if task.name == "text-classification" else None  # else of an earlier task
     has_labels = task.name in ("text-classification", "token-classification")
     trained_on = dataset_of(settings, "train")["dataset_name"]
-    results = [EvalResult(task_type=task.name, metric_type=metric, metric_value=value, **dataset_of(settings, split))
-               for split, own in metrics.items() for metric, value in own.items() if value is not None]  # fmt: skip
+    results = [
+        EvalResult(task_type=task.name, metric_type=metric, metric_value=value, **dataset_of(settings, split))
+        for split, own in metrics.items()
+        for metric, value in own.items()
+        if value is not None
+    ]
     data = ModelCardData(
         **base_metadata(settings.model),
         library_name="transformers",
@@ -56,18 +60,29 @@ def write_card(folder: Path, task: Task, progress: Progress, metrics: Metrics, *
     speeds = [point["tokens_per_second"] for point in progress.history if point.get("tokens_per_second")]
     versions = {library: version(library) for library in LIBRARIES}
     card = render(
-        data, title=name, own=is_own(model_class), model_class=model_class, trained_on=trained_on,
+        data,
+        title=name,
+        own=is_own(model_class),
+        model_class=model_class,
+        trained_on=trained_on,
         initial=settings.model and public_path(settings.model, is_file=False),
-        labels=label_names(config) if has_labels else "", problem=problem, results=results_table(metrics),
+        labels=label_names(config) if has_labels else "",
+        problem=problem,
+        results=results_table(metrics),
         generation=generation_settings(folder) if task.name == "text2text-generation" else "",
-        confusion_matrix=(folder / "confusion_matrix.png").exists(), curves=(folder / "curves.png").exists(),
-        use=use(name, model_class, config), max_length=settings.max_length,
-        evaluated=[split for split in metrics if metrics[split]], rows=task.row_counts,
-        last=progress.history[-1] if progress.history else None, checkpoint=checkpoint_in_words(progress, task.metric),
-        speed=statistics.median(speeds) if speeds else None, hardware=hardware(),
+        confusion_matrix=(folder / "confusion_matrix.png").exists(),
+        curves=(folder / "curves.png").exists(),
+        use=use(name, model_class, config),
+        max_length=settings.max_length,
+        evaluated=[split for split in metrics if metrics[split]],
+        rows=task.row_counts,
+        last=progress.history[-1] if progress.history else None,
+        checkpoint=checkpoint_in_words(progress, task.metric),
+        speed=statistics.median(speeds) if speeds else None,
+        hardware=hardware(),
         versions=", ".join(f"{library} {number}" for library, number in versions.items() if number),
         settings=table(["setting", "value"], public_settings(settings).items()),
-    )  # fmt: skip
+    )
     card.save(folder / "README.md")
 
 

@@ -134,8 +134,10 @@ class Checkpoints:
             damaged[path] = next(filter(None, problems))
         else:
             reasons = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
-            raise ValueError(f"--resume: no checkpoint in {self.folder} is intact ({reasons}); expected one. "
-                             "Start again in a new --output")  # fmt: skip
+            raise ValueError(
+                f"--resume: no checkpoint in {self.folder} is intact ({reasons}); expected one. "
+                "Start again in a new --output"
+            )
         for bad, problem in damaged.items() if self.accelerator.is_main_process else ():
             moved = bad.with_name(f"damaged-{bad.name}")  # the run will write it again
             shutil.rmtree(moved, ignore_errors=True)

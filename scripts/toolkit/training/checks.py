@@ -13,9 +13,17 @@ from toolkit.training.settings import Settings
 
 # Fields of the config.json of a BERT that neither implementation uses, or only with the value that is checked.
 UNUSED_FIELDS = {
-    "auto_map", "directionality", "gradient_checkpointing", "pooler_fc_size", "pooler_num_attention_heads",
-    "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type", "position_embedding_type", "torch_dtype",
-}  # fmt: skip
+    "auto_map",
+    "directionality",
+    "gradient_checkpointing",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+    "position_embedding_type",
+    "torch_dtype",
+}
 
 
 def tokenizer_of(settings: Settings, **options):
@@ -45,12 +53,16 @@ def config_file_fields(path: str, config_class: type) -> dict:
     known = {*config_class().to_dict(), *UNUSED_FIELDS, *(each.name for each in dataclasses.fields(config_class))}
     if unknown := sorted(given.keys() - known):
         close = [f", perhaps {each!r}" for each in get_close_matches(unknown[0], known, n=1)]
-        raise ValueError(f"--config_file {path} has the field {unknown[0]!r}; "
-                         f"expected fields of {config_class.__name__}{''.join(close)}")  # fmt: skip
+        raise ValueError(
+            f"--config_file {path} has the field {unknown[0]!r}; "
+            f"expected fields of {config_class.__name__}{''.join(close)}"
+        )
     for name, expected in {"position_embedding_type": "absolute", "is_encoder_decoder": False}.items():
         if config_class is BertConfig and given.get(name, expected) != expected:
-            raise ValueError(f"--config_file {path} has {name} {given[name]!r}, "
-                             f"which --implementation bert does not support; expected {expected!r}")  # fmt: skip
+            raise ValueError(
+                f"--config_file {path} has {name} {given[name]!r}, "
+                f"which --implementation bert does not support; expected {expected!r}"
+            )
     return {name: value for name, value in given.items() if name != "model_type"}
 
 

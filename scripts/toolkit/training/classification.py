@@ -97,9 +97,11 @@ class Classification(Task):
         values, are_texts, _ = zip(*map(label_order, found), strict=True)
         if self.settings.problem == "single_label" and not any(are_texts) and any(value % 1 for value in values):
             decimal = next(name for name, value in zip(found, values, strict=True) if value % 1)
-            raise ValueError(f"the labels are numbers such as {decimal}; expected --problem regression, which predicts "
-                             f"a number. If they are names of {len(found)} classes, give them: --labels "
-                             f"{' '.join(found[:3])} …")  # fmt: skip
+            raise ValueError(
+                f"the labels are numbers such as {decimal}; expected --problem regression, which predicts "
+                f"a number. If they are names of {len(found)} classes, give them: --labels "
+                f"{' '.join(found[:3])} …"
+            )
         return found
 
     def strata(self, rows):
@@ -116,14 +118,18 @@ class Classification(Task):
 
         def encode(batch: dict) -> dict:
             encoded = self.tokenizer(
-                batch["text"], batch.get("text_pair"), truncation=True, max_length=self.settings.max_length,
+                batch["text"],
+                batch.get("text_pair"),
+                truncation=True,
+                max_length=self.settings.max_length,
                 return_attention_mask=False,
-            )  # fmt: skip
+            )
             labels = [self.target(names) for names in batch["label"]]
             return {**encoded, "labels": labels, "length": [len(ids) for ids in encoded["input_ids"]]}
 
-        return map_rows(rows, encode, batched=True,
-                        remove_columns=[name for name in rows.column_names if name != "place"])  # fmt: skip
+        return map_rows(
+            rows, encode, batched=True, remove_columns=[name for name in rows.column_names if name != "place"]
+        )
 
     def target(self, names: list):
         """A row's labels as the loss expects them."""
@@ -190,9 +196,11 @@ class Classification(Task):
             found = [{"prediction": [name for name in row if row[name] > 0.5], "scores": row} for row in scores]
             return self.joined(rows, found)
         best = [self.labels[label] for label in logits.argmax(-1)]
-        found = [{"label": row["label"][0], "prediction": label, "score": own[label]}
-                 | ({"scores": own} if self.settings.all_scores else {})
-                 for row, label, own in zip(rows, best, scores, strict=True)]  # fmt: skip
+        found = [
+            {"label": row["label"][0], "prediction": label, "score": own[label]}
+            | ({"scores": own} if self.settings.all_scores else {})
+            for row, label, own in zip(rows, best, scores, strict=True)
+        ]
         return self.joined(rows, found)
 
     def write_predictions(self, folder, predictions):

@@ -18,12 +18,27 @@ from toolkit.training.recipes import RECIPE, VALUE, recipe_arguments
 from toolkit.training.settings import EVALUATED_WITH, GROUPS, Settings
 
 # The flags in the first group of `--help`.
-MOST_USED = ("model", "output", "train_file", "validation_file", "max_length", "batch_size", "epochs", "learning_rate",
-             "seed", "resume")  # fmt: skip
+MOST_USED = (
+    "model",
+    "output",
+    "train_file",
+    "validation_file",
+    "max_length",
+    "batch_size",
+    "epochs",
+    "learning_rate",
+    "seed",
+    "resume",
+)
 
 # How `--help` shows the values of these flags; others are VALUE, or N or X for numbers.
-METAVARS = dict.fromkeys(FILES, "FILE") | {"output": "FOLDER", "model": "MODEL", "tokenizer": "TOKENIZER",
-                                           "dataset": "DATASET", "push_to_hub": "REPO"}  # fmt: skip
+METAVARS = dict.fromkeys(FILES, "FILE") | {
+    "output": "FOLDER",
+    "model": "MODEL",
+    "tokenizer": "TOKENIZER",
+    "dataset": "DATASET",
+    "push_to_hub": "REPO",
+}
 
 
 def train(file: str, description: str, settings_class: type[Settings], argv: list[str] | None = None) -> int:
@@ -84,7 +99,8 @@ def make_parser(file: str, description: str, settings_class: type[Settings]) -> 
                 spellings = [f"--{each}" for each in (name, metadata["alias"]) if each]
                 options = argument_of(name, types_of[name])
                 parser.group(title).add_argument(
-                    *spellings, default=by_name[name].default, help=metadata["help"], **options)  # fmt: skip
+                    *spellings, default=by_name[name].default, help=metadata["help"], **options
+                )
     return parser
 
 

@@ -42,8 +42,10 @@ def describe_lengths(examples: Dataset, maximum: int) -> str:
     low, median, high, longest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest")
     full = int((lengths >= maximum).sum())
     cut = f"; {full:,} fill --max_length {maximum} and may be cut or split" if full else ""
-    return (f"{len(lengths):,} examples, {lengths.sum():,} tokens; "
-            f"lengths {low} (minimum), {median} (median), {high} (95 %), {longest} (maximum){cut}")  # fmt: skip
+    return (
+        f"{len(lengths):,} examples, {lengths.sum():,} tokens; "
+        f"lengths {low} (minimum), {median} (median), {high} (95 %), {longest} (maximum){cut}"
+    )
 
 
 def time_updates(training) -> float:

@@ -126,8 +126,10 @@ class Training:
     def not_finite(self, what: str, value: float, batches: list[list[str]]) -> str:
         rows = [row for batch in batches for row in batch]
         more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-        return (f"the {what} is {value} at step {self.progress.step + 1}, batch {self.progress.batch + 1} of epoch "
-                f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. {AFTER_DIVERGENCE}")  # fmt: skip
+        return (
+            f"the {what} is {value} at step {self.progress.step + 1}, batch {self.progress.batch + 1} of epoch "
+            f"{self.progress.epoch + 1}: {'; '.join(rows[:8])}{more}. {AFTER_DIVERGENCE}"
+        )
 
     def check_weights(self) -> None:
         """Raises TrainingError, on all processes, if a weight is not finite. The loss of the last update is computed
@@ -242,17 +244,23 @@ class Training:
     def bar(self) -> tqdm:
         is_terminal = sys.stderr.isatty()
         return (tqdm if is_terminal else LogLines)(
-            total=self.steps, initial=self.progress.step, unit="step",
-            mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES, miniters=1, dynamic_ncols=is_terminal,
-            disable=not self.accelerator.is_main_process)  # fmt: skip
+            total=self.steps,
+            initial=self.progress.step,
+            unit="step",
+            mininterval=0.5 if is_terminal else SECONDS_BETWEEN_LOG_LINES,
+            miniters=1,
+            dynamic_ncols=is_terminal,
+            disable=not self.accelerator.is_main_process,
+        )
 
     def note(self, bar, loss: float, tokens: int, seconds: float) -> None:
         """Shows an update, and adds a point to the curves every `log_steps` updates."""
         window = self.progress.window
         window.append((loss, tokens, seconds))
         rate = sum(tokens for _, tokens, _ in window) / sum(seconds for *_, seconds in window)
-        bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s",
-                        refresh=False)  # fmt: skip
+        bar.set_postfix(
+            loss=f"{loss:.3f}", lr=f"{self.schedule.get_last_lr()[-1]:.1e}", tokens=f"{rate:.0f}/s", refresh=False
+        )
         bar.update()
         if self.progress.step % self.settings.log_steps == 0:
             self.log()
@@ -286,8 +294,10 @@ class Training:
         checkpoint, processes = self.checkpoints.last_intact(), self.progress.processes
         earlier = read_progress(checkpoint)
         if earlier.processes != processes:
-            raise ValueError(f"--resume: {checkpoint} is of a run on {earlier.processes} processes; "
-                             f"expected {processes}, as in this run")  # fmt: skip
+            raise ValueError(
+                f"--resume: {checkpoint} is of a run on {earlier.processes} processes; "
+                f"expected {processes}, as in this run"
+            )
         self.check_data(earlier.data, checkpoint.name)
         self.progress = self.checkpoints.load(checkpoint)
         self.accelerator.print(f"resuming at step {self.progress.step} of {self.steps}")
@@ -302,10 +312,14 @@ class Training:
         """
         progress = self.progress
         if self.steps <= progress.step:
-            raise ValueError(f"--resume: the run to extend has made {progress.step} updates, "
-                             f"and --epochs or --max_steps give {self.steps}; expected more")  # fmt: skip
-        self.accelerator.print(f"the run of {progress.steps} updates is extended; the learning rate follows the "
-                               f"schedule of {self.steps} updates from step {progress.step} on")  # fmt: skip
+            raise ValueError(
+                f"--resume: the run to extend has made {progress.step} updates, "
+                f"and --epochs or --max_steps give {self.steps}; expected more"
+            )
+        self.accelerator.print(
+            f"the run of {progress.steps} updates is extended; the learning rate follows the "
+            f"schedule of {self.steps} updates from step {progress.step} on"
+        )
         progress.steps, progress.finished, progress.without_better = self.steps, False, 0
         self.schedule.last_epoch -= 1
         self.schedule.step()  # sets the learning rates of the longer schedule
@@ -317,16 +331,21 @@ class Training:
             # If the tokenizer has changed, so have the tokens of the rows.
             source = sources(self.settings).get(changed[0])
             what = "tokenizer has" if "tokenizer" in changed else f"{changed[0]} rows ({source}) have"
-            raise ValueError(f"--resume: the {what} changed since {what_has_them} was saved; expected no change. "
-                             "Restore the earlier state, or start a new run in another --output")  # fmt: skip
+            raise ValueError(
+                f"--resume: the {what} changed since {what_has_them} was saved; expected no change. "
+                "Restore the earlier state, or start a new run in another --output"
+            )
 
     def check_trust(self) -> None:
         """Warns that code in the checkpoints could run, with --trust_checkpoints. Raises ValueError without it."""
-        reason = (f"the checkpoints in {self.checkpoints.folder} are in a format of DeepSpeed or of sharded FSDP, "
-                  "which can run code when it is read")  # fmt: skip
+        reason = (
+            f"the checkpoints in {self.checkpoints.folder} are in a format of DeepSpeed or of sharded FSDP, "
+            "which can run code when it is read"
+        )
         if not self.settings.trust_checkpoints:
-            raise ValueError(f"--resume: {reason}; expected --trust_checkpoints. "
-                             "Give it if nobody else can write to the folder")  # fmt: skip
+            raise ValueError(
+                f"--resume: {reason}; expected --trust_checkpoints. Give it if nobody else can write to the folder"
+            )
         self.accelerator.print(f"warning: {reason}", file=sys.stderr)
 
     def finish(self) -> None:
@@ -389,8 +408,10 @@ class Training:
         if self.checkpoints.complete():
             folder = self.checkpoints.folder
             megabytes = sum(path.stat().st_size for path in files_in(folder)) / 1e6
-            lines.append(f"{folder} takes {megabytes:,.1f} MB and can be removed, unless the run will be extended; "
-                         "--keep_checkpoints 0 does so")  # fmt: skip
+            lines.append(
+                f"{folder} takes {megabytes:,.1f} MB and can be removed, unless the run will be extended; "
+                "--keep_checkpoints 0 does so"
+            )
         return "\n".join(lines)
 
 

@@ -178,8 +178,9 @@ class Pretraining(Task):
                 self.splits[split] = self.mask_once(sequences, split)
                 if (counted := sequences if settings.streaming else self.train_set) is not None:
                     self.loss_by_frequency[split] = self.frequency_loss(counted, self.splits[split])
-        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation, per_token=["labels"],
-                                    per_sequence=["next_sentence_label"])  # fmt: skip
+        self.collate = PadOrFlatten(
+            self.tokenizer, settings.padding_free_collation, per_token=["labels"], per_sequence=["next_sentence_label"]
+        )
 
     # -- model
 
@@ -202,8 +203,10 @@ class Pretraining(Task):
             model = model_class(config_class(**fitting | given | options))
         if model.config.is_decoder:
             name = "model" if settings.config_file is None else "config_file"
-            raise ValueError(f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, "
-                             "because a decoder does not see the words after a masked one")  # fmt: skip
+            raise ValueError(
+                f"--{name} {getattr(settings, name)} has is_decoder true; expected an encoder, "
+                "because a decoder does not see the words after a masked one"
+            )
         check_vocabulary(len(self.masking.is_special), model.config)
         check_lengths(settings, ["max_length"], model.config)
         return model
@@ -223,9 +226,14 @@ class Pretraining(Task):
         settings = self.settings
         self.documents_read = self.without_pair = 0
         sequences = map_rows(
-            documents, self.sequences, with_indices=True, batched=True, batch_size=DOCUMENTS_TOGETHER,
-            remove_columns=["text", "place"], features=self.features,
-        )  # fmt: skip
+            documents,
+            self.sequences,
+            with_indices=True,
+            batched=True,
+            batch_size=DOCUMENTS_TOGETHER,
+            remove_columns=["text", "place"],
+            features=self.features,
+        )
         if next(iter(sequences), None) is None:
             what = "two documents of two sentences" if settings.next_sentence else "a word of the vocabulary"
             raise ValueError(f"the {split} set is too small; expected at least {what}")
@@ -237,15 +245,19 @@ class Pretraining(Task):
     def report_without_pair(self, split: str) -> None:
         """Prints how many of the documents that were read give no pair."""
         if self.without_pair:
-            self.accelerator.print(f"{self.without_pair} of {self.documents_read} documents of the {split} set give no "
-                                   "pair of passages; a document requires two sentences")  # fmt: skip
+            self.accelerator.print(
+                f"{self.without_pair} of {self.documents_read} documents of the {split} set give no "
+                "pair of passages; a document requires two sentences"
+            )
 
     def sequences(self, documents: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """The columns of the sequences made of some documents."""
         start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         if self.settings.next_sentence:
-            made = [([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
-                    for a, b, label, place in self.pairs(documents, numbers[0])]  # fmt: skip
+            made = [
+                ([start, *a, end, *b, end], place, [0] * (len(a) + 2) + [1] * (len(b) + 1), label)
+                for a, b, label, place in self.pairs(documents, numbers[0])
+            ]
         else:
             made = [([start, *piece, end], place) for piece, place in self.pieces(documents)]
         columns = list(zip(*made, strict=True)) or [[]] * (len(self.features) - 1)
@@ -277,8 +289,9 @@ class Pretraining(Task):
             self.without_pair += not found
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
-                              verbose=False)["input_ids"]  # fmt: skip
+        return self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
 
     def mask_once(self, sequences: Dataset, split: str) -> Dataset:
         """Masks held-out sequences, each seeded by its number: the same for every --seed and number of processes."""
@@ -388,7 +401,11 @@ class Pretraining(Task):
         examples = self.splits[split].select_columns(["input_ids", "labels", "place"])
         words = self.tokenizer.convert_ids_to_tokens
         return [
-            {"text": self.tokenizer.decode(example["input_ids"]), "prediction": words(own), "place": example["place"],
-             "masked_words": words([label for label in example["labels"] if label != -100])}
+            {
+                "text": self.tokenizer.decode(example["input_ids"]),
+                "prediction": words(own),
+                "place": example["place"],
+                "masked_words": words([label for label in example["labels"] if label != -100]),
+            }
             for example, own in zip(examples, predicted, strict=True)
-        ]  # fmt: skip
+        ]

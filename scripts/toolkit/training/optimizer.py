@@ -37,7 +37,8 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
             groups[blocks + 1 - depth(name, blocks), name in decayed].append(parameter)
     return [
         {"params": each, "lr": learning_rate * layer_decay**distance, "weight_decay": weight_decay if decays else 0.0}
-        for (distance, decays), each in groups.items()]  # fmt: skip
+        for (distance, decays), each in groups.items()
+    ]
 
 
 def make_optimizer(model: nn.Module, settings) -> torch.optim.Optimizer:
@@ -67,12 +68,18 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings, steps: int):
     try:
         if arguments and settings.schedule.startswith("constant"):  # get_scheduler would ignore them
             raise ValueError("it has none")
-        return get_scheduler(settings.schedule, optimizer, num_warmup_steps=round(settings.warmup_ratio * steps),
-                             num_training_steps=steps, scheduler_specific_kwargs=arguments)  # fmt: skip
+        return get_scheduler(
+            settings.schedule,
+            optimizer,
+            num_warmup_steps=round(settings.warmup_ratio * steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=arguments,
+        )
     except (TypeError, ValueError) as error:
         given = ", ".join(settings.lr_scheduler_kwargs or []) or "missing"
-        raise ValueError(f"--lr_scheduler_kwargs is {given}; expected arguments of {settings.schedule}: "
-                         f"{error}") from error  # fmt: skip
+        raise ValueError(
+            f"--lr_scheduler_kwargs is {given}; expected arguments of {settings.schedule}: {error}"
+        ) from error
 
 
 def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
@@ -113,14 +120,21 @@ def add_lora(model: nn.Module, settings, new_weights: Set[str] = frozenset()) ->
     weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
     if len(set(map(id, weights))) < len(weights):
         # Each module has an adapter of its own; merging would add both to the one weight.
-        raise ValueError("--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), "
-                         "which cannot hold the adapters of both; expected separate weights. Train all weights with "
-                         "--lora_rank 0")  # fmt: skip
+        raise ValueError(
+            "--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), "
+            "which cannot hold the adapters of both; expected separate weights. Train all weights with "
+            "--lora_rank 0"
+        )
     from peft import LoraConfig, get_peft_model
 
     heads = [name for name, _ in model.named_children() if name not in (model.base_model_prefix, "lm_head", "dropout")]
-    config = LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
-                        target_modules=list(ADAPTED), modules_to_save=heads or None)  # fmt: skip
+    config = LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=list(ADAPTED),
+        modules_to_save=heads or None,
+    )
     # PEFT trains a copy of a head.
     new = [each for name, each in model.named_parameters() if name in new_weights and name.split(".")[0] not in heads]
     adapted = get_peft_model(model, config)

@@ -61,15 +61,19 @@ class OutputFolder:
                 changes = ", ".join(f"--{name} was {was} and is {now}" for name, (was, now) in other.items())
                 raise ValueError(f"--resume: the run in {path} has other flags; expected the same: {changes}")
         elif (path / "metrics.json").exists():
-            raise ValueError(f"--resume: the run in {path} is finished, and its checkpoints were removed; expected a "
-                             "run with a checkpoint. Start a new run in another --output, from this --model if it is "
-                             "to be trained further")  # fmt: skip
+            raise ValueError(
+                f"--resume: the run in {path} is finished, and its checkpoints were removed; expected a "
+                "run with a checkpoint. Start a new run in another --output, from this --model if it is "
+                "to be trained further"
+            )
         if path.is_dir():
             try:
                 self.lock.acquire()
             except Timeout:
-                raise ValueError(f"--output {path} is in use by another run; expected a folder of its own. "
-                                 "Wait for the other run, or stop it") from None  # fmt: skip
+                raise ValueError(
+                    f"--output {path} is in use by another run; expected a folder of its own. "
+                    "Wait for the other run, or stop it"
+                ) from None
 
     def prepare(self) -> None:
         """Creates and locks the folder. Raises as `check` does, because another run may have created it since."""
@@ -85,8 +89,10 @@ class OutputFolder:
         keep = max(1, self.settings.keep_checkpoints)
         needed = 4 * parameters * (FLOATS_PER_PARAMETER * (keep + 2) + 1)
         if (free := shutil.disk_usage(existing_folder(self.path)).free) < needed:
-            raise OSError(f"--output {self.path} is on a disk with {size_str(free)} free; expected {size_str(needed)}, "
-                          f"which the run may need. A smaller --keep_checkpoints than {keep} needs less")  # fmt: skip
+            raise OSError(
+                f"--output {self.path} is on a disk with {size_str(free)} free; expected {size_str(needed)}, "
+                f"which the run may need. A smaller --keep_checkpoints than {keep} needs less"
+            )
 
 
 @contextmanager

@@ -68,8 +68,9 @@ def answers_of(row: dict) -> list[tuple[str, int]]:
     else:
         texts = starts = None
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
-        raise ValueError(f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, "
-                         "two lists of one length")  # fmt: skip
+        raise ValueError(
+            f"'answers' is {given!r}; expected {{'text': […], 'answer_start': […]}}, two lists of one length"
+        )
     for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
         if not isinstance(text, str) or not isinstance(start, int):
             raise ValueError(f"answer {i} is {text!r} at {start!r}; expected a text at an integer")
@@ -97,8 +98,9 @@ class QuestionAnswering(Task):
         self.model = self.open_model(CLASSES[settings.implementation].from_pretrained, num_labels=2)
         self.set_threshold(self.make_threshold(training_rows))
         self.model.config.question_answering = {name: getattr(settings, name) for name in spans.LENGTHS}
-        self.collate = PadOrFlatten(self.tokenizer, settings.padding_free_collation,
-                                    per_sequence=["start_positions", "end_positions"])  # fmt: skip
+        self.collate = PadOrFlatten(
+            self.tokenizer, settings.padding_free_collation, per_sequence=["start_positions", "end_positions"]
+        )
 
     def make_threshold(self, rows: Dataset | None) -> float | None:
         """The score that an answer must exceed; None: there always is an answer. For "best" it is 0 until the first
@@ -109,8 +111,9 @@ class QuestionAnswering(Task):
         """
         given = self.settings.null_threshold
         if given == "best" and "validation" not in self.splits:
-            raise ValueError("--null_threshold is best and there is no validation set; "
-                             "expected one, on which it is chosen")  # fmt: skip
+            raise ValueError(
+                "--null_threshold is best and there is no validation set; expected one, on which it is chosen"
+            )
         if given is None and rows is None:
             return spans.saved_threshold(self.model.config)
         if given is None:
@@ -178,8 +181,9 @@ class QuestionAnswering(Task):
         lengths = f"--max_length {self.settings.max_length} and --stride {self.settings.stride}"
         if lost == answers:
             raise ValueError(f"no answer fits in a window of {lengths}; expected larger values, in which answers fit")
-        self.accelerator.print(f"{lost} of {answers} answers fit in no window of {lengths}; "
-                               "their questions are trained as without answer")  # fmt: skip
+        self.accelerator.print(
+            f"{lost} of {answers} answers fit in no window of {lengths}; their questions are trained as without answer"
+        )
 
     def shown(self, example):
         answer = super().shown(example).split(" ")[example["start_positions"] : example["end_positions"] + 1]
@@ -222,8 +226,10 @@ class QuestionAnswering(Task):
             self.set_threshold(best_threshold(answers, golds))
         texts = [spans.with_no_answer([span], self.threshold)[0].text for span in answers]
         threshold = {"null_threshold": self.threshold} if is_chosen else {}
-        found = [{"id": each, "prediction": text, "score": span.score}
-                 for each, text, span in zip(self.ids[split], texts, answers, strict=True)]  # fmt: skip
+        found = [
+            {"id": each, "prediction": text, "score": span.score}
+            for each, text, span in zip(self.ids[split], texts, answers, strict=True)
+        ]
         predictions = self.joined(self.rows[split].remove_columns("start"), found)
         return Evaluation({"loss": mean_loss(*sums)} | compute("squad", texts, golds) | threshold, predictions)
 
@@ -243,8 +249,9 @@ def ids_of(rows: Dataset) -> list[str]:
     ids, seen = [given or place for given, place in zip(rows["id"], rows["place"], strict=True)], {}
     for each, place in zip(ids, rows["place"], strict=True):
         if each in seen:
-            raise ValueError(f"{place}: its id is {each!r}, like that of {seen[each]}; "
-                             "expected an id for each question")  # fmt: skip
+            raise ValueError(
+                f"{place}: its id is {each!r}, like that of {seen[each]}; expected an id for each question"
+            )
         seen[each] = place
     return ids
 
@@ -258,8 +265,10 @@ def best_threshold(answers: Sequence[spans.Answer], golds: Sequence[list[str]]) 
     """The threshold with the highest F1 (the lowest of several), as in SQuAD 2.0's evaluation script; but between two
     scores, so that rounding errors change no answer."""
     squad = load("squad")
-    gains = [squad._compute([answer.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
-             for answer, gold in zip(answers, golds, strict=True)]  # fmt: skip
+    gains = [
+        squad._compute([answer.text], [gold])["f1"] - squad._compute([""], [gold])["f1"]
+        for answer, gold in zip(answers, golds, strict=True)
+    ]
     scores = np.sort([answer.score for answer in answers])
     starts = np.diff(scores, prepend=-np.inf) >= LEAST_DIFFERENCE  # where a level begins
     between = (scores[1:] + scores[:-1])[starts[1:]] / 2

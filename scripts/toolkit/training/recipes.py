@@ -13,8 +13,20 @@ from toolkit.training.settings import Settings
 RECIPE = "recipe.yaml"
 
 # Flags that may differ between a run and its continuation: they change no weight.
-FREE_TO_CHANGE = {"resume", "dry_run", "output", "trust_checkpoints", "trackers", "push_to_hub", "hub_private",
-                  "keep_checkpoints", "log_steps", "save_steps", "eval_batch_size", "all_scores"}  # fmt: skip
+FREE_TO_CHANGE = {
+    "resume",
+    "dry_run",
+    "output",
+    "trust_checkpoints",
+    "trackers",
+    "push_to_hub",
+    "hub_private",
+    "keep_checkpoints",
+    "log_steps",
+    "save_steps",
+    "eval_batch_size",
+    "all_scores",
+}
 
 # With --resume these may grow, once the run is finished.
 EXTENDING = {"epochs", "max_steps"}
@@ -61,7 +73,8 @@ class RecipeLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # fmt: skip
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def read_recipe(path: Path, loader: type = yaml.SafeLoader) -> dict:

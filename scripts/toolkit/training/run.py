@@ -67,9 +67,13 @@ def run(parser: Parser, settings: Settings, make_task: Callable[[Settings, Accel
 
 
 def run_of_one_seed(
-    parser: Parser, make_task: Callable[[Settings, Accelerator], Task], main_process: bool, settings: Settings,
-    name: str | None = None, data: dict[str, str] | None = None,
-) -> None:  # fmt: skip
+    parser: Parser,
+    make_task: Callable[[Settings, Accelerator], Task],
+    main_process: bool,
+    settings: Settings,
+    name: str | None = None,
+    data: dict[str, str] | None = None,
+) -> None:
     """A run: training and evaluation, or --evaluate_only, or --dry_run.
 
     Args:
@@ -128,8 +132,9 @@ def launched_process() -> tuple[int, int]:
     if processes == 1 and os.environ.get("LOCAL_RANK", "-1") == "-1":
         return 0, 1  # Accelerate connects no processes
     if missing := [name for name in LAUNCHED if name not in values]:
-        raise ValueError(f"{', '.join(given)} without {', '.join(missing)}; "
-                         "expected all, as `accelerate launch` sets them")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(given)} without {', '.join(missing)}; expected all, as `accelerate launch` sets them"
+        )
     if rank >= processes:
         raise ValueError(f"{', '.join(given)}; expected a rank of less than {processes}")
     return rank, processes
@@ -161,10 +166,12 @@ def make_accelerator(settings: Settings) -> Accelerator:
     """
     _, processes = launched_process()
     accelerator = Accelerator(
-        mixed_precision=settings.mixed_precision, gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        mixed_precision=settings.mixed_precision,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
         log_with=None if settings.trackers == "none" else settings.trackers,
         project_config=ProjectConfiguration(settings.output, logging_dir=settings.output),
-        cpu=processes > 1 and not torch.accelerator.is_available())  # fmt: skip
+        cpu=processes > 1 and not torch.accelerator.is_available(),
+    )
     if accelerator.num_processes != processes:
         raise ValueError(f"{processes} processes were launched and are not connected; expected `accelerate launch`")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -192,11 +199,15 @@ def check_services(settings: Settings) -> None:
     if settings.push_to_hub is None:
         return
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(f"--push_to_hub is {settings.push_to_hub} and HF_HUB_OFFLINE is set; expected access to the "
-                         "Hub. Unset it, or push the finished model with push_to_hub.py")  # fmt: skip
+        raise ValueError(
+            f"--push_to_hub is {settings.push_to_hub} and HF_HUB_OFFLINE is set; expected access to the "
+            "Hub. Unset it, or push the finished model with push_to_hub.py"
+        )
     if get_token() is None:
-        raise ValueError("--push_to_hub is given and there is no token; "
-                         "expected one with write access, by `hf auth login` or HF_TOKEN")  # fmt: skip
+        raise ValueError(
+            "--push_to_hub is given and there is no token; "
+            "expected one with write access, by `hf auth login` or HF_TOKEN"
+        )
 
 
 def check_sources(settings: Settings) -> None:
@@ -213,8 +224,10 @@ def check_sources(settings: Settings) -> None:
                 check_source(source)
     if settings.implementation == "bert" and settings.model is not None:
         if (kind := kind_of(config_fields(settings.model))) != "bert":
-            raise ValueError(f"--model {settings.model} is of the kind {kind}; expected a BERT with --implementation "
-                             "bert. convert_checkpoint.py --to bert makes one of a ScratchBert")  # fmt: skip
+            raise ValueError(
+                f"--model {settings.model} is of the kind {kind}; expected a BERT with --implementation "
+                "bert. convert_checkpoint.py --to bert makes one of a ScratchBert"
+            )
         tensor_names(settings.model)  # our classes check the files of weights, those of transformers do not
 
 
@@ -223,5 +236,8 @@ def shared_data(settings: Settings) -> list[str]:
     (_, train), *held_out = sources(settings).items()
     trained_on = {one.identity for one in train.inputs}
     shared = [(one, split) for split, source in held_out for one in source.inputs if one.identity in trained_on]
-    return [f"{one} is in the train rows and in the {split} rows; expected other rows. "
-            "Metrics of rows that were trained on are too high" for one, split in shared]  # fmt: skip
+    return [
+        f"{one} is in the train rows and in the {split} rows; expected other rows. "
+        "Metrics of rows that were trained on are too high"
+        for one, split in shared
+    ]

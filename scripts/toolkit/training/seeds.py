@@ -75,8 +75,11 @@ def write_best(settings: Settings, reports: dict[int, dict]) -> None:
         return rank(metrics[report["metric"]], metrics["loss"], report["greater_is_better"])
 
     output, best = Path(settings.output), max(reports, key=rank_of)
-    summary = {split: summarise([report[split] for report in reports.values()])
-               for split in ("validation", "test") if split in reports[best]}  # fmt: skip
+    summary = {
+        split: summarise([report[split] for report in reports.values()])
+        for split in ("validation", "test")
+        if split in reports[best]
+    }
     runs = {seed: {split: report[split] for split in summary} for seed, report in reports.items()}
     source = output / f"seed-{best}"
     with moved_when_complete(output, "--resume writes it") as folder:
@@ -97,14 +100,19 @@ def summarise(metrics: list[dict]) -> dict[str, dict]:
     """The mean and the standard deviation of each metric, over the runs; None if a run has no value."""
     values = {name: [own.get(name) for own in metrics] for name in metrics[0]}
     functions = {"mean": statistics.mean, "sd": statistics.stdev}
-    return {name: {key: None if None in each else function(each) for key, function in functions.items()}
-            for name, each in values.items()}  # fmt: skip
+    return {
+        name: {key: None if None in each else function(each) for key, function in functions.items()}
+        for name, each in values.items()
+    }
 
 
 def add_to_card(path: Path, best: int, runs: dict[int, dict], summary: dict) -> None:
     """Adds the metrics of all seeds to the model card of the best run."""
-    rows = [[split, name, each["mean"], each["sd"], *(run[split].get(name) for run in runs.values())]
-            for split, own in summary.items() for name, each in headline(own).items()]  # fmt: skip
+    rows = [
+        [split, name, each["mean"], each["sd"], *(run[split].get(name) for run in runs.values())]
+        for split, own in summary.items()
+        for name, each in headline(own).items()
+    ]
     columns = ["set", "metric", "mean", "standard deviation", *(f"seed {seed}" for seed in runs)]
     card = ModelCard.load(path)
     card.text += f"""

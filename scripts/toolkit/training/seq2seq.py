@@ -68,8 +68,9 @@ class Seq2Seq(Task):
             if getattr(tokenizer, role) is None:
                 raise ValueError(f"the tokenizer {named} has no {role}; expected BERT's special tokens")
         if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
-            raise ValueError(f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; "
-                             "expected one like BERT's")  # fmt: skip
+            raise ValueError(
+                f"the tokenizer {named} does not put [CLS] before and [SEP] after a text; expected one like BERT's"
+            )
         # With which it is saved: generate.py cuts sources as the evaluations do.
         tokenizer.model_max_length = self.settings.max_length
         return tokenizer
@@ -109,7 +110,8 @@ class Seq2Seq(Task):
             target, decoded = map(shortened, changed[0])
             self.accelerator.print(
                 f"{len(changed)} of {len(examples)} validation targets differ from their decoded tokens, e.g. "
-                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written")  # fmt: skip
+                f"{target!r} and {decoded!r}; text metrics compare with the targets as they are written"
+            )
 
     def decode(self, ids) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -135,11 +137,13 @@ class Seq2Seq(Task):
         decoder = {name: getattr(settings, name) for name in names if getattr(settings, name)}
         is_generator = settings.config_file is None and is_encoder_decoder(settings.model)
         if is_generator and decoder:
-            raise ValueError(f"--{next(iter(decoder))} is given and {settings.model} has a decoder; "
-                             "expected an encoder")  # fmt: skip
+            raise ValueError(
+                f"--{next(iter(decoder))} is given and {settings.model} has a decoder; expected an encoder"
+            )
         if not is_generator and settings.lora_rank:
-            raise ValueError("--lora_rank is given and --model is not a generator, "
-                             "so the cross-attention would stay random")  # fmt: skip
+            raise ValueError(
+                "--lora_rank is given and --model is not a generator, so the cross-attention would stay random"
+            )
         if settings.config_file is not None and settings.freeze is not None:
             raise ValueError("--freeze is given with --config_file, whose weights are random; expected --model")
         # --tokenizer may have other ids than the generator was trained with.
@@ -162,8 +166,10 @@ class Seq2Seq(Task):
         """
         fields = named_values("config_overrides", self.settings.config_overrides)
         if fixed := sorted(fields.keys() & {"is_decoder", "is_encoder_decoder", "model_type"}):
-            raise ValueError(f"--config_overrides has {fixed[0]!r}; expected other fields, "
-                             "because the model is always an encoder-decoder")  # fmt: skip
+            raise ValueError(
+                f"--config_overrides has {fixed[0]!r}; expected other fields, "
+                "because the model is always an encoder-decoder"
+            )
         if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
             raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
@@ -178,18 +184,29 @@ class Seq2Seq(Task):
         settings, earlier = self.settings, self.model.generation_config.to_diff_dict()
         ids = {name: getattr(self.model.config, name) for name in SPECIAL_IDS}
         penalty = settings.length_penalty if settings.num_beams > 1 else None
-        generation = GenerationConfig(**ids, max_new_tokens=settings.max_new_tokens, do_sample=False,
-                                      num_beams=settings.num_beams, length_penalty=penalty)  # fmt: skip
+        generation = GenerationConfig(
+            **ids,
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            num_beams=settings.num_beams,
+            length_penalty=penalty,
+        )
         generation.validate(strict=True)  # saving the model raises otherwise, after the training
         self.model.generation_config = generation
         # Of these, each model has its own or they change no output.
         not_named = {*SPECIAL_IDS, "max_length", "max_new_tokens", "transformers_version", "use_cache"}
-        dropped = [name for name, value in earlier.items() if name not in not_named and not name.startswith("_")
-                   and value not in (False, getattr(generation, name, None))]  # fmt: skip
+        dropped = [
+            name
+            for name, value in earlier.items()
+            if name not in not_named
+            and not name.startswith("_")
+            and value not in (False, getattr(generation, name, None))
+        ]
         if dropped and not has_checkpoint(settings):
             self.accelerator.print(
                 f"{settings.model} has {', '.join(sorted(dropped))} in generation_config.json, which the new model "
-                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens")  # fmt: skip
+                "does not take over; flags set --num_beams, --length_penalty and --max_new_tokens"
+            )
 
     # -- loss and metrics
 
@@ -219,8 +236,10 @@ class Seq2Seq(Task):
         return Evaluation(found | metrics, self.joined(rows, [{"prediction": text} for text in texts]))
 
     def samples(self, predictions):
-        return [f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
-                for row in predictions[:SAMPLES]]  # fmt: skip
+        return [
+            f"{shortened(row['source'])} → {shortened(row['prediction'])}  (target: {shortened(row['target'])})"
+            for row in predictions[:SAMPLES]
+        ]
 
     def generate(self, model, batch: dict) -> list[str]:
         """The text that the model generates for each source."""

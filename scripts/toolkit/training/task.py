@@ -31,8 +31,9 @@ from toolkit.training.settings import Settings
 METRICS = "metrics.json"
 
 # The end of the messages about numbers that are not finite.
-AFTER_DIVERGENCE = ("The last checkpoint has the weights from before; "
-                    "a lower --learning_rate or --mixed_precision no may help.")  # fmt: skip
+AFTER_DIVERGENCE = (
+    "The last checkpoint has the weights from before; a lower --learning_rate or --mixed_precision no may help."
+)
 
 
 class TrainingError(CommandError):
@@ -105,15 +106,19 @@ class Task(ABC):
             model, info = open_checkpoint(source, **options, **fields)
         for name, stored, expected in info["mismatched_keys"]:
             if name.startswith(f"{model.base_model_prefix}."):
-                raise ValueError(f"--model {source} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
-                                 "as its configuration says")  # fmt: skip
+                raise ValueError(
+                    f"--model {source} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, "
+                    "as its configuration says"
+                )
         self.new_weights = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
         if new_head:
             self.new_weights |= initialise_head(model)
         new = ", ".join(modules_of(self.new_weights))
         if new and self.settings.evaluate_only:
-            raise ValueError(f"--model {source} has no weights of {new}; expected a model trained for this task, "
-                             "with --evaluate_only")  # fmt: skip
+            raise ValueError(
+                f"--model {source} has no weights of {new}; expected a model trained for this task, "
+                "with --evaluate_only"
+            )
         if new and not has_checkpoint(self.settings):
             self.accelerator.print(f"{source} has no weights of {new}; they are random before the training")
         return model
@@ -167,8 +172,10 @@ class Task(ABC):
             try:
                 kept, held_out = map(sorted, train_test_split(range(len(rows)), **options))
             except ValueError as error:
-                raise ValueError(f"--validation_fraction is {fraction}, of {len(rows)} rows; "
-                                 f"expected at least a row of each label in both sets: {error}") from error  # fmt: skip
+                raise ValueError(
+                    f"--validation_fraction is {fraction}, of {len(rows)} rows; "
+                    f"expected at least a row of each label in both sets: {error}"
+                ) from error
             yield "train", rows.select(kept)
             yield "validation", rows.select(held_out[: self.settings.max_eval_samples])
 
@@ -196,9 +203,11 @@ class Task(ABC):
         joined = []
         for row, own in zip(rows, found, strict=True):
             ours = {**row, **own}
-            given = {f"input_{name}" if name in ours else name: value
-                     for name, value in json.loads(ours.pop("columns")).items()
-                     if name not in ours or str(ours[name]) != str(value)}  # fmt: skip
+            given = {
+                f"input_{name}" if name in ours else name: value
+                for name, value in json.loads(ours.pop("columns")).items()
+                if name not in ours or str(ours[name]) != str(value)
+            }
             joined.append(given | ours)
         return joined
 
@@ -328,8 +337,10 @@ def without(batch: dict, *names: str) -> dict:
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
-    return {name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()}  # fmt: skip
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def is_finite(value) -> bool:

@@ -23,10 +23,15 @@ class LabelSettings(Settings):
     labels: list[str] | None = data_flag("the labels; default: those of the training set")
     class_weights: list[str] | None = training_flag(
         "the weight of each label, in the order of --labels; or balanced: inversely to its frequency",
-        requires="problem=single_label or problem=multi_label")  # fmt: skip
+        requires="problem=single_label or problem=multi_label",
+    )
     label_smoothing: float = training_flag(
-        "share of each label's weight that is spread over all labels", 0.0, minimum=0, below=1,
-        requires="problem=single_label")  # fmt: skip
+        "share of each label's weight that is spread over all labels",
+        0.0,
+        minimum=0,
+        below=1,
+        requires="problem=single_label",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,19 +52,26 @@ class ClassificationSettings(LabelSettings):
 
     problem: Literal["single_label", "multi_label", "regression"] = data_flag("the kind of labels", "single_label")
     text_column: str | None = data_flag(
-        "the column of the texts; default: text, sentence, sentence1, premise or question1")  # fmt: skip
+        "the column of the texts; default: text, sentence, sentence1, premise or question1"
+    )
     text_pair_column: str | None = data_flag(
         "the column of the second texts; default: sentence2, hypothesis or question2, if there is one and "
-        "--text_column is not given")  # fmt: skip
+        "--text_column is not given"
+    )
     label_column: str | None = data_flag("the column of the labels; default: label, labels or score")
     label_separator: str = data_flag(
-        "the separator between the labels of a row, for --problem multi_label in CSV or TSV", "|",
-        requires="problem=multi_label")  # fmt: skip
+        "the separator between the labels of a row, for --problem multi_label in CSV or TSV",
+        "|",
+        requires="problem=multi_label",
+    )
     metric: str | None = evaluation_flag(
-        "the metric that selects the best model; default: accuracy, f1 or pearson", requires=VALIDATION)  # fmt: skip
+        "the metric that selects the best model; default: accuracy, f1 or pearson", requires=VALIDATION
+    )
     all_scores: bool = output_flag(
-        "write the scores of all labels into predictions_….jsonl", False,
-        requires="problem=single_label or problem=multi_label")  # fmt: skip
+        "write the scores of all labels into predictions_….jsonl",
+        False,
+        requires="problem=single_label or problem=multi_label",
+    )
 
     @property
     def metrics(self) -> list[str]:
@@ -88,13 +100,15 @@ class TokenClassificationSettings(LabelSettings):
 
     max_length: int = data_flag("tokens per window; longer rows are read in several", 128, minimum=1)
     stride: int | None = data_flag(
-        "tokens that two windows of a row share; default: a quarter of --max_length", minimum=0)  # fmt: skip
+        "tokens that two windows of a row share; default: a quarter of --max_length", minimum=0
+    )
     scheme: Literal["iob2", "plain"] = data_flag("the tags: entities as B-TYPE, I-TYPE and O; or any tags", "iob2")
     words_column: str | None = data_flag("the column of the words; default: tokens or words")
     tags_column: str | None = data_flag("the column of the tags; default: tags, ner_tags or labels")
     label_all_pieces: bool = training_flag("train on all pieces of a word (I-PER after B-PER)", False)
     metric: Literal["f1", "accuracy"] = evaluation_flag(
-        "the metric that selects the best model", "f1", requires=VALIDATION)  # fmt: skip
+        "the metric that selects the best model", "f1", requires=VALIDATION
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -118,14 +132,17 @@ class QuestionAnsweringSettings(Settings):
     task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
 
     max_length: int = data_flag(
-        "tokens per window, including the question; longer texts are read in several", 384, minimum=1)  # fmt: skip
+        "tokens per window, including the question; longer texts are read in several", 384, minimum=1
+    )
     stride: int = data_flag("context tokens that two windows share", 128, alias="doc_stride", minimum=0)
     max_answer_length: int = evaluation_flag("maximum tokens of an answer", 30, minimum=1)
     null_threshold: str | None = evaluation_flag(
         "the score that an answer must exceed: a number; best: that with the best F1 on the validation set; never: "
-        "there always is an answer. Default: 0 if training has questions without an answer, else never")  # fmt: skip
+        "there always is an answer. Default: 0 if training has questions without an answer, else never"
+    )
     metric: Literal["f1", "exact_match"] = evaluation_flag(
-        "the metric that selects the best model", "f1", requires=VALIDATION)  # fmt: skip
+        "the metric that selects the best model", "f1", requires=VALIDATION
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -144,9 +161,12 @@ class NewModelSettings(Settings):
 
     config_file: str | None = model_flag(
         "instead of --model: random weights of the size in a file such as configuration/tiny.json",
-        excludes="model", requires="tokenizer")  # fmt: skip
+        excludes="model",
+        requires="tokenizer",
+    )
     tokenizer: str | None = model_flag(
-        "the tokenizer: a folder, such as train_tokenizer.py writes, or hub id; default: that of --model")  # fmt: skip
+        "the tokenizer: a folder, such as train_tokenizer.py writes, or hub id; default: that of --model"
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -170,25 +190,31 @@ class Seq2SeqSettings(NewModelSettings):
     task: ClassVar = "toolkit.training.seq2seq:Seq2Seq"
 
     config_overrides: list[str] | None = model_flag(
-        "fields of the configuration, as NAME=VALUE, such as norm_first=true")  # fmt: skip
+        "fields of the configuration, as NAME=VALUE, such as norm_first=true"
+    )
     num_decoder_layers: int | None = model_flag("blocks of the decoder; default: as many as the encoder has", minimum=1)
     tie_encoder_decoder: bool = model_flag("encoder and decoder share their weights, except cross-attention", False)
     source_column: str | None = data_flag("the column of the sources; default: source, text, article, document or en")
     target_column: str | None = data_flag(
-        "the column of the targets; default: target, summary, highlights, translation or de")  # fmt: skip
+        "the column of the targets; default: target, summary, highlights, translation or de"
+    )
     max_target_length: int = data_flag(
-        "maximum tokens per target, including [SEP]; longer ones are cut", 128, minimum=2)  # fmt: skip
+        "maximum tokens per target, including [SEP]; longer ones are cut", 128, minimum=2
+    )
     label_smoothing: float = training_flag(
-        "share of each label's weight that is spread over the vocabulary", 0.0, minimum=0, below=1)  # fmt: skip
+        "share of each label's weight that is spread over the vocabulary", 0.0, minimum=0, below=1
+    )
     num_beams: int = evaluation_flag("beams in evaluations and in the finished model; 1: greedy decoding", 1, minimum=1)
     length_penalty: float = evaluation_flag(
-        "beam search: a larger value gives longer outputs", 1.0, requires="num_beams")  # fmt: skip
+        "beam search: a larger value gives longer outputs", 1.0, requires="num_beams"
+    )
     max_new_tokens: int | None = evaluation_flag("maximum tokens per output; default: --max_target_length", minimum=1)
     metrics: list[str] | None = evaluation_flag(
-        f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with loss alone nothing is generated")  # fmt: skip
+        f"some of {', '.join(SEQ2SEQ_METRICS)}; default: rouge; with loss alone nothing is generated"
+    )
     metric: str | None = evaluation_flag(
-        "the value that selects the best model; default: the first of the first of --metrics",
-        requires=VALIDATION)  # fmt: skip
+        "the value that selects the best model; default: the first of the first of --metrics", requires=VALIDATION
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -201,8 +227,9 @@ class Seq2SeqSettings(NewModelSettings):
         if self.padding_free_collation:
             raise ValueError("--padding_free_collation is given; expected an encoder, because decoders pad")
         if self.implementation == "bert":
-            raise ValueError("--implementation is bert; expected scratchbert, "
-                             "because EncoderDecoderModel is not supported")  # fmt: skip
+            raise ValueError(
+                "--implementation is bert; expected scratchbert, because EncoderDecoderModel is not supported"
+            )
         if self.max_new_tokens is None:
             self.max_new_tokens = self.max_target_length
 
@@ -215,12 +242,16 @@ class PretrainingSettings(NewModelSettings):
 
     text_column: str | None = data_flag("the column of the texts; default: text, sentence, content or document")
     line_by_line: bool = data_flag("each text is a sequence of its own, instead of concatenated with others", False)
-    next_sentence: bool = training_flag("also predict whether the second of two passages follows the first", False,
-                                        excludes="line_by_line")  # fmt: skip
+    next_sentence: bool = training_flag(
+        "also predict whether the second of two passages follows the first", False, excludes="line_by_line"
+    )
     whole_word_masking: bool = training_flag("mask all tokens of a word, or none", False)
     streaming: bool = data_flag(
-        "read the training set while training", False, requires="max_steps",
-        excludes="validation_fraction or group_by_length")  # fmt: skip
+        "read the training set while training",
+        False,
+        requires="max_steps",
+        excludes="validation_fraction or group_by_length",
+    )
     shuffle_buffer: int = data_flag("sequences that --streaming draws from", 10_000, minimum=1, requires="streaming")
 
     def __post_init__(self):

@@ -34,16 +34,19 @@ def check_iob2(tags: Sequence[str]) -> None:
         if not is_iob_tag(tag):
             raise ValueError(f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE (or --scheme plain)")
         if tag.startswith("I-") and before[2:] != tag[2:]:
-            raise ValueError(f"tag {number} is {tag} after {before}; "
-                             f"expected B-{tag[2:]}, with which an IOB2 entity begins")  # fmt: skip
+            raise ValueError(
+                f"tag {number} is {tag} after {before}; expected B-{tag[2:]}, with which an IOB2 entity begins"
+            )
         before = tag
 
 
 def to_iob2(tags: Sequence[str]) -> list[str]:
     """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
     before = [OUTSIDE, *tags[:-1]]
-    return [f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-            for last, tag in zip(before, tags, strict=True)]  # fmt: skip
+    return [
+        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+        for last, tag in zip(before, tags, strict=True)
+    ]
 
 
 def iob_tags(tags: set[str]) -> list[str]:
@@ -61,8 +64,10 @@ def list_of(row: dict, column: str) -> list[str]:
     value = row.get(column)
     if isinstance(value, str):
         if value.strip()[:1] == "[" and value.strip()[-1:] == "]":
-            raise ValueError(f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
-                             "JSON lines (.jsonl) can have lists")  # fmt: skip
+            raise ValueError(
+                f"{column!r} is {value!r}, a list as text; expected words or tags separated by spaces. "
+                "JSON lines (.jsonl) can have lists"
+            )
         value = [part for part in value.split(" ") if part]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column!r} is {'empty' if value in (None, []) else repr(value)}; expected a list")
@@ -127,8 +132,9 @@ class TokenClassification(Task):
             load("seqeval")  # raises before the training if a library is missing
         self.tokenizer = tokenizer_of(settings)
         if not self.tokenizer.is_fast:
-            raise ValueError(f"--model {settings.model} has a slow tokenizer; "
-                             "expected a fast one, which returns the words of pieces")  # fmt: skip
+            raise ValueError(
+                f"--model {settings.model} has a slow tokenizer; expected a fast one, which returns the words of pieces"
+            )
         self.metric, self.labels = settings.metric, settings.labels
         self.saved_labels = saved_labels(settings.model)
         if settings.evaluate_only:
@@ -195,9 +201,11 @@ class TokenClassification(Task):
 
         def encode(batch: dict, numbers: list[int]) -> dict:
             rows = zip(numbers, batch["place"], batch["words"], batch["tags"], strict=True)
-            found = [{**vars(window), "labels": self.targets(window, tags), "row": number, "place": place}
-                     for number, place, words, tags in rows
-                     for window in word_windows(self.tokenizer, words, length, stride) or empty]  # fmt: skip
+            found = [
+                {**vars(window), "labels": self.targets(window, tags), "row": number, "place": place}
+                for number, place, words, tags in rows
+                for window in word_windows(self.tokenizer, words, length, stride) or empty
+            ]
             names = ("input_ids", "token_type_ids", "labels", "words", "positions", "row", "place")
             columns = {name: [each[name] for each in found] for name in names}
             return columns | {"length": [len(ids) for ids in columns["input_ids"]]}
@@ -230,9 +238,13 @@ class TokenClassification(Task):
 
     def losses_of(self, logits, batch):
         return nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), self.weights, reduction="sum", ignore_index=IGNORED,
+            logits.flatten(0, 1),
+            batch["labels"].flatten(),
+            self.weights,
+            reduction="sum",
+            ignore_index=IGNORED,
             label_smoothing=self.settings.label_smoothing,
-        )[None]  # fmt: skip
+        )[None]
 
     def predict_tags(self, model, split: str) -> tuple[list[list[str]], float]:
         """A tag for each word of each row, and the mean loss."""

@@ -56,9 +56,14 @@ class Corpus:
 
 
 def train_bert(
-    texts: Texts, vocab_size: int, min_frequency: int, limit_alphabet: int, cased: bool, strip_accents: bool | None,
+    texts: Texts,
+    vocab_size: int,
+    min_frequency: int,
+    limit_alphabet: int,
+    cased: bool,
+    strip_accents: bool | None,
     model_max_length: int,
-) -> BertTokenizer:  # fmt: skip
+) -> BertTokenizer:
     """Trains the WordPiece of a BertTokenizer, in two passes over the texts.
 
     The library numbers characters in the order of a hash table, which differs between processes, and these numbers
@@ -78,19 +83,26 @@ def train_bert(
     settings = {"do_lower_case": not cased, "strip_accents": strip_accents, "model_max_length": model_max_length}
     backend = BertTokenizer(**settings).backend_tokenizer
     pieces = alphabet(
-        (word for text in texts()
-         for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text))),
+        (
+            word
+            for text in texts()
+            for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text))
+        ),
         limit_alphabet,
-    )  # fmt: skip
+    )
     if not pieces:
         raise ValueError("there is no text to train on, only spaces and control characters")
     check_size(vocab_size, len(pieces), f"{len(pieces):,} characters, at the beginning of a word and within")
     letters = [piece for piece in pieces if not piece.startswith(PIECE) or piece == PIECE[0]]
     # Special tokens are the only way to number "##a" as well. The tokens are special for the trainer only.
     trainer = WordPieceTrainer(
-        vocab_size=vocab_size, min_frequency=min_frequency, initial_alphabet=letters, limit_alphabet=len(letters),
-        special_tokens=SPECIAL + pieces, show_progress=sys.stderr.isatty(),
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        special_tokens=SPECIAL + pieces,
+        show_progress=sys.stderr.isatty(),
+    )
     backend.train_from_iterator(texts(), trainer)
     return BertTokenizer(vocab=backend.get_vocab(), **settings)
 
@@ -110,8 +122,10 @@ def alphabet(words: Iterable[str], limit: int) -> list[str]:
 def check_size(vocab_size: int, tokens: int, description: str) -> None:
     """Raises ValueError unless the special tokens and so many others fit into the vocabulary."""
     if vocab_size < len(SPECIAL) + tokens:
-        raise ValueError(f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, "
-                         f"for {len(SPECIAL)} special tokens and {description}")  # fmt: skip
+        raise ValueError(
+            f"--vocab_size is {vocab_size:,}; expected at least {len(SPECIAL) + tokens:,}, "
+            f"for {len(SPECIAL)} special tokens and {description}"
+        )
 
 
 def train_symbols(
@@ -141,9 +155,11 @@ def train_symbols(
     special = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
     backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=model_max_length, model_input_names=BertTokenizer.model_input_names,
+        tokenizer_object=backend,
+        model_max_length=model_max_length,
+        model_input_names=BertTokenizer.model_input_names,
         **{f"{token[1:-1].lower()}_token": token for token in SPECIAL},
-    )  # fmt: skip
+    )
 
 
 def print_report(tokenizer, corpus: Corpus, output: Path) -> None:

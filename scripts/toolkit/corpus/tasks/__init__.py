@@ -7,11 +7,13 @@ from toolkit.corpus.tasks.embed import Embed
 from toolkit.corpus.tasks.fill_mask import FillMask
 from toolkit.corpus.tasks.tag import Tag
 
-CLASSES: dict[str, type[Task]] = {"embed": Embed,
-                                  "classify": Classify,
-                                  "tag": Tag,
-                                  "rerank": Rerank,
-                                  "fill-mask": FillMask}  # fmt: skip
+CLASSES: dict[str, type[Task]] = {
+    "embed": Embed,
+    "classify": Classify,
+    "tag": Tag,
+    "rerank": Rerank,
+    "fill-mask": FillMask,
+}
 
 
 def open_task(job: Job) -> Task:

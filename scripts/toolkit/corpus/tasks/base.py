@@ -70,10 +70,12 @@ class Task(ABC):
         faults = {number: reason for number, reason in enumerate(reasons) if reason is not None}
         kept = [each for number, each in enumerate(encodings) if number not in faults]
         return Encoded(
-            [each.ids for each in kept], None if pairs is None else [each.type_ids for each in kept],
+            [each.ids for each in kept],
+            None if pairs is None else [each.type_ids for each in kept],
             [0 if number in faults else len(each.ids) for number, each in enumerate(encodings)],
-            [bool(each.overflowing) for each in encodings], faults,
-        )  # fmt: skip
+            [bool(each.overflowing) for each in encodings],
+            faults,
+        )
 
     def fault_of(self, text: str, ids: list[int]) -> str | None:
         """Why a text with these tokens cannot be used; None if it can."""
@@ -89,8 +91,11 @@ class Task(ABC):
             encodings = self.tokenizer(parts, pairs, truncation=True, max_length=self.max_length).encodings
             for index, encoding in zip(waiting, encodings, strict=True):
                 found[index] = encoding
-            waiting = [index for index, part in zip(waiting, parts, strict=True)
-                       if len(part) < len(texts[index]) and not found[index].overflowing]  # fmt: skip
+            waiting = [
+                index
+                for index, part in zip(waiting, parts, strict=True)
+                if len(part) < len(texts[index]) and not found[index].overflowing
+            ]
             size *= 2
         return found
 
@@ -142,10 +147,13 @@ def splits_at_spaces(tokenizer) -> bool:
     if kinds[0] not in (None, "BertNormalizer") or kinds[1:] != ["BertPreTokenizer", "WordPiece"]:
         return False
     return not any(
-        token["lstrip"] or token["rstrip"] or token["single_word"]
-        or not (token["content"].isascii() and token["content"].isprintable()) or " " in token["content"]
+        token["lstrip"]
+        or token["rstrip"]
+        or token["single_word"]
+        or not (token["content"].isascii() and token["content"].isprintable())
+        or " " in token["content"]
         for token in fields["added_tokens"]
-    )  # fmt: skip
+    )
 
 
 def beginning(text: str, size: int) -> str:

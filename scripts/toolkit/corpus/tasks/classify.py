@@ -87,8 +87,10 @@ class Classify(Scores):
             found = {"label": [self.labels[number] for number in best], "score": scores[np.arange(len(best)), best]}
         else:
             given = [self.chosen(row) for row in scores]
-            found = {"labels": [[self.labels[number] for number in numbers] for numbers in given],
-                     "scores": [row[numbers].tolist() for row, numbers in zip(scores, given, strict=True)]}  # fmt: skip
+            found = {
+                "labels": [[self.labels[number] for number in numbers] for numbers in given],
+                "scores": [row[numbers].tolist() for row, numbers in zip(scores, given, strict=True)],
+            }
         if "all_scores" in self.columns:
             found["all_scores"] = [dict(zip(self.labels, row, strict=True)) for row in scores.tolist()]
         return found
@@ -109,8 +111,10 @@ class Rerank(Scores):
     def __init__(self, job: Job):
         super().__init__(job)
         if self.model.config.num_labels != 1:
-            raise ValueError(f"It has {self.model.config.num_labels} labels; --task rerank expected one. --task "
-                             "classify gives the scores of labels.")  # fmt: skip
+            raise ValueError(
+                f"It has {self.model.config.num_labels} labels; --task rerank expected one. --task "
+                "classify gives the scores of labels."
+            )
         self.activation = self.activation or torch.nn.Sigmoid()
 
     def result(self, values: list[np.ndarray], details: list) -> dict:

@@ -44,11 +44,13 @@ class Embed(Task):
         without_ranges = ("float32", "float16", "int8", "binary", "ubinary")
         if self.dtype not in (without_ranges if ranges is None else ("int8", "uint8")):
             given = "not given" if ranges is None else "given"
-            raise ValueError(f"--ranges is {given} with --embedding_dtype {self.dtype}; uint8 requires it, int8 allows "
-                             "it.")  # fmt: skip
+            raise ValueError(
+                f"--ranges is {given} with --embedding_dtype {self.dtype}; uint8 requires it, int8 allows it."
+            )
         if ranges is not None and len(ranges[0]) != self.dimensions:
-            raise ValueError(f"--ranges has shape (2, {len(ranges[0])}); expected (2, {self.dimensions}), as the "
-                             "embeddings.")  # fmt: skip
+            raise ValueError(
+                f"--ranges has shape (2, {len(ranges[0])}); expected (2, {self.dimensions}), as the embeddings."
+            )
         return None if ranges is None else np.array(ranges, np.float32)
 
     def count_prompt_tokens(self) -> int:
@@ -110,11 +112,13 @@ def pool(outputs, lengths: list[int], poolings: list[str], skipped: int) -> torc
     def reduce(values: torch.Tensor, how: str) -> torch.Tensor:
         return torch.segment_reduce(values, how, lengths=sizes, unsafe=True)
 
-    computed = {"cls": lambda: states[ends - sizes],
-                "lasttoken": lambda: states[ends - 1],
-                "mean": lambda: reduce(states, "mean"),
-                "max": lambda: reduce(states, "max"),
-                "mean_sqrt_len_tokens": lambda: reduce(states, "sum") / sizes[:, None].sqrt(),
-                "weightedmean": lambda: reduce(states * weights, "sum") / reduce(weights.float(), "sum"),
-                "pooler": lambda: outputs.pooler_output.float()}  # fmt: skip
+    computed = {
+        "cls": lambda: states[ends - sizes],
+        "lasttoken": lambda: states[ends - 1],
+        "mean": lambda: reduce(states, "mean"),
+        "max": lambda: reduce(states, "max"),
+        "mean_sqrt_len_tokens": lambda: reduce(states, "sum") / sizes[:, None].sqrt(),
+        "weightedmean": lambda: reduce(states * weights, "sum") / reduce(weights.float(), "sum"),
+        "pooler": lambda: outputs.pooler_output.float(),
+    }
     return torch.cat([computed[name]() for name in poolings], dim=1)

@@ -58,10 +58,12 @@ class Tag(Task):
             found.tokens.append(sum(len(window.input_ids) for window in windows))
             bounds = [0, *(window.tokens.start + stride // 2 for window in windows[1:]), len(inner)]
             places = [
-                (range(window.first + low - window.tokens.start, window.first + high - window.tokens.start),
-                 range(inner.start + low, inner.start + high))
+                (
+                    range(window.first + low - window.tokens.start, window.first + high - window.tokens.start),
+                    range(inner.start + low, inner.start + high),
+                )
                 for window, low, high in zip(windows, bounds[:-1], bounds[1:], strict=True)
-            ]  # fmt: skip
+            ]
             found.details.append(Tokens(text, encoding, places))
         return found
 
@@ -86,8 +88,11 @@ class Tag(Task):
         """The entities of a text with these logits, `(T, L)`."""
         encoding = tokens.encoding
         outputs = {
-            "logits": torch.from_numpy(logits)[None], "sentence": tokens.text, "input_ids": [encoding.ids],
-            "offset_mapping": [encoding.offsets], "special_tokens_mask": torch.tensor([encoding.special_tokens_mask]),
-        }  # fmt: skip
+            "logits": torch.from_numpy(logits)[None],
+            "sentence": tokens.text,
+            "input_ids": [encoding.ids],
+            "offset_mapping": [encoding.offsets],
+            "special_tokens_mask": torch.tensor([encoding.special_tokens_mask]),
+        }
         found = self.pipeline.postprocess([outputs], aggregation_strategy=self.strategy)
         return [{**entity, "score": float(entity["score"])} for entity in found]
