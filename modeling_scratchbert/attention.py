@@ -5,7 +5,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .unpadding import PADDED, PaddedBatch, UnpaddedBatch, supports_unpadding
+from .unpadding import PADDED, PaddedBatch, UnpaddedBatch
 
 
 def scaled_dot_product_attention(
@@ -70,7 +70,6 @@ def eager_attention(module, query, key, value, attention_mask, scaling=None, dro
     return context.transpose(1, 2).contiguous(), weights
 
 
-@supports_unpadding
 class MultiHeadAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1, …, head_H) W_O (Vaswani et al. 2017, section 3.2.2).
 

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Self
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from .checkpoints import copy_code, raw_config
 from .installed import installed
 
 if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all code is saved beside a configuration
     from .modeling_scratchbert import ScratchBertModel  # noqa: F401
+
+logger = logging.get_logger(__name__)
 
 TASKS = (
     "PreTraining",
@@ -44,8 +47,9 @@ class ScratchBertConfig(PreTrainedConfig):
             2020, "On Layer Normalization in the Transformer Architecture", figure 1), in place of BERT's post-norm.
         position_embedding_type (`str`, defaults to `"absolute"`): `"absolute"` for BERT's learned table,
             `"sinusoidal"` for the fixed one of Vaswani et al. 2017, section 3.5.
-        padding_free (`bool`, defaults to `True`): remove padding before the blocks of an encoder, which receive the
-            non-padding tokens of the batch, `(1, N, C)`. `False`: they receive `(B, T, C)` and a mask, as in BERT.
+        padding_free (`bool`, defaults to `False`): remove padding before the blocks of an encoder, which receive the
+            non-padding tokens of the batch, `(1, N, C)`. `False`: they receive `(B, T, C)` and a mask, as in BERT. It
+            is a choice of the program that runs: it is neither saved in `config.json` nor read from there.
         sparse_prediction (`bool`, defaults to `False`): with labels, `ScratchBertForMaskedLM` and
             `ScratchBertForPreTraining` compute the logits of labelled tokens only, `(labelled tokens, V)`, as
             ModernBERT does. The loss is the same.
@@ -89,7 +93,7 @@ class ScratchBertConfig(PreTrainedConfig):
 
     norm_first: bool = False
     position_embedding_type: str = "absolute"
-    padding_free: bool = True
+    padding_free: bool = False
     sparse_prediction: bool = False
     is_encoder_decoder: bool = False
     num_decoder_layers: int | None = None
@@ -204,18 +208,25 @@ class ScratchBertConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Self:
-        """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one after the configuration was checked."""
-        result = super().from_dict(config_dict, **kwargs)
+        """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one after the configuration was checked. A
+        `padding_free` in the dictionary, which earlier versions saved, is ignored."""
+        if config_dict.get("padding_free"):
+            logger.info("padding_free in config.json is ignored; pass it to from_pretrained to remove padding.")
+        fields = {name: value for name, value in config_dict.items() if name != "padding_free"}
+        result = super().from_dict(fields, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config._complete()
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """As `PreTrainedConfig.to_dict`, from which PEFT reads the `model_type` whose target modules it looks up."""
+        """As `PreTrainedConfig.to_dict`, without `padding_free`. PEFT reads from it the `model_type` whose target
+        modules it looks up."""
         if "peft" in sys.modules:
             with contextlib.suppress(Exception):  # if the package is absent or broken, PEFT asks for `target_modules`
                 installed("bert.peft").add_default_target_modules(self.model_type)
-        return super().to_dict()
+        fields = super().to_dict()
+        fields.pop("padding_free", None)
+        return fields
 
     @classmethod
     def from_bert(cls, config: PreTrainedConfig) -> Self:

@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-from .unpadding import supports_unpadding
-
 
 def sinusoidal_table(length: int, width: int) -> torch.Tensor:
     """The fixed position table of Vaswani et al. 2017, "Attention is all you need", section 3.5.
@@ -21,7 +19,6 @@ def sinusoidal_table(length: int, width: int) -> torch.Tensor:
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1).to(torch.get_default_dtype())
 
 
-@supports_unpadding
 class SinusoidalPositions(nn.Module):
     """Looks positions up in the fixed sinusoidal table. Nothing is learned and nothing is saved."""
 
@@ -33,7 +30,6 @@ class SinusoidalPositions(nn.Module):
         return self.table[position_ids]
 
 
-@supports_unpadding
 class Embeddings(nn.Module):
     """norm(E_word + E_token_type + E_position), then dropout."""
 

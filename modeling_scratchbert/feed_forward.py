@@ -5,10 +5,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import apply_chunking_to_forward
 
-from .unpadding import supports_unpadding
 
-
-@supports_unpadding
 class FeedForward(nn.Module):
     """FFN(x) = act(x W1 + b1) W2 + b2 at each position. `(B, T, C)` → `(B, T, C)`. BERT's activation is
     GELU(x) = x Φ(x), Φ the cumulative distribution function of the normal distribution (Hendrycks & Gimpel 2016).

@@ -4,9 +4,37 @@ Shapes and dtypes are always checked; values only of eager tensors on the CPU, s
 and nothing breaks a trace.
 """
 
+import inspect
+from difflib import get_close_matches
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
+
+# What a forward pass accepts beside the arguments in its signature. The first are documented in
+# `ScratchBertModel.forward`.
+OPTIONS = frozenset(
+    (
+        *("output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "padding_free"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        # Of transformers: `generate`, `generate_batch` with a paged cache, and the losses of language models.
+        *("cache_position", "cache", "block_table", "read_index", "write_index", "logits_indices", "tokenizer"),
+        *("logits_processor_args", "logits_to_keep", "is_causal", "shift_labels", "ignore_index"),
+        # Of tokenizers, packing collators and vLLM.
+        *("length", "special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "seq_idx"),
+        "attention_instances",
+    )
+)
+# The arguments of BERT's models, among which the nearest to an unknown one is looked up.
+ARGUMENTS = (
+    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"),
+    *("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "use_cache", "logits_to_keep"),
+    *("labels", "next_sentence_label", "start_positions", "end_positions", "encoder_outputs"),
+    *("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds"),
+    *("decoder_position_ids", "decoder_token_type_ids"),
+)
 
 INTEGER, FLOATING, MASK = "torch.long or torch.int", "a floating dtype", "torch.bool or a floating dtype"
 
@@ -15,6 +43,21 @@ def has_values(tensor: torch.Tensor) -> bool:
     """Whether values may be read now: not while tracing, under a transform of `torch.func`, or on the meta device."""
     # Under a transform no value is read, even of an argument that is not wrapped: others, such as labels, may be.
     return not (is_tracing(tensor) or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def check_options(options: Any, config) -> None:
+    """Checks that each option of a forward pass is known: it is in `OPTIONS`, or a parameter of the attention function
+    that is registered under `config._attn_implementation`. Raises TypeError."""
+    unknown = [name for name in options if name not in OPTIONS]
+    if not unknown:
+        return
+    kernel = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    parameters = () if kernel is None else inspect.signature(kernel).parameters
+    for name in unknown:
+        if name not in parameters:
+            close = get_close_matches(name, (*ARGUMENTS, *OPTIONS), n=1)
+            expected = f"perhaps {close[0]}" if close else "one of forward's signature"
+            raise TypeError(f"{name} is no argument of this model; expected {expected}. Correct it or leave it out.")
 
 
 def check_tensor(name: str, tensor, *shape, dtype: str | None = None, note: str = "") -> None:

@@ -26,11 +26,19 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
 from .generation import ScratchBertGenerationMixin, no_start_id
-from .input_checks import cache_lengths, check_cache, check_choices, check_encoder_inputs, check_inputs, check_labels
+from .input_checks import (
+    cache_lengths,
+    check_cache,
+    check_choices,
+    check_encoder_inputs,
+    check_inputs,
+    check_labels,
+    check_options,
+)
 from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
-from .unpadding import choose_batch, choose_tokens, is_selectable, labels_include_padding, supports_unpadding, to_padded
+from .unpadding import PaddedBatch, choose_batch, scored_tokens, to_padded
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +63,6 @@ def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
 
 
-@supports_unpadding
 class Pooler(nn.Module):
     """A vector for the whole sequence, computed from its first token, [CLS]: tanh(W h_0 + b). `(B, T, C)` → `(B,
     C)`."""
@@ -74,6 +81,9 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     As in `BertModel`, `config.is_decoder` makes the blocks causal, and `config.add_cross_attention` lets them attend to
     the output of an encoder. A checkpoint with an encoder and a decoder opens as `ScratchBertSeq2SeqModel`.
     """
+
+    # An optimised decoder has another, which gives each sequence the same bits in any batch.
+    _padded_batch = PaddedBatch
 
     @classmethod
     def _class_for(cls, is_encoder_decoder: bool) -> type[ScratchBertPreTrainedModel]:
@@ -114,8 +124,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             attention_mask: `(B, T)`, 1 for a token and 0 for padding; or a full mask `(B, 1, T, T)`, boolean (True:
                 may attend) or additive.
             token_type_ids: `(B, T)`, 0 for sentence A and 1 for sentence B; all 0 by default.
-            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. In one row without a mask, positions that restart
-                at 0 mark packed sequences; all-zero positions are one sequence.
+            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. With `padding_free`, in one row without a mask,
+                positions that restart at 0 mark packed sequences; all-zero positions are one sequence.
             encoder_hidden_states: `(B, S, C)`, for a decoder with cross-attention.
             encoder_attention_mask: `(B, S)`, 1 for a token and 0 for padding.
             past_key_values: the cache of a decoder.
@@ -124,8 +134,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 then used with any attention implementation, because no other returns its weights.
             output_hidden_states: also return the embeddings and the output of every block, `(B, T, C)`.
             return_dict: False for a plain tuple.
-            padding_free: False to compute the padding as BERT does, True to remove it even if modules are not known, or
-                hooks see the unpadded tensors; `config.padding_free` by default.
+            padding_free: whether an encoder removes the padding, see below; by default as `from_pretrained` was asked,
+                and False if it was not.
             cu_seq_lens_q: `(S + 1,)`, for an encoder: the starts of S packed sequences in one row, `(1, N)`, and the
                 end, as `DataCollatorWithFlattening` returns them. The outputs are then `(1, N, C)`, and `pooler_output`
                 is `(S, C)`.
@@ -133,19 +143,22 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
 
         Returns:
             `last_hidden_state` `(B, T, C)`, `pooler_output` `(B, C)` or None without a pooler, and what was requested.
-            An encoder removes the padding, and `last_hidden_state` is zero there. Padding is computed, as in BERT, if
+            With `padding_free`, an encoder removes the padding, and `last_hidden_state` is zero there. The modules of
+            the stack, and hooks on them, then receive `(1, N, C)`: the non-padding tokens of the batch. Padding is
+            still computed, as in BERT, if
 
             - attention weights or hidden states are requested, or the mask is a full one;
-            - a module is not known to treat tokens one by one, or a hook of other code would see unpadded tensors;
             - the pooler or the loss reads padding, the feed-forward is chunked, or the attention kernel is another;
-            - the model, or a part of it, is compiled or exported.
+            - the model is compiled or exported.
 
             A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager
             kernel averages there.
 
         Raises:
+            TypeError: an argument is unknown.
             ValueError: an argument has a wrong shape, dtype or value.
         """
+        check_options(kwargs, self.config)
         kwargs.pop("num_items_in_batch", None)  # used by the losses of the model heads
         past_length, slots = cache_lengths(past_key_values, attention_mask, kwargs)
         # An adapter may have replaced the word embeddings by a module without a size.
@@ -198,7 +211,6 @@ def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, *
     return total / torch.as_tensor(num_items, device=total.device)
 
 
-@supports_unpadding
 class LanguageModelHead(nn.Module):
     """Scores for every word of the vocabulary: E · norm(act(W h + b)) + c, with E the word embeddings
     (Devlin et al. 2018, section 3.1, task 1). `(B, T, C)` → `(B, T, V)`."""
@@ -228,8 +240,8 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
         self.lm_head.decoder = new_embeddings
 
     def _score(self, outputs, attention_mask, labels: torch.Tensor | None, padding_free: bool | None) -> tuple:
-        """Score the vocabulary for the tokens that need it: the labelled ones with `sparse_prediction`, or else the
-        non-padding ones; or for all, if a hook on the head would see the difference, or the mask cannot be read.
+        """Score the vocabulary for the tokens that need it: the labelled ones with `sparse_prediction`, the non-padding
+        ones with `padding_free`, or else all.
 
         Returns:
             The logits that the model returns, `(B, T, V)`, or `(labelled tokens, V)` with `sparse_prediction`; and for
@@ -239,10 +251,9 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
         if labels is not None and self.config.sparse_prediction:
             labels = labels.reshape(shape)
             labelled = labels != -100
-            is_sparse = is_selectable(self, labels, padding_free)
-            logits = self.lm_head(hidden_states[labelled]) if is_sparse else self.lm_head(hidden_states)[labelled]
+            logits = self.lm_head(hidden_states[labelled])
             return logits, logits, labels[labelled]
-        indices = choose_tokens(self, outputs, attention_mask, padding_free)
+        indices = scored_tokens(self.config, outputs, attention_mask, padding_free)
         if indices is None:
             logits = self.lm_head(hidden_states)
             return logits, logits.flatten(0, 1), None if labels is None else labels.flatten()
@@ -309,8 +320,7 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
 
         The other arguments are those of `ScratchBertModel.forward`. Logits at padding have no meaning.
         """
-        if labels_include_padding(attention_mask, labels):
-            kwargs["padding_free"] = False
+        kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, return_dict=True, **kwargs)
         prediction_logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
@@ -359,8 +369,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`; those at padding have no
         meaning.
         """
-        if labels_include_padding(attention_mask, labels):
-            kwargs["padding_free"] = False
+        kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, encoder_hidden_states, encoder_attention_mask, return_dict=True, **kwargs)
         logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
@@ -408,8 +417,8 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         The other arguments are those of `ScratchBertModel.forward`. The logits are described in the class as well. The
         fields of the output are the same for every subclass.
         """
-        if self._has_token_labels and labels_include_padding(attention_mask, labels):
-            kwargs["padding_free"] = False
+        token_labels = labels if self._has_token_labels else None
+        kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, token_labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, return_dict=True, **kwargs)
         logits = self._logits(outputs)
@@ -617,8 +626,7 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         """
         if labels is not None and not self.config.is_decoder:
             next_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # the logits of a token predict the next
-            if labels_include_padding(attention_mask, next_labels):
-                kwargs["padding_free"] = False
+            kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, next_labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
         outputs = self.model(*tokens, *source, use_cache=labels is None and use_cache, return_dict=True, **kwargs)

@@ -19,7 +19,7 @@ from .embeddings import SinusoidalPositions, sinusoidal_table
 from .inference import InferenceMixin
 from .installed import installed
 from .transformer import TransformerBlock
-from .unpadding import Inspection
+from .unpadding import is_requested, labels_include_padding
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +58,10 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         config.check()
         _check_class(type(self), vars(config), "the configuration")
         super().__init__(config, *args, **kwargs)
-        self.inspection = Inspection()
+
+    def _removes_padding(self, padding_free: bool | None, attention_mask, labels: torch.Tensor | None) -> bool:
+        """Return whether padding is to be removed: it was requested, and the loss reads none."""
+        return is_requested(self.config, padding_free) and not labels_include_padding(attention_mask, labels)
 
     @classmethod
     def _class_for(cls, is_encoder_decoder: bool) -> "type[ScratchBertPreTrainedModel]":
@@ -86,6 +89,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         config: PreTrainedConfig | str | os.PathLike | None = None,
         key_mapping: dict[str, str] | None = None,
         verify: bool = False,
+        padding_free: bool | None = None,
         **kwargs,
     ) -> Self:
         """Load a ScratchBert checkpoint, or any BERT checkpoint, from a folder or a hub id.
@@ -96,6 +100,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         Args:
             verify: compare the loaded model with the `probe.json` that `save_pretrained` wrote: every tensor bit by bit
                 (rounded, in another dtype), and the first numbers that it computes within 1e-3.
+            padding_free: whether encoders remove padding unless a call says otherwise; see `ScratchBertModel.forward`.
+                By default that of `config`, or False. It is not saved.
 
         Raises:
             ValueError: the checkpoint, or `config`, is of another kind of model or has relative positions; or with
@@ -121,6 +127,11 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             load: Any = super(ScratchBertPreTrainedModel, model_class).from_pretrained
             model, info = load(source, *model_args, **kwargs)
         _check_blocks(model, info, source)
+        _warn_of_lost_buffers(model)
+        if padding_free is not None:
+            for module in model.modules():  # encoder and decoder have configurations of their own
+                if isinstance(module, ScratchBertPreTrainedModel):
+                    module.config.padding_free = padding_free
         model._weight_conversions = []  # with which transformers would save under BERT's names again
         if check_probe is not None:
             check_probe(model)
@@ -241,3 +252,19 @@ def _check_blocks(model, info: dict, source) -> None:
             f"a derived class, base_model_prefix, here {model.base_model_prefix!r}, must name the "
             "attribute that holds the encoder."
         )
+
+
+def _warn_of_lost_buffers(model) -> None:
+    """Warn of buffers that are in no checkpoint, and whose values were lost because `from_pretrained` makes modules on
+    the meta device. Ours are computed again in `_init_weights`, as a derived class may do with its own."""
+    own = f"{PACKAGE}.", "torch.", "transformers.", "peft."
+    if "_init_weights" in vars(type(model)):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, ScratchBertPreTrainedModel) or not type(module).__module__.startswith(own):
+            for name in sorted(module._non_persistent_buffers_set):
+                logger.warning(
+                    f"{path}.{name} is a non-persistent buffer, whose values from_pretrained does not keep; expected "
+                    f"a persistent one. Register it with persistent=True, or set it in {type(model).__name__}."
+                    "_init_weights."
+                )

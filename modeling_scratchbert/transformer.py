@@ -7,10 +7,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import MultiHeadAttention
 from .feed_forward import FeedForward
-from .unpadding import supports_unpadding
 
 
-@supports_unpadding
 class TransformerBlock(GradientCheckpointingLayer):
     """Attention, optional cross-attention, feed-forward; each with a residual sum and a layer norm.
 
@@ -64,7 +62,6 @@ class TransformerBlock(GradientCheckpointingLayer):
         return x + self.dropout(y) if pre_norm else self.feed_forward_norm(x + self.dropout(y))
 
 
-@supports_unpadding
 class TransformerStack(nn.Module):
     """`config.num_hidden_layers` blocks; after pre-norm blocks, one more norm for the last residual sum."""
 

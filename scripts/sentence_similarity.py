@@ -53,6 +53,8 @@ def open_checkpoint(source: str, without_package: bool, trust_remote_code: bool)
 
     check_source(source, trust_remote_code)
     model = AutoModel.from_pretrained(source, trust_remote_code=trust_remote_code, dtype=torch.float32).eval()
+    if model.config.model_type == "scratchbert":  # a BERT does not have the setting
+        model.config.padding_free = True
     name, module = type(model).__name__, type(model).__module__
     print(f"{source} opens as {name}, defined in {inspect.getfile(type(model))}")
     if without_package:

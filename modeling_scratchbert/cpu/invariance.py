@@ -10,10 +10,9 @@ from functools import partial
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..input_checks import has_values
-from ..unpadding import UNPADDING_KERNELS, PaddedBatch, is_padding_mask
+from ..unpadding import PaddedBatch, is_padding_mask
 
 
 class SlicedBatch(PaddedBatch):
@@ -24,8 +23,7 @@ class SlicedBatch(PaddedBatch):
         inputs = super().encoder_inputs(config, hidden_states, eager, position_ids, *source)
         masks = [mask for mask in (self.attention_mask, encoder_mask) if mask is not None]
         name = config._attn_implementation
-        # The function that transformers ships: another may be registered under its name.
-        is_shipped = name in ("eager", "sdpa") and ALL_ATTENTION_FUNCTIONS.get(name) is UNPADDING_KERNELS[name]
+        is_shipped = name in ("eager", "sdpa")
         if eager or not is_shipped or not has_values(hidden_states) or not all(map(is_padding_mask, masks)):
             return inputs
         rows, length = hidden_states.shape[:2]

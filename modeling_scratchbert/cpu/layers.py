@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..inference import refusal
-from ..unpadding import HOOK_REGISTRIES
 from .matrices import PackedMatrix, page_out
+
+HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class PrepackedLinear(nn.Module):
@@ -23,7 +24,6 @@ class PrepackedLinear(nn.Module):
     """
 
     is_prepacked = True  # by which the code in a saved model recognises this class
-    is_position_wise = True  # treats each token alone, for unpadding
 
     def __init__(self, layer: nn.Linear, matrix: PackedMatrix, part: int, optimized_for: tuple[Any, bool]):
         super().__init__()
@@ -76,7 +76,6 @@ class FusedMethod:
         gelu_form: of the activation among them; see `PackedMatrix.linear`.
     """
 
-    is_position_wise = True
     hidden: str  # the name of the method
 
     def __init__(self, parent: Any, names: tuple[str, ...], gelu_form: str | None = None):
@@ -132,8 +131,6 @@ class FusedFeedForward(FusedMethod):
 class InferenceDropout(nn.Dropout):
     """Dropout that returns its input directly, unless it is in training mode, as for Monte Carlo dropout. Between
     products of a few rows, the calls that this leaves out take 2 % of the time."""
-
-    is_position_wise = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if self.training else x

@@ -10,7 +10,6 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.utils import logging
 
-from ..unpadding import is_known
 from .calibration import Factors, find_factors
 from .invariance import SlicedBatch, invariant_kernel
 from .layers import FusedFeedForward, InferenceDropout, JointProjection, PrepackedLinear
@@ -139,15 +138,19 @@ def _layer_groups(model) -> list[LayerGroup]:
 
 def _is_plain_linear(module: Any) -> bool:
     """Whether this is torch's linear layer, as torch makes it, and can be prepacked."""
-    is_original = type(module) is nn.Linear and is_known(module) and not _is_patched(module)
+    is_original = type(module) is nn.Linear and not _is_patched(module)
     if not is_original or module._buffers or module._modules or list(module._parameters) != ["weight", "bias"]:
         return False
     return type(module.weight) is nn.Parameter and can_prepack(module.weight)
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Whether an attribute of the module hides one of its class, for example its own `forward`."""
-    return any(hasattr(type(module), name) for name in vars(module))
+    """Whether an attribute of the module hides one of its class, for example its own `forward`; or that of its class
+    was replaced."""
+    cls = type(module)
+    code = getattr(cls.forward, "__code__", None)  # `functools.wraps` copies the name, not the code
+    is_own = getattr(code, "co_qualname", None) == f"{cls.__name__}.forward"
+    return not is_own or any(hasattr(cls, name) for name in vars(module))
 
 
 def _can_join(path: str, parent: nn.Module, plain: dict[str, Any]) -> bool:
@@ -192,8 +195,9 @@ def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> N
     of the two."""
     prepacked = {each for group in groups for each in group.key}
     for module in model.modules():
-        if batch_invariant and hasattr(module, "inspection"):
-            module.padded_batch = SlicedBatch
+        if any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__):
+            module.config.padding_free = True
+            module._padded_batch = SlicedBatch if batch_invariant else module._padded_batch
         if batch_invariant and _has_method(module, "MultiHeadAttention.adapt"):
             config = module.config
             is_aligned = not config.is_decoder and module.head_width % 16 == 0 and config.num_attention_heads > 1
@@ -201,9 +205,9 @@ def _replace_others(model, groups: list[LayerGroup], batch_invariant: bool) -> N
         first, activation, last = map(module._modules.get, FEED_FORWARD)
         form = GELU_FORMS.get(type(activation)) if {type(first), type(last)} == {PrepackedLinear} else None
         form = None if form == "tanh" and first.matrix.is_int8 else form  # see VARYING_ACTIVATIONS
-        if form and is_known(activation) and _has_method(module, "FeedForward.formula"):
+        if form and not _is_patched(activation) and _has_method(module, "FeedForward.formula"):
             module.formula = FusedFeedForward(module, FEED_FORWARD, form)
-        if type(module) is nn.Dropout and is_known(module) and not _is_patched(module):
+        if type(module) is nn.Dropout and not _is_patched(module):
             module.__class__ = InferenceDropout
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in prepacked:

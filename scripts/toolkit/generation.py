@@ -261,5 +261,6 @@ def open_generator(source: str, dtype: str, device: str | None, trust_remote_cod
         model_class = getattr(import_package(), name)
     tokenizer = open_tokenizer(source, trust_remote_code=trust_remote_code)
     advice = "Train it as a generator first, and save that."
-    model = open_model(model_class, source, advice=advice, trust_remote_code=trust_remote_code, dtype=dtype)
+    options = {} if is_remote else {"padding_free": True}
+    model = open_model(model_class, source, advice=advice, trust_remote_code=trust_remote_code, dtype=dtype, **options)
     return tokenizer, to_device(model, device)

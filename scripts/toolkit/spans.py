@@ -390,5 +390,6 @@ def open_reader(source: str, device: str | None):
         ValueError: it is no BERT, lacks weights, or there is no such device.
     """
     check_source(source)
-    model = open_model(ScratchBertForQuestionAnswering, source, advice="Train it to answer questions first.")
+    advice = "Train it to answer questions first."
+    model = open_model(ScratchBertForQuestionAnswering, source, advice=advice, padding_free=True)
     return open_tokenizer(source), to_device(model, device)

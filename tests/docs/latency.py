@@ -51,7 +51,7 @@ def servers(infinity: Path | None, vllm: Path | None) -> dict[str, Server]:
         name: Server([sys.executable, "server.py"], code)
         for name, code in {
             "bert": replaced(loaded, '"my-classifier"', '"my-bert"'),
-            "ours": loaded,
+            "ours": replaced(loaded, '"my-classifier"', '"my-classifier", model_kwargs={"padding_free": True}'),
             "ours-optimised": code,
             "ours-int8": replaced(code, "optimize_for_inference()", 'optimize_for_inference("int8")'),
         }.items()

@@ -7,7 +7,6 @@ import sys
 from functools import cache
 
 import pytest
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import convert_checkpoint
 from pages import FENCED, commands, machine_marks, make_targets, python_blocks, run
@@ -67,12 +66,6 @@ def test_there_is_a_chapter_for_each_file_of_exercises():
         assert f"scratchbert course check {number}\n" in text
         assert f"`{file}`" in text
         assert f"docs/course/{page.name}" in (SCRIPTS / "data" / "course" / file).read_text(encoding="utf-8")
-
-
-def test_each_quantiser_of_transformers_is_unpadded_or_padded():
-    text = (ROOT / "docs" / "ecosystem.md").read_text(encoding="utf-8").split("## Quantisers")[1].split("\n## ")[0]
-    listed = [name for row in re.findall(r"^\|.*\|(.*)\|$", text, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)]
-    assert sorted(listed) == sorted(["quant_method", *AUTO_QUANTIZER_MAPPING])
 
 
 def test_the_files_that_a_saved_model_carries_are_listed():

@@ -181,7 +181,7 @@ def test_a_full_mask_is_taken_and_obeyed(shape, attention):
     mask[..., -1] = False
     output = model(tokens, mask).last_hidden_state
     padding = torch.tensor([[1] * (LENGTH - 1) + [0]] * BATCH)
-    padded = model(tokens, padding, padding_free=False).last_hidden_state
+    padded = model(tokens, padding).last_hidden_state
     assert_close(output, padded, rtol=0, atol=1e-5)
     additive = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     assert_close(model(tokens, additive).last_hidden_state, output, rtol=0, atol=1e-5)

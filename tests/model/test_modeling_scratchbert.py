@@ -509,8 +509,6 @@ def test_chunked_feed_forward_computes_the_same(chunk):
     expected = whole(**inputs).last_hidden_state
     assert_close(chunked(**inputs).last_hidden_state, expected, rtol=0, atol=1e-6)
     assert widths == [chunk] * (2 * 14 // chunk)
-    for model in (whole, chunked):  # for gradients that come by way of padding as well
-        model.config.padding_free = False
     assert_close(gradients(chunked, inputs), gradients(whole, inputs), rtol=1e-4, atol=1e-6)
 
 
@@ -667,7 +665,7 @@ def test_a_changed_block_is_recorded_checkpointed_and_saved(tmp_path):
     again = DoublingModel.from_pretrained(tmp_path).eval()
     assert_close(again(**inputs).last_hidden_state, output.last_hidden_state, rtol=0, atol=1e-5)
     unchanged = ScratchBertModel.from_pretrained(tmp_path).eval()
-    unchanged = unchanged(**inputs, padding_free=False)
+    unchanged = unchanged(**inputs)
     assert_close(unchanged.last_hidden_state * 2, output.last_hidden_state, rtol=0, atol=1e-5)
     expected = gradients(model.train(), inputs)
     model.activation_checkpointing_enable({"use_reentrant": False})

@@ -15,11 +15,10 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_scratchbert import ScratchBertModel, unpadding
-from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
-from support.models import HEADS, NEEDS, NO_DROPOUT, OURS, REFERENCES, VOCABULARY, inputs_for, randomise, tiny_config
+from support.models import HEADS, NEEDS, OURS, REFERENCES, VOCABULARY, inputs_for
 from support.unpadded import FLASH, LENGTHS, draw, flattened, make, observed_shapes
 
 
@@ -51,19 +50,18 @@ def test_the_blocks_see_the_real_tokens_alone(kind, attention, tmp_path, shapes_
     assert not states[~real].any()
 
 
-def test_padding_before_the_first_token_is_what_the_pooler_reads():
+def test_a_batch_stays_padded_if_the_pooler_reads_padding(shapes_seen):
     ours, batch = make(), draw("left")
+    seen = shapes_seen(ours)
     outputs, padded = ours(**batch), ours(**batch, padding_free=False)
-    real = batch["attention_mask"].bool()
-    assert_same_tensors(flat(outputs), flat(padded), real)
-    assert not outputs.last_hidden_state[~real].any()
-    assert padded.last_hidden_state[~real].any()
+    assert set(seen) == {(5, 9, 32)}
+    assert_same_tensors(flat(outputs), flat(padded))
 
 
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6), st.booleans())
 def test_any_mask(rows, position_ids):
-    ours = randomise(ScratchBertModel(tiny_config(**NO_DROPOUT), add_pooling_layer=False)).eval()
+    ours = make(ScratchBertModel, False)
     mask = torch.tensor(rows)
     mask[0, 3] = True  # some token there is
     batch = {"input_ids": torch.randint(1, VOCABULARY, mask.shape), "attention_mask": mask.long()}
@@ -103,15 +101,13 @@ def test_every_head(head, labels, shapes_seen):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_compute_the_padding_and_return_zeros_there(head, shapes_seen):
+def test_a_batch_stays_padded_if_the_feed_forward_is_chunked(head, shapes_seen):
     whole, chunked = make(OURS[head]), make(OURS[head], chunk_size_feed_forward=7)
     batch, seen = inputs_for(head), shapes_seen(chunked)
     real = batch["attention_mask"].flatten(0, -2).bool()
     outputs = chunked(**batch)
     assert_same_tensors(flat(outputs), flat(whole(**batch)), real)
     assert seen == [(*real.shape, 32)]
-    if head == "Model":
-        assert not outputs.last_hidden_state[~real].any()
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
@@ -192,21 +188,6 @@ def test_a_full_mask_or_none(shapes_seen):
     assert ours(**batch).last_hidden_state.shape == plain.shape
     full = torch.ones(5, 1, 9, 9, dtype=torch.bool)
     assert_same_tensors({"": ours(batch["input_ids"], full).last_hidden_state}, {"": plain})
-
-
-class Mixing(FeedForward):
-    """A researcher's: looks at the sequence's mean as well."""
-
-    def forward(self, hidden_states):
-        return super().forward(hidden_states + hidden_states.mean(1, keepdim=True))
-
-
-def test_another_ones_block_is_given_the_padding(shapes_seen):
-    ours, batch = make(), draw()
-    ours.encoder.blocks[1].feed_forward = Mixing(ours.config)
-    seen = shapes_seen(ours)
-    assert torch.equal(ours(**batch).last_hidden_state, ours(**batch, padding_free=False).last_hidden_state)
-    assert set(seen) == {(5, 9, 32)}
 
 
 def test_a_kernel_of_another_ones_own_is_given_the_mask(monkeypatch):
@@ -371,18 +352,6 @@ def one_by_one(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
     return torch.cat(contexts)
 
 
-def test_the_variable_length_kernel(monkeypatch):
-    ours, batch = make(), draw()
-    expected = ours(**batch).last_hidden_state
-    calls = []
-    monkeypatch.setattr(unpadding, "varlen_attn", lambda *args: calls.append(0) or one_by_one(*args))
-    monkeypatch.setattr(unpadding, "supports_varlen", lambda query, dropout: not dropout)
-    assert_same_tensors({"": ours(**batch).last_hidden_state}, {"": expected})
-    packed = ours(**flattened(batch, **FLASH)).last_hidden_state
-    assert_same_tensors({"": packed}, {"": expected[batch["attention_mask"].bool()][None]})
-    assert len(calls) == 4
-
-
 def test_flash_attention_is_given_the_lengths(monkeypatch):
     def flash(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **kwargs):
         assert mask is None
@@ -392,15 +361,9 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
     ours, batch = make(), draw()
     expected = ours(**batch).last_hidden_state
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
-    monkeypatch.setitem(unpadding.UNPADDING_KERNELS, "flash_attention_2", flash)
     monkeypatch.setattr(unpadding, "flash_attention_forward", flash)
     ours.config._attn_implementation = "flash_attention_2"
     assert_same_tensors({"": ours(**batch).last_hidden_state}, {"": expected})
-
-
-def test_what_the_variable_length_kernel_takes():
-    heads = torch.ones(3, 2, 8, dtype=torch.bfloat16)
-    assert not unpadding.supports_varlen(heads, 0.0)  # on the CPU
 
 
 def test_one_kernel_call_for_each_run_of_a_length():
@@ -417,18 +380,16 @@ def test_one_kernel_call_for_each_run_of_a_length():
     assert torch.equal(result, 2 * heads.transpose(1, 2))
 
 
-@pytest.mark.parametrize("watch", ["states", "maps", "hook"])
-def test_much_at_once_stays_whole_if_somebody_looks(watch, monkeypatch):
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
+def test_much_at_once_stays_whole_if_states_are_requested(option, monkeypatch):
     ours, packed = make(), flattened(draw(), **FLASH)
-    options = {"states": {"output_hidden_states": True}, "maps": {"output_attentions": True}}.get(watch, {})
-    shapes = []
-    if watch == "hook":
-        ours.encoder.blocks[0].register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
+    options, shapes = {option: True}, []
+    ours.encoder.blocks[0].register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
     with torch.no_grad():
         expected = flat(ours(**packed, **options))
         monkeypatch.setattr(unpadding, "MAX_TENSOR_BYTES", 10 * 4 * ours.config.intermediate_size)
         assert_same_tensors(flat(ours(**packed, **options)), expected)
-    assert shapes == [(1, sum(LENGTHS), 32)] * (2 if watch == "hook" else 0)
+    assert shapes == [(1, sum(LENGTHS), 32)] * 2
 
 
 def test_a_row_of_packed_sequences_may_be_longer_than_the_table_of_positions():
@@ -500,20 +461,6 @@ def test_labels_in_one_dimension_count_at_padding_as_well(head, tmp_path):
     for model in (ours, reference):
         with pytest.raises((ValueError, RuntimeError)):
             model(**{**batch, "labels": batch["labels"].repeat(2)})
-
-
-def test_a_replaced_head_is_given_the_batch():
-    ours, shapes = make(OURS["ForMaskedLM"]), []
-
-    class Head(nn.Module):
-        def forward(self, hidden_states):
-            shapes.append(tuple(hidden_states.shape))
-            return hidden_states
-
-    ours.lm_head = Head()
-    with torch.no_grad():
-        ours(**draw())
-    assert shapes == [(5, 9, 32)]
 
 
 @pytest.mark.parametrize("place", [0, 1])

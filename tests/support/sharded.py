@@ -29,7 +29,7 @@ def compute(model: nn.Module, case: str, inputs: dict, labelled: dict) -> dict:
     """What a model makes of a batch with padding, whole or in parts: `{name: tensor}`."""
     model.eval()
     with torch.inference_mode():
-        passes = {"packed": model(**inputs), "padded": model(**inputs, padding_free=False)}
+        passes = {"packed": model(**inputs, padding_free=True), "padded": model(**inputs)}
     with torch.no_grad():
         passes["eager"] = model(**inputs, output_attentions=True)
     results = {

@@ -14,8 +14,8 @@ LENGTHS = [4, 9, 1, 4, 6]
 
 
 def make(cls=ScratchBertModel, *args, attention="sdpa", **fields):
-    """A model of large random weights, for inference."""
-    fields = {"attn_implementation": attention, **NO_DROPOUT, **fields}
+    """A model of large random weights, for inference, that removes padding unless `fields` say otherwise."""
+    fields = {"attn_implementation": attention, "padding_free": True, **NO_DROPOUT, **fields}
     return randomise(cls(tiny_config(**fields), *args)).eval()
 
 

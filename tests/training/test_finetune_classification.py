@@ -70,6 +70,12 @@ def test_the_loss_is_berts(problem, flatten, make, tmp_path):
     assert reference.config.problem_type == {"regression": "regression"}.get(problem, f"{problem}_classification")
 
 
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_our_model_removes_padding(implementation, make):
+    config = make(KINDS["single_label"], implementation=implementation).model.config
+    assert getattr(config, "padding_free", None) == (True if implementation == "scratchbert" else None)
+
+
 @pytest.mark.parametrize("problem", KINDS)
 def test_the_loss_of_an_evaluation_is_that_of_the_training(problem, make):
     """Whatever the batches, with weights of the labels."""

@@ -227,6 +227,19 @@ def test_a_configuration_file_and_overrides_make_a_model_of_random_weights(make_
     assert (config.vocab_size, config.decoder_start_token_id, config.eos_token_id) == (22, 2, 3)
 
 
+@pytest.mark.parametrize("source", ["random", "bert", "generator"])
+def test_the_encoder_removes_padding_unless_overridden(source, make_task, save_generator, folder, tmp_path):
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    start = {"config_overrides": overrides(**SIZE)}
+    if source != "random":
+        ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path)
+        start = {"model": save_generator() if source == "generator" else str(tmp_path), "config_file": None}
+        start["config_overrides"] = []
+    assert make_task(**start).model.get_encoder().config.padding_free
+    start["config_overrides"] = [*start["config_overrides"], "padding_free=false"]
+    assert not make_task(**start).model.get_encoder().config.padding_free
+
+
 def test_the_recipe_is_of_the_model_that_its_comment_says(folder, make_task, monkeypatch):
     """Pre-norm, 3 + 3 blocks of 256: with the dictionary's 98 tokens 5.6 million parameters."""
     monkeypatch.chdir(RECIPE.parents[2])

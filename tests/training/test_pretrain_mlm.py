@@ -363,6 +363,14 @@ def test_the_loss_is_berts(folder, implementation, flags):
     torch.testing.assert_close(loss, bert(**batch).loss, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("source", ["model", "config_file"])
+@pytest.mark.parametrize("implementation", ["scratchbert", "bert"])
+def test_our_model_removes_padding(implementation, source, folder):
+    start = {"model": {"model": folder / "mlm"}, "config_file": {}}[source]
+    task = task_of(folder, implementation=implementation, train_file=[folder / "stories.txt"], **start)
+    assert getattr(task.model.config, "padding_free", None) == (True if implementation == "scratchbert" else None)
+
+
 def test_without_padding_losses_are_the_same(folder):
     """The masks are others, as they are drawn for as many tokens as there are. Those of what is held out are not."""
     stories = [folder / "stories.txt"]

@@ -25,8 +25,11 @@ def models_to_train(folder: Path) -> dict[str, torch.nn.Module]:
     """The reference and our model with the same weights, the new classifier's included."""
     classifier = folder / "classifier"
     BertForSequenceClassification.from_pretrained(folder, num_labels=2, **NO_DROPOUT).save_pretrained(classifier)
-    classes = {"bert": BertForSequenceClassification, "ours": ScratchBertForSequenceClassification}
-    return {name: model_class.from_pretrained(classifier).train() for name, model_class in classes.items()}
+    models = {
+        "bert": BertForSequenceClassification.from_pretrained(classifier),
+        "ours": ScratchBertForSequenceClassification.from_pretrained(classifier, padding_free=True),
+    }
+    return {name: model.train() for name, model in models.items()}
 
 
 def gradient_difference(models: dict[str, torch.nn.Module]) -> float:
@@ -86,7 +89,7 @@ def generators(folder: Path, variants: Iterable[str], seed: int) -> dict[str, to
     models = {"bert": EncoderDecoderModel.from_pretrained(pair).eval()}
     for name in GENERATORS:
         if name in variants and missing(name) is None:
-            models[name] = ScratchBertForConditionalGeneration.from_pretrained(pair).eval()
+            models[name] = ScratchBertForConditionalGeneration.from_pretrained(pair, padding_free=True).eval()
             if name != "ours":
                 models[name].optimize_for_inference(GENERATORS[name])
     return models

@@ -62,8 +62,11 @@ def torch_run(model: torch.nn.Module) -> Run:
 
 
 def load(folder: Path, model_class=BertModel, attention="sdpa", dtype=torch.float32) -> torch.nn.Module:
-    """The model without its pooler: last hidden states do not depend on it."""
-    return model_class.from_pretrained(folder, attn_implementation=attention, dtype=dtype, add_pooling_layer=False)
+    """The model without its pooler: last hidden states do not depend on it. Ours removes padding."""
+    options = {"padding_free": True} if model_class is ScratchBertModel else {}
+    return model_class.from_pretrained(
+        folder, attn_implementation=attention, dtype=dtype, add_pooling_layer=False, **options
+    )
 
 
 def as_loaded(folder: Path, threads: int, compiled: bool = False, **options) -> Run:

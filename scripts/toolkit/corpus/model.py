@@ -83,6 +83,8 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     model_class = getattr(package, f"ScratchBert{name}")
     if trust_remote_code and read_config(source).get("auto_map"):
         model_class, options = getattr(transformers, auto), options | {"trust_remote_code": True}
+    else:
+        options = options | {"padding_free": True}
     stored = "auto" if dtype in (None, "int8") else getattr(torch, dtype)
     model = open_model(
         model_class, source, advice="Expected a model that was trained for the task.", dtype=stored, **options

@@ -192,8 +192,8 @@ class Pretraining(Task):
         """
         settings, ours = self.settings, self.settings.implementation == "scratchbert"
         model_class = CLASSES[settings.implementation][settings.next_sentence]
-        # Computes the vocabulary's scores of the masked words only.
-        options = {"sparse_prediction": True} if ours else {}
+        # Removes padding, and computes the vocabulary's scores of the masked words only.
+        options = {"padding_free": True, "sparse_prediction": True} if ours else {}
         if settings.config_file is None:
             model = self.open_model(model_class.from_pretrained, **options)
         else:

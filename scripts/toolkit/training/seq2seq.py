@@ -149,7 +149,7 @@ class Seq2Seq(Task):
         # --tokenizer may have other ids than the generator was trained with.
         tokenizer, roles = self.tokenizer, {"decoder_start": "cls", "eos": "sep", "pad": "pad"}
         special = {f"{ours}_token_id": getattr(tokenizer, f"{its}_token_id") for ours, its in roles.items()}
-        given = {**special, **decoder, **fields}
+        given = {"padding_free": True, **special, **decoder, **fields}
         if settings.config_file is None:
             # Before its ids become those of the tokenizer.
             check_vocabulary(len(tokenizer), ScratchBertConfig.from_pretrained(settings.model))
@@ -170,7 +170,8 @@ class Seq2Seq(Task):
                 f"--config_overrides has {fixed[0]!r}; expected other fields, "
                 "because the model is always an encoder-decoder"
             )
-        if unknown := sorted(fields.keys() - ScratchBertConfig().to_dict()):
+        known = {*ScratchBertConfig().to_dict(), "padding_free"}  # which is not saved
+        if unknown := sorted(fields.keys() - known):
             raise ValueError(f"--config_overrides has {unknown[0]!r}; expected FIELD=VALUE, of ScratchBertConfig")
         return fields
 

@@ -101,9 +101,11 @@ class Task(ABC):
         """
         # Updates are too small for weights in half precision: --mixed_precision keeps the weights in float32 as well.
         options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        if self.settings.implementation == "scratchbert":
+            options["padding_free"] = True
         source = self.settings.model
         with without_loading_reports():
-            model, info = open_checkpoint(source, **options, **fields)
+            model, info = open_checkpoint(source, **options | fields)
         for name, stored, expected in info["mismatched_keys"]:
             if name.startswith(f"{model.base_model_prefix}."):
                 raise ValueError(
