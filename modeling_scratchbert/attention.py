@@ -125,7 +125,7 @@ class MultiHeadAttention(nn.Module):
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        kernel = batch.kernel(self.adapt(kernel), encoder_hidden_states)
+        kernel = batch.kernel(kernel, encoder_hidden_states)
         # vLLM reads this call, of what the interface returns, in the source.
         context, weights = kernel(
             self,
@@ -140,14 +140,8 @@ class MultiHeadAttention(nn.Module):
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def adapt(self, kernel):
-        """What to call in place of a kernel of the attention interface. An optimised model has a function of its own in
-        place of this method."""
-        return kernel
-
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The queries, keys and values of self-attention, `(B, T, C)` each. An optimised model has an object of its own
-        in place of this method, which computes them as one product (`cpu`)."""
+        """The queries, keys and values of self-attention, `(B, T, C)` each."""
         return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
 
     def _project_encoder(self, encoder_hidden_states, cache):

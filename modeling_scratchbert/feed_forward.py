@@ -26,5 +26,5 @@ class FeedForward(nn.Module):
         return apply_chunking_to_forward(self.formula, self.chunk_size, 1, hidden_states)
 
     def formula(self, x: torch.Tensor) -> torch.Tensor:
-        """act(x W1 + b1) W2 + b2. An optimised model has an object of its own in place of this method (`cpu`)."""
+        """act(x W1 + b1) W2 + b2."""
         return self.output(self.activation(self.intermediate(x)))

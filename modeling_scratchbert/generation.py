@@ -2,6 +2,9 @@
 
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
+
+from .inference import is_prepacked
 
 
 class ScratchBertGenerationMixin(GenerationMixin):
@@ -26,6 +29,11 @@ class ScratchBertGenerationMixin(GenerationMixin):
                 f"the prompt; expected at most {limit}, because max_position_embeddings is {limit - 1}. "
                 f"To generate, {', or '.join(remedies)}."
             )
+
+    def create_masks_for_generate(self, **kwargs):
+        """The mask for a static cache: a full one; or the padding mask, from which an optimised model makes it."""
+        is_optimized = any(map(is_prepacked, self.modules()))
+        return kwargs["attention_mask"] if is_optimized else create_masks_for_generate(**kwargs)
 
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
         ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)

@@ -15,7 +15,7 @@ from .installed import installed
 
 
 def is_prepacked(module: nn.Module) -> bool:
-    """Return whether this is a layer with prepacked weights, whose class declares `is_prepacked = True`."""
+    """Return whether this is a module with prepacked weights, whose class declares `is_prepacked = True`."""
     return getattr(type(module), "is_prepacked", False)
 
 
@@ -35,30 +35,30 @@ class InferenceMixin(PreTrainedModel):
     ) -> Self:
         """Make the model faster on a CPU, for inference only. In place. Requires the installed package.
 
-        Prepacks the weights of the linear layers one by one, so that memory never holds the model twice. Queries, keys
-        and values of self-attention become one product, and GELU is computed with the product before it. Results agree
+        Replaces the stack of blocks by one module without submodules, which holds prepacked weights, and the linear
+        layers of the pooler and of the model heads by prepacked ones. An encoder removes the padding. Results agree
         within rounding, in the weights' dtype even under autocast.
 
         After this call, the model runs `forward`, `generate` and `torch.compile`, and can be copied and pickled.
-        Modules can be replaced and hooked. Saving, `state_dict`, loading weights, training, gradients, export, resizing
-        and another dtype or device raise a RuntimeError. Prepacked weights and biases are not in `parameters()`, cannot
-        be read, and raise an error if they are assigned.
+        Saving, `state_dict`, loading weights, training, gradients, export, resizing and another dtype or device raise a
+        RuntimeError. So do attention weights, a full mask, and attention implementations other than "sdpa" and "eager",
+        which are computed alike. Prepacked weights and biases are not in `parameters()`, cannot be read, and raise an
+        error if they are assigned.
 
-        Layers of derived classes or with a patched `forward` stay as they are, and so do those whose device or dtype
-        oneDNN does not support. CPUs are supported with float32 and often bfloat16. A model without any supported layer
-        stays an ordinary one, with a warning.
+        The blocks must be as the package makes them: with a hook, a replaced module or method, or a weight of another
+        class, the call raises an error, because the change would have no effect. A model whose device or dtype oneDNN
+        does not support stays an ordinary one, with a warning. CPUs are supported with float32 and often bfloat16.
 
         With "int8", weights and the inputs of linear layers are rounded to 8 bits, each row with its own scale; the
         numbers between layers keep the model's dtype. It requires a CPU with VNNI instructions; on others a warning
         says so, and the dtype stays the model's own.
 
         A text has the same bits in any batch: in any order, batch size, amount of right padding, number of threads and
-        process, and after any earlier calls, on one machine, with one version of torch and one attention
-        implementation. This holds for the last hidden states at non-padding tokens, the pooled output and the logits of
-        encoders and decoders, and for what `generate` returns. docs/determinism.md has the exceptions.
+        process, and after any earlier calls, on one machine, with one version of torch. This holds for the last hidden
+        states at non-padding tokens, the pooled output and the logits of encoders and decoders, and for what `generate`
+        returns. docs/determinism.md has the exceptions.
 
-        A second call prepacks only the layers that were added since, or that are outside of the part that was
-        optimised before.
+        A second call prepacks only the layers that are outside of the part that was optimised before.
 
         Args:
             dtype: torch.float32, torch.bfloat16, "int8", or None for the model's own, or that of an earlier call.
@@ -72,8 +72,8 @@ class InferenceMixin(PreTrainedModel):
             The model, in evaluation mode.
 
         Raises:
-            RuntimeError: the model is quantised or offloaded, has adapters, or is already optimised for another dtype,
-                with another calibration or another `batch_invariant`.
+            RuntimeError: the model is quantised or offloaded, has adapters or changed modules, or is already optimised
+                for another dtype, with another calibration or another `batch_invariant`.
             TypeError, ValueError, OSError: `dtype` or `calibration` is invalid, or its file cannot be read.
             ImportError: the package is not installed.
         """
@@ -90,7 +90,7 @@ class InferenceMixin(PreTrainedModel):
         installed("cpu.calibration").save_calibration(self, path)
 
     def _refuse_if_optimized(self, operation: str) -> None:
-        """Raise RuntimeError if a layer of the model has prepacked weights."""
+        """Raise RuntimeError if a module of the model has prepacked weights."""
         if any(map(is_prepacked, self.modules())):
             raise refusal(operation)
 

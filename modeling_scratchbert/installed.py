@@ -5,7 +5,7 @@ import importlib.util
 from typing import Any
 
 # Increased when the interface between the copied files and the installed part changes.
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 
 
 def installed(name: str) -> Any:

@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_scratchbert import ScratchBertConfig
 from .embeddings import Embeddings
 from .generation import ScratchBertGenerationMixin, no_start_id
+from .inference import is_prepacked
 from .input_checks import (
     cache_lengths,
     check_cache,
@@ -38,7 +39,7 @@ from .input_checks import (
 from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
-from .unpadding import PaddedBatch, choose_batch, scored_tokens, to_padded
+from .unpadding import choose_batch, scored_tokens, to_padded
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,6 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     As in `BertModel`, `config.is_decoder` makes the blocks causal, and `config.add_cross_attention` lets them attend to
     the output of an encoder. A checkpoint with an encoder and a decoder opens as `ScratchBertSeq2SeqModel`.
     """
-
-    # An optimised decoder has another, which gives each sequence the same bits in any batch.
-    _padded_batch = PaddedBatch
 
     @classmethod
     def _class_for(cls, is_encoder_decoder: bool) -> type[ScratchBertPreTrainedModel]:
@@ -173,6 +171,11 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         eager = kwargs.setdefault("output_attentions", self.config.output_attentions)
         records = eager or kwargs.get("output_hidden_states", self.config.output_hidden_states)
         tokens: Any = inputs_embeds if input_ids is None else input_ids
+        encoder: Any = self.encoder
+        if is_prepacked(encoder):
+            encoder.check_arguments(self, attention_mask, encoder_attention_mask, kwargs)
+            if kwargs.get("padding_free") is None:
+                kwargs["padding_free"] = True
         batch = choose_batch(self, tokens, attention_mask, position_ids, records, eager, kwargs)
 
         per_token = batch.unpad(input_ids, token_type_ids, position_ids, inputs_embeds)
@@ -184,8 +187,11 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         check_cache(self.config, past_key_values, hidden_states.shape[0], encoder_hidden_states)
 
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
-        inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
-        hidden_states = batch.encoder(self.encoder)(hidden_states, **inputs, **kwargs)
+        if is_prepacked(encoder):
+            inputs = encoder.inputs(batch, *source)
+        else:
+            inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
+        hidden_states = batch.encoder(encoder)(hidden_states, **inputs, **kwargs)
         last_hidden_state, first_tokens = batch.restore(hidden_states)
         return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=last_hidden_state,

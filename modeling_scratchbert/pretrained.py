@@ -16,7 +16,7 @@ from .attention import MultiHeadAttention
 from .checkpoints import copy_code, explained, hub_options, raw_config, staged
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
 from .embeddings import SinusoidalPositions, sinusoidal_table
-from .inference import InferenceMixin
+from .inference import InferenceMixin, is_prepacked
 from .installed import installed
 from .transformer import TransformerBlock
 from .unpadding import is_requested, labels_include_padding
@@ -60,7 +60,10 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _removes_padding(self, padding_free: bool | None, attention_mask, labels: torch.Tensor | None) -> bool:
-        """Return whether padding is to be removed: it was requested, and the loss reads none."""
+        """Return whether padding is to be removed: it was requested, or the model is optimised; and the loss reads
+        none."""
+        if padding_free is None and is_prepacked(getattr(self.base_model, "encoder", self)):
+            padding_free = True
         return is_requested(self.config, padding_free) and not labels_include_padding(attention_mask, labels)
 
     @classmethod

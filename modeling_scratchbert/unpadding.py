@@ -49,7 +49,7 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
     config = model.config
     padding_free = is_requested(config, options.pop("padding_free", None))
     if config.is_decoder:
-        return model._padded_batch(attention_mask)
+        return PaddedBatch(attention_mask)
     kernel = config._attn_implementation
     if kernel in UNPADDING_KERNELS or kernel == "flex_attention":
         packed = packed_batch(tokens, attention_mask, position_ids, padding_free, records, eager, config, options)

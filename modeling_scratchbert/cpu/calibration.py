@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..checkpoints import staged
-from .layers import PrepackedLinear
+from .stack import OptimizedStack
 
 Factors = dict[str, torch.Tensor]
 Groups = dict[str, list[nn.Linear]]
@@ -102,12 +102,14 @@ class InputRecorder:
 
 def save_calibration(model, path: str | os.PathLike) -> None:
     """Writes the factors of an int8 model. See `InferenceMixin.save_calibration`."""
-    prefix = f"{model.base_model_prefix}."
-    factors = {
-        name.removeprefix(prefix): module.matrix.factors.clone()  # tied layers share them, which safetensors refuses
-        for name, module in model.named_modules()
-        if isinstance(module, PrepackedLinear) and module.part == 0 and module.matrix.factors is not None
-    }
+    factors = {}
+    for name, stack in model.named_modules():
+        for index, block in enumerate(stack.blocks if isinstance(stack, OptimizedStack) else ()):
+            matrices = {"attention.query": block.query_key_value, "feed_forward.intermediate": block.intermediate}
+            for layer, matrix in matrices.items():
+                if matrix.factors is not None:
+                    full_name = f"{name}.blocks.{index}.{layer}".removeprefix(f"{model.base_model_prefix}.")
+                    factors[full_name] = matrix.factors.clone()  # tied layers share them, which safetensors refuses
     if not factors:
         raise RuntimeError("The model has no int8 layers; expected some. Call optimize_for_inference('int8') before.")
     with staged(Path(path).parent) as folder:  # a temporary name until the file is complete

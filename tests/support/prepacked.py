@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.cpu.layers import PrepackedLinear
+from modeling_scratchbert.cpu.layers import PrepackedLinear, PrepackedModule
 from modeling_scratchbert.cpu.matrices import FloatMatrix, multiplies_int8
 from support.comparison import flat
 from support.models import ENCODER_DECODERS, NEEDS, OURS, TINY, randomise
@@ -31,7 +31,12 @@ def make(head="ForMaskedLM", **fields):
 
 
 def layers(model):
-    return [module for module in model.modules() if isinstance(module, PrepackedLinear)]
+    """The modules with prepacked weights: the stacks, and the linear layers of the model heads."""
+    return [module for module in model.modules() if isinstance(module, PrepackedModule)]
+
+
+def matrices_of(model):
+    return {matrix for layer in layers(model) for matrix in layer.matrices()}
 
 
 def all_prepacked(model):
@@ -39,7 +44,8 @@ def all_prepacked(model):
 
 
 def prepack(layer: nn.Linear) -> PrepackedLinear:
-    return PrepackedLinear(layer, FloatMatrix([layer.weight.detach()], [layer.bias.detach()]), 0, layer.weight.dtype)
+    matrix = FloatMatrix([layer.weight.detach()], [layer.bias.detach()])
+    return PrepackedLinear(matrix, (layer.weight.dtype, True))
 
 
 def compute(model, inputs):
