@@ -6,6 +6,7 @@ and nothing breaks a trace.
 
 import inspect
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,17 +122,23 @@ def check_inputs(config, ids: dict, inputs_embeds, mask, vocab_size: int, past_l
         check_ids("input_ids", tokens, "batch", "length", field="vocab_size", size=vocab_size)
     else:
         check_tensor("inputs_embeds", tokens, "batch", "length", config.hidden_size, dtype=FLOATING)
-    (batch, length), heads, limit = tokens.shape[:2], config.num_attention_heads, config.max_position_embeddings
-    is_counted = ids["position_ids"] is None and not is_packed and isinstance(past_length, int)
-    if is_counted and past_length + length > limit:
+    batch, length = tokens.shape[:2]
+    limits = {"token_type_ids": "type_vocab_size", "position_ids": "max_position_embeddings"}
+    if ids["position_ids"] is None and not is_packed:
+        check_length(length, past_length, config.max_position_embeddings)
+    for name in [name for name in limits if ids[name] is not None]:
+        check_ids(name, ids[name], (batch, 1), length, field=limits[name], size=getattr(config, limits[name]))
+    keys = past_length + length
+    check_mask("attention_mask", mask, batch, config.num_attention_heads, length, keys, slots, past_length)
+
+
+def check_length(length: int, past_length, limit: int) -> None:
+    """Checks that there are positions for `length` tokens after `past_length` cached ones; not if that is a tensor."""
+    if isinstance(past_length, int) and past_length + length > limit:
         cached, advice = "", f"Truncate it with tokenizer(text, truncation=True, max_length={limit})."
         if past_length:
             cached, advice = f" after {past_length} in the cache", "Generate fewer tokens, or shorten the prompt."
         raise ValueError(f"The sequence has {length} tokens{cached}; max_position_embeddings is {limit}. {advice}")
-    for name, field in (("token_type_ids", "type_vocab_size"), ("position_ids", "max_position_embeddings")):
-        if ids[name] is not None:
-            check_ids(name, ids[name], (batch, 1), length, field=field, size=getattr(config, field))
-    check_mask("attention_mask", mask, batch, heads, length, past_length + length, slots, past_length)
 
 
 def check_encoder_inputs(
@@ -156,23 +163,27 @@ def check_encoder_inputs(
 
 def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_ids, config) -> None:
     """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`."""
+    if attention_mask is not None:
+        raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
     if config._attn_implementation == "flex_attention" and tokens.device.type == "cpu":
         raise ValueError(
             "attn_implementation is 'flex_attention'; packed sequences on a CPU expect 'sdpa', "
             "because torch aborts the process. Call model.set_attn_implementation('sdpa')."
         )
-    if attention_mask is not None:
-        raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
     check_tensor("cu_seq_lens_q", cu_seq_lens_q, "sequences + 1", dtype=INTEGER)
     if tokens.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q was given for {tokens.shape[0]} rows; expected packed sequences in one row.")
-    if cu_seq_lens_q.is_cuda or not has_values(cu_seq_lens_q):  # reading it would wait for the device
-        return
-    starts, end = cu_seq_lens_q.tolist(), tokens.shape[1]
-    if len(starts) < 2 or starts[0] != 0 or starts[-1] != end or starts != sorted(starts):
+    if not cu_seq_lens_q.is_cuda and has_values(cu_seq_lens_q):  # reading it would wait for the device
+        limit = config.max_position_embeddings if position_ids is None else tokens.shape[1]
+        check_starts(cu_seq_lens_q.tolist(), tokens.shape[1], limit)
+
+
+def check_starts(starts: list[int], end: int, limit: int) -> None:
+    """Checks that `starts` are those of packed sequences of at most `limit` tokens, and their `end`."""
+    if starts[:1] + starts[-1:] != [0, end] or starts != sorted(starts):
         raise ValueError(f"cu_seq_lens_q is {starts}; expected numbers from 0 to the number of tokens, {end}, rising.")
-    longest, limit = cu_seq_lens_q.diff().max().item(), config.max_position_embeddings
-    if position_ids is None and longest > limit:  # positions are to be counted
+    longest = max(after - before for before, after in pairwise(starts))
+    if longest > limit:  # positions are to be counted
         raise ValueError(
             f"cu_seq_lens_q has a sequence of {longest} tokens; max_position_embeddings is {limit}. Split "
             "it, or pass position_ids."

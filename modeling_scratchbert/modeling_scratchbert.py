@@ -174,8 +174,6 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         encoder: Any = self.encoder
         if is_prepacked(encoder):
             encoder.check_arguments(self, attention_mask, encoder_attention_mask, kwargs)
-            if kwargs.get("padding_free") is None:
-                kwargs["padding_free"] = True
         batch = choose_batch(self, tokens, attention_mask, position_ids, records, eager, kwargs)
 
         per_token = batch.unpad(input_ids, token_type_ids, position_ids, inputs_embeds)
@@ -187,10 +185,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         check_cache(self.config, past_key_values, hidden_states.shape[0], encoder_hidden_states)
 
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
-        if is_prepacked(encoder):
-            inputs = encoder.inputs(batch, *source)
-        else:
-            inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
+        inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
         hidden_states = batch.encoder(encoder)(hidden_states, **inputs, **kwargs)
         last_hidden_state, first_tokens = batch.restore(hidden_states)
         return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
@@ -259,7 +254,7 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
             labelled = labels != -100
             logits = self.lm_head(hidden_states[labelled])
             return logits, logits, labels[labelled]
-        indices = scored_tokens(self.config, outputs, attention_mask, padding_free)
+        indices = scored_tokens(self.config, outputs, attention_mask) if padding_free else None
         if indices is None:
             logits = self.lm_head(hidden_states)
             return logits, logits.flatten(0, 1), None if labels is None else labels.flatten()

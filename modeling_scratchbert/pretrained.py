@@ -16,7 +16,7 @@ from .attention import MultiHeadAttention
 from .checkpoints import copy_code, explained, hub_options, raw_config, staged
 from .configuration_scratchbert import AUTO_MAP, ScratchBertConfig
 from .embeddings import SinusoidalPositions, sinusoidal_table
-from .inference import InferenceMixin, is_prepacked
+from .inference import InferenceMixin
 from .installed import installed
 from .transformer import TransformerBlock
 from .unpadding import is_requested, labels_include_padding
@@ -60,11 +60,12 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _removes_padding(self, padding_free: bool | None, attention_mask, labels: torch.Tensor | None) -> bool:
-        """Return whether padding is to be removed: it was requested, or the model is optimised; and the loss reads
-        none."""
-        if padding_free is None and is_prepacked(getattr(self.base_model, "encoder", self)):
-            padding_free = True
-        return is_requested(self.config, padding_free) and not labels_include_padding(attention_mask, labels)
+        """Return whether padding is to be removed: it was requested, and the loss reads none."""
+        return is_requested(self.base_model, padding_free) and not labels_include_padding(attention_mask, labels)
+
+    def _own_models(self) -> list[Any]:
+        """Return this model and those in it: encoder and decoder have configurations of their own."""
+        return [module for module in self.modules() if isinstance(module, ScratchBertPreTrainedModel)]
 
     @classmethod
     def _class_for(cls, is_encoder_decoder: bool) -> "type[ScratchBertPreTrainedModel]":
@@ -124,17 +125,15 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             if not is_own:
                 arguments = model_class, source, bool(fields), key_mapping, options, kwargs
                 key_mapping = installed("bert.loading").bert_key_mapping(*arguments)
-            if isinstance(config, PreTrainedConfig) and not _is_our_config(config):
-                config = cls.config_class.from_bert(config)
+            if isinstance(config, PreTrainedConfig):
+                config = config if _is_our_config(config) else cls.config_class.from_bert(config)
             kwargs |= {**options, "config": config, "key_mapping": key_mapping, "output_loading_info": True}
             load: Any = super(ScratchBertPreTrainedModel, model_class).from_pretrained
             model, info = load(source, *model_args, **kwargs)
         _check_blocks(model, info, source)
         _warn_of_lost_buffers(model)
-        if padding_free is not None:
-            for module in model.modules():  # encoder and decoder have configurations of their own
-                if isinstance(module, ScratchBertPreTrainedModel):
-                    module.config.padding_free = padding_free
+        for each in model._own_models() if padding_free is not None else ():
+            each.config.padding_free = padding_free
         model._weight_conversions = []  # with which transformers would save under BERT's names again
         if check_probe is not None:
             check_probe(model)
@@ -264,10 +263,10 @@ def _warn_of_lost_buffers(model) -> None:
     if "_init_weights" in vars(type(model)):
         return
     for path, module in model.named_modules():
-        if isinstance(module, ScratchBertPreTrainedModel) or not type(module).__module__.startswith(own):
-            for name in sorted(module._non_persistent_buffers_set):
-                logger.warning(
-                    f"{path}.{name} is a non-persistent buffer, whose values from_pretrained does not keep; expected "
-                    f"a persistent one. Register it with persistent=True, or set it in {type(model).__name__}."
-                    "_init_weights."
-                )
+        is_known = type(module).__module__.startswith(own) and not isinstance(module, ScratchBertPreTrainedModel)
+        for name in () if is_known else sorted(module._non_persistent_buffers_set):
+            buffer = f"{path}.{name}".removeprefix(".")
+            logger.warning(
+                f"{buffer} is a non-persistent buffer, whose values from_pretrained does not keep; expected a "
+                f"persistent one. Register it with persistent=True, or set it in {type(model).__name__}._init_weights."
+            )

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
+from .inference import is_prepacked
 from .input_checks import check_packed, has_values
 
 # The attention implementations that compute one sequence without a mask. The flash kernels accept packed sequences.
@@ -47,7 +48,7 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
         A `PaddedBatch`, or an `UnpaddedBatch` of packed sequences or without padding.
     """
     config = model.config
-    padding_free = is_requested(config, options.pop("padding_free", None))
+    padding_free = is_requested(model, options.pop("padding_free", None))
     if config.is_decoder:
         return PaddedBatch(attention_mask)
     kernel = config._attn_implementation
@@ -61,9 +62,11 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
     return PaddedBatch(attention_mask, has_packed_positions=padding_free)
 
 
-def is_requested(config, padding_free: bool | None) -> bool:
-    """Whether padding is to be removed: the argument of the call, or else what `from_pretrained` was given."""
-    return config.padding_free if padding_free is None else padding_free
+def is_requested(model, padding_free: bool | None) -> bool:
+    """Whether padding is to be removed: the argument of the call, or else what `from_pretrained` was given; an
+    optimised model removes it."""
+    default = model.config.padding_free or is_prepacked(model.encoder)
+    return default if padding_free is None else padding_free
 
 
 def remove_padding(attention_mask, has_pooler: bool, max_width: int):
@@ -121,14 +124,12 @@ def traced_mask(positions: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor
     return within_sequence(is_first.cumsum(0) * are_packed(positions, is_first))
 
 
-def scored_tokens(config, outputs, attention_mask, padding_free: bool | None) -> torch.Tensor | None:
+def scored_tokens(config, outputs, attention_mask) -> torch.Tensor | None:
     """The positions in the flattened batch, `(N,)`, of the tokens that a language-model head scores: those that are not
-    padding, under the request that removes it. None for all tokens."""
+    padding. None for all tokens."""
     states = outputs.last_hidden_state
     is_recorded = outputs.hidden_states is not None or outputs.attentions is not None  # padding is then computed
-    if config.is_decoder or is_recorded or not is_requested(config, padding_free):
-        return None
-    if not is_padding_mask(attention_mask, states):
+    if config.is_decoder or is_recorded or not is_padding_mask(attention_mask, states):
         return None
     indices = attention_mask.flatten().nonzero()[:, 0].to(states.device)
     return None if len(indices) in (0, attention_mask.numel()) else indices

@@ -53,18 +53,23 @@ def bert_fields(model) -> dict:
     return fields | {"num_hidden_layers": len(model.base_model.get_submodule("encoder").blocks)}  # which may be pruned
 
 
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if a tensor is quantised, distributed or without values."""
+    if tensor.is_meta:
+        raise ValueError(f"{name} has no values; expected them in memory. Load the model without device_map.")
+    if type(tensor) is not torch.Tensor:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}; expected a plain tensor, neither quantised nor "
+            "distributed. Save the model with save_pretrained, or load it without quantisation and "
+            "tensor parallelism."
+        )
+
+
 def bert_tensors(model) -> dict[str, torch.Tensor]:
     """Return the tensors of the model under BERT's names."""
     state = model.state_dict()
     for name, tensor in state.items():
-        if tensor.is_meta:
-            raise ValueError(f"{name} has no values; expected them in memory. Load the model without device_map.")
-        if type(tensor) is not torch.Tensor:
-            raise ValueError(
-                f"{name} is a {type(tensor).__name__}; expected a plain tensor, neither quantised nor "
-                "distributed. Save the model with save_pretrained, or load it without quantisation and "
-                "tensor parallelism."
-            )
+        check_plain(name, tensor)
     bert_names = {name: to_bert(name) or "" for name in state}
     if unknown := [name for name, bert_name in bert_names.items() if not bert_name]:
         raise ValueError(

@@ -58,22 +58,25 @@ def weight_files(source, variant=None, use_safetensors=None, **hub_options) -> l
     if os.path.isfile(source):
         return [source]
     suffix = f".{variant}." if variant else "."
+    names = [name for name in WEIGHT_FILES if use_safetensors in (None, "safetensors" in name)]
     errors = []
-    for name in [name for name in WEIGHT_FILES if use_safetensors in (None, "safetensors" in name)]:
+    for name in names:
         try:
             path: Any = cached_file(source, suffix.join(name.rsplit(".", 1)), **hub_options)
         except OSError as reason:
             errors.append(reason)
         else:
-            return _shards(source, path, hub_options) if name.endswith(".json") else [path]
-    for error in errors:
-        if error.__cause__:  # without a cause, there is no such file
-            check_is_reachable(error, source, hub_options.get("revision"))
-            raise error
+            return _shards(source, path, hub_options)
+    for error in filter(lambda error: error.__cause__, errors):  # without a cause, there is no such file
+        check_is_reachable(error, source, hub_options.get("revision"))
+        raise error
     return None
 
 
 def _shards(source, index: str, hub_options: dict) -> list[str]:
+    """Return the files that an index names; or the file itself, if it is one of weights."""
+    if not index.endswith(".json"):
+        return [index]
     try:
         return get_checkpoint_shard_files(source, index, **hub_options)[0]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -66,7 +66,8 @@ def for_encoder_and_decoder(tensors: dict[str, torch.Tensor], config) -> dict[st
         if not is_cross_attention:
             started[f"model.encoder.{part}"] = tensor
         is_shared = config.share_embeddings if part.startswith("embeddings.") else config.tie_encoder_decoder
-        if (is_cross_attention or not is_shared) and (block is None or int(block[1]) < decoder_layers):
+        is_in_decoder = block is None or int(block[1]) < decoder_layers
+        if is_in_decoder and (is_cross_attention or not is_shared):
             started[f"model.decoder.{part}"] = tensor.clone()  # the model takes over the memory of each
     if not config.tie_word_embeddings and "lm_head.dense.weight" in started:
         # The checkpoint of a tied head does not have its matrix.

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..checkpoints import staged
 from .stack import OptimizedStack
+from .structure import is_base_model
 
 Factors = dict[str, torch.Tensor]
 Groups = dict[str, list[nn.Linear]]
@@ -38,22 +39,13 @@ def find_factors(model, groups: Groups, calibration: Iterable[Mapping] | str | o
         return load_factors(calibration, groups)
     if calibration is None:
         model, calibration = model.base_model, random_batches(model.config)
+    # By the weights, because tied layers need the same factors.
     weights = {name: tuple(id(layer.weight) for layer in layers) for name, layers in groups.items()}
-    recorder = InputRecorder()
-    with torch.no_grad(), ExitStack() as undo:
-        for module in model.modules():
-            undo.callback(setattr, module, "training", module.training)
-            if any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__):
-                undo.enter_context(module.register_forward_pre_hook(recorder.see_mask, with_kwargs=True))
-        for name, layers in groups.items():
-            # Before other hooks, because queries, keys and values have the same factors.
-            hook = partial(recorder.see_input, weights[name])
-            undo.enter_context(layers[0].register_forward_pre_hook(hook, prepend=True))
-        recorder.run(model.eval(), calibration)
+    largest = largest_inputs(model, {weights[name]: layers[0] for name, layers in groups.items()}, calibration)
     factors = {}
     for name, layers in groups.items():
         of_weights = torch.cat([layer.weight.detach() for layer in layers]).float().abs().amax(dim=0)
-        of_inputs = recorder.largest.get(weights[name], of_weights)  # factors of 1 where no batch has an input
+        of_inputs = largest.get(weights[name], of_weights)  # factors of 1 where no batch has an input
         ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
         factors[name] = ratios / ratios.mean()
     return factors
@@ -69,12 +61,29 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
     return [dict.fromkeys(names, each) for each in ids]
 
 
+def largest_inputs(model, layers: dict[Any, nn.Linear], batches: Iterable[Mapping]) -> dict[Any, torch.Tensor]:
+    """Runs the batches, and returns the largest absolute inputs of each layer, under its key."""
+    recorder = InputRecorder()
+    with torch.no_grad(), ExitStack() as undo:
+        # The products of a model as loaded have other last bits with other numbers of threads.
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        for module in filter(is_base_model, model.modules()):
+            undo.enter_context(module.register_forward_pre_hook(recorder.see_mask, with_kwargs=True))
+        for key, layer in layers.items():
+            undo.enter_context(layer.register_forward_pre_hook(partial(recorder.see_input, key)))
+        recorder.run(model.eval(), batches)
+    return recorder.largest
+
+
 class InputRecorder:
     """The largest absolute value of each channel of the inputs of layers, at non-padding tokens. The mask is needed,
     because a batch can stay padded."""
 
     def __init__(self) -> None:
-        self.largest: dict[Any, torch.Tensor] = {}  # by the weights, because tied layers need the same factors
+        self.largest: dict[Any, torch.Tensor] = {}
         self.mask: Any = None  # which the encoder or decoder that runs was given
         self.number = 0  # of the batch
 

@@ -38,6 +38,7 @@ class PackedMatrix:
         heights: the number of rows of each weight.
         bias: `(out,)` of all weights together, or None.
         key: identifies the matrix in the process.
+        max_rows: the most rows of one product.
     """
 
     is_int8 = False
@@ -90,6 +91,9 @@ class PackedMatrix:
                 raise refusal("export")
             return torch.ops.scratchbert_cpu.linear(x, self.key, gelu_form)
         rows = x.numel() // x.shape[-1]
+        if rows > self.max_rows:
+            parts = x.reshape(rows, -1).split(self.max_rows)
+            return torch.cat([self.linear(part, gelu_form) for part in parts]).view(*x.shape[:-1], -1)
         if (computed_rows := self._round_row_count(rows)) == rows:
             return self._compute(x, gelu_form)
         extended = extend_rows(x.reshape(rows, -1), computed_rows)
@@ -123,7 +127,8 @@ class FloatMatrix(PackedMatrix):
     """Weights of float32 or bfloat16, whose values can be restored bit for bit.
 
     On a CPU without instructions for bfloat16, bfloat16 weights are held and multiplied in float32, which takes more
-    memory, but is up to four times as fast. The results are bfloat16.
+    memory, but is up to four times as fast. The results are bfloat16. With AMX, more than 32 rows of bfloat16 are
+    computed in parts.
     """
 
     # Fewer rows are computed as these, which takes less time. And oneDNN adds up more than 1,024 products in blocks,
@@ -136,6 +141,11 @@ class FloatMatrix(PackedMatrix):
 
     def _pack(self, values):
         held = self.dtype if multiplies_natively(self.dtype) else torch.float32
+        if held == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+            # oneDNN's products with AMX have other last bits for more rows than these, and narrow ones with other
+            # numbers of threads.
+            self.max_rows = 32
+            held = torch.float32 if len(values) < 256 else held
         self._held_bias = None if self.bias is None else self.bias.to(held)
         self._operator = torch.ops.mkldnn._linear_pointwise.default
         return torch.ops.mkldnn._reorder_linear_weight(values.to(held), 32)  # rows; fast for any number

@@ -1,7 +1,6 @@
 """`optimize_for_inference`: replaces stacks of blocks, and the linear layers of model heads, by prepacked ones."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from .calibration import Factors, Groups, find_factors
 from .layers import PrepackedLinear, PrepackedModule
 from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, multiplies_int8, page_out
 from .stack import Block, OptimizedStack, copy_of_norm
-from .structure import check_linear, check_stack
+from .structure import check_stack, check_unchanged, is_base_model
 
 logger = logging.get_logger(__name__)
 
@@ -26,34 +25,40 @@ LOCK = threading.RLock()
 
 def optimize(model, dtype: Any, calibration: Any, batch_invariant: bool) -> None:
     """See `InferenceMixin.optimize_for_inference`."""
+    with LOCK:
+        _check_weights(model)
+        dtype, calibration = _supported_dtype(model, dtype, calibration)
+        optimized_for = _arguments(model, dtype, calibration, batch_invariant)
+        models = _plain_models(model)
+        linears = _linears_of_heads(model)
+        for path, each in models.items():
+            check_stack(_join(path, "encoder"), each.encoder, each.config)
+        for path, (parent, name) in linears.items():
+            check_unchanged(path, getattr(parent, name))
+        if isinstance(dtype, torch.dtype):
+            model.to(dtype)
+        if _is_supported(models):
+            factors = _int8_factors(model, models, calibration) if optimized_for[0] == "int8" else {}
+            _replace(model.requires_grad_(False), models, linears, Prepacker(optimized_for, factors))
+            _warn_of_activation_and_dtype(model, *optimized_for)
+        else:
+            fact = f"optimize_for_inference() kept weights dense that are {model.dtype} on {model.device}"
+            logger.warning_once(f"{fact}; prepacking requires oneDNN, a CPU, and float32 or (on many CPUs) bfloat16.")
+        model.eval()
+
+
+def _supported_dtype(model, dtype: Any, calibration: Any) -> tuple[Any, Any]:
+    """Returns both, or the dtype of the model and None if this machine does not multiply int8 numbers. Raises
+    ValueError for an unknown dtype, or for a calibration that has no effect."""
     if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
         raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
     if calibration is not None and dtype != "int8":
         raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
-    with LOCK:
-        _check_weights(model)
-        if dtype == "int8" and (model.device.type != "cpu" or not multiplies_int8()):
-            fact = f"The model has {model.dtype} weights on {model.device}"
-            logger.warning_once(f"{fact}, and keeps that dtype; int8 requires a CPU with VNNI instructions.")
-            dtype, calibration = model.dtype, None
-        prepacked = [module for module in model.modules() if isinstance(module, PrepackedModule)]
-        optimized_for = _arguments(model, prepacked, dtype, calibration, batch_invariant)
-        models = [(name, each) for name, each in model.named_modules() if _has_plain_stack(each)]
-        for name, each in models:
-            check_stack(f"{name}.encoder".removeprefix("."), each.encoder, each.config)
-        linears = list(_linears_of_heads(model))
-        for name, parent, child in linears:
-            check_linear(name, getattr(parent, child))
-        if isinstance(dtype, torch.dtype):
-            model.to(dtype)
-        if not all(can_prepack(parameter) for _, each in models for parameter in each.encoder.parameters()):
-            fact = f"optimize_for_inference() kept weights dense that are {model.dtype} on {model.device}"
-            logger.warning_once(f"{fact}; prepacking requires oneDNN, a CPU, and float32 or (on many CPUs) bfloat16.")
-            model.eval()
-            return
-        factors = _int8_factors(model, models, calibration) if optimized_for[0] == "int8" else {}
-        _replace(model.eval().requires_grad_(False), models, linears, Prepacker(optimized_for, factors))
-        _warn_of_activation_and_dtype(model, *optimized_for)
+    if dtype != "int8" or (model.device.type == "cpu" and multiplies_int8()):
+        return dtype, calibration
+    fact = f"The model has {model.dtype} weights on {model.device}"
+    logger.warning_once(f"{fact}, and keeps that dtype; int8 requires a CPU with VNNI instructions.")
+    return model.dtype, None
 
 
 def _check_weights(model) -> None:
@@ -68,9 +73,14 @@ def _check_weights(model) -> None:
         raise RuntimeError(f"The model is quantised; {expected}. Load it without quantization_config.")
 
 
-def _arguments(model, prepacked: list[PrepackedModule], dtype, calibration, batch_invariant) -> tuple[Any, bool]:
+def _prepacked(model) -> list[PrepackedModule]:
+    return [module for module in model.modules() if isinstance(module, PrepackedModule)]
+
+
+def _arguments(model, dtype, calibration, batch_invariant) -> tuple[Any, bool]:
     """Returns the dtype to optimise for, or "int8", and `batch_invariant`. Raises RuntimeError if a part of the model
     is optimised with others."""
+    prepacked = _prepacked(model)
     before = [module.optimized_for for module in prepacked] or [(model.dtype, batch_invariant)]
     dtype = before[0][0] if dtype is None else dtype
     if prepacked and (others := set(before) - {(dtype, batch_invariant)}):
@@ -81,32 +91,40 @@ def _arguments(model, prepacked: list[PrepackedModule], dtype, calibration, batc
     return dtype, batch_invariant
 
 
-def _has_plain_stack(module: nn.Module) -> bool:
-    """Whether this is a base model that is not optimised. By name, because the class may be of a copy of the code."""
-    is_base = any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__)
-    return is_base and not isinstance(module.encoder, PrepackedModule)
+def _plain_models(model) -> dict[str, Any]:
+    """The base models that are not optimised, by their paths."""
+    bases = {path: module for path, module in model.named_modules() if is_base_model(module)}
+    return {path: base for path, base in bases.items() if not isinstance(base.encoder, PrepackedModule)}
 
 
-def _linears_of_heads(model) -> Iterator[tuple[str, nn.Module, str]]:
-    """The path, the parent and the name there of each linear layer outside of the stacks."""
-    stacks = [
-        f"{name}.encoder.".removeprefix(".") for name, module in model.named_modules() if _has_plain_stack(module)
-    ]
-    for path, parent in model.named_modules():
-        if not f"{path}.".startswith(tuple(stacks)):
-            for name, child in parent.named_children():
-                if type(child) is nn.Linear and can_prepack(child.weight):
-                    yield f"{path}.{name}".removeprefix("."), parent, name
+def _is_supported(models: dict[str, Any]) -> bool:
+    return all(can_prepack(weight) for base in models.values() for weight in base.encoder.parameters())
 
 
-def _int8_factors(model, models: list[tuple[str, Any]], calibration: Any) -> Factors:
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".removeprefix(".")
+
+
+def _linears_of_heads(model) -> dict[str, tuple[Any, str]]:
+    """The parent of each linear layer outside of the stacks, and the name there, by its path."""
+    stacks = tuple(_join(path, "encoder.") for path in _plain_models(model))
+    children = {_join(path, name): (parent, name) for path, parent in model.named_modules() for name in parent._modules}
+    layers = {path: place for path, place in children.items() if not path.startswith(stacks)}
+    return {path: place for path, place in layers.items() if _is_linear(getattr(*place))}
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear and can_prepack(module.weight)
+
+
+def _int8_factors(model, models: dict[str, Any], calibration: Any) -> Factors:
     """Returns the factors of the layers that follow a layer norm, in whose output a few channels are much larger than
     the others. Raises ValueError if a weight is not finite: int8 would turn NaN into a number."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
     groups: Groups = {}
-    for path, each in models:
+    for path, each in models.items():
         for index, block in enumerate(each.encoder.blocks):
             name, attention = block_name(model, path, index), block.attention
             groups[f"{name}.attention.query"] = [attention.query, attention.key, attention.value]
@@ -116,8 +134,7 @@ def _int8_factors(model, models: list[tuple[str, Any]], calibration: Any) -> Fac
 
 def block_name(model, path: str, index: int) -> str:
     """The path of a block of the base model at `path`, which is the same with any model head."""
-    name = f"{path}.encoder.blocks.{index}".removeprefix(".")
-    return name.removeprefix(f"{model.base_model_prefix}.")
+    return _join(path, f"encoder.blocks.{index}").removeprefix(f"{model.base_model_prefix}.")
 
 
 class Prepacker:
@@ -142,34 +159,34 @@ class Prepacker:
         return self.matrices[key]
 
 
-def _replace(model, models: list[tuple[str, Any]], linears: list, prepacker: Prepacker) -> None:
-    """Replaces stacks and linear layers. Turns parameters that other modules share with them into buffers: as
-    parameters, word embeddings that are tied to the output matrix could be changed for one of the two."""
-    blocks: dict[str, list[Block]] = {path: [] for path, _ in models}
+def _replace(model, models: dict[str, Any], linears: dict[str, tuple[Any, str]], prepacker: Prepacker) -> None:
+    """Replaces stacks and linear layers."""
+    blocks: dict[str, list[Block]] = {path: [] for path in models}
     # Blocks that encoder and decoder share follow one another, and are freed after the second.
-    depths: list[int] = [each.config.num_hidden_layers for _, each in models]
-    for index in range(max(depths, default=0)):
-        for path, each in models:
-            if index < each.config.num_hidden_layers:
-                blocks[path].append(Block(each.encoder.blocks[index], block_name(model, path, index), prepacker))
-                each.encoder.blocks[index] = nn.Identity()
-    for path, each in models:
+    places = [(index, path) for path, each in models.items() for index in range(each.config.num_hidden_layers)]
+    for index, path in sorted(places, key=lambda place: place[0]):
+        stack = models[path].encoder.blocks
+        blocks[path].append(Block(stack[index], block_name(model, path, index), prepacker))
+        stack[index] = nn.Identity()
+    for path, each in models.items():
         final_norm = copy_of_norm(each.encoder.final_norm) if each.config.norm_first else None
         each.encoder = OptimizedStack(each.config, blocks[path], final_norm, prepacker.optimized_for)
-    for _, parent, name in linears:
+    for parent, name in linears.values():
         setattr(parent, name, PrepackedLinear(prepacker(getattr(parent, name)), prepacker.optimized_for))
-    prepacked = {each for key in prepacker.matrices for each in key}
-    module: Any
+    _seal_shared(model, {each for key in prepacker.matrices for each in key})
+
+
+def _seal_shared(model, prepacked: set[int]) -> None:
+    """Turns parameters that other modules share with prepacked layers into buffers: as parameters, word embeddings that
+    are tied to the output matrix could be changed for one of the two."""
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in prepacked:
-                del module._parameters[name]
-                module.register_buffer(name, parameter.detach(), persistent=False)
+        shared = [name for name, parameter in module._parameters.items() if id(parameter) in prepacked - {id(None)}]
+        for name in shared:
+            module.register_buffer(name, module._parameters.pop(name).detach(), persistent=False)
 
 
 def _warn_of_activation_and_dtype(model, dtype: Any, batch_invariant: bool) -> None:
-    prepacked = [module for module in model.modules() if isinstance(module, PrepackedModule)]
-    if dtype == "int8" and not any(matrix.is_int8 for module in prepacked for matrix in module.matrices()):
+    if dtype == "int8" and not any(matrix.is_int8 for module in _prepacked(model) for matrix in module.matrices()):
         fact = f"No linear layer of the model has {MIN_INT8_OUTPUTS} outputs"
         logger.warning_once(f"{fact}; smaller ones gain nothing from int8. Their weights stay {model.dtype}.")
     if batch_invariant and (name := model.config.hidden_act) in VARYING_ACTIVATIONS:

@@ -5,7 +5,6 @@ norms and activations, which treat each token alone. What is left is attention: 
 that depends on how many there are, also of those that a mask hides. So it is given each sequence without its padding.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -18,13 +17,14 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.utils.output_capturing import _active_collector
 
 from ..input_checks import OPTIONS, has_values
-from ..unpadding import PADDED, PaddedBatch, UnpaddedBatch, is_padding_mask
+from ..unpadding import UnpaddedBatch, is_padding_mask
 from .layers import PrepackedModule
 from .matrices import PackedMatrix
 
 GELU_FORMS: dict[type, str] = {GELUActivation: "none", NewGELUActivation: "tanh", GELUTanh: "tanh"}
 # Options of a forward pass that the attention functions of transformers and vLLM read.
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
+DEFAULTS = {"output_attentions": False}
 
 
 class Block:
@@ -85,8 +85,7 @@ class OptimizedStack(PrepackedModule):
 
     def __init__(self, config, blocks: list[Block], final_norm: Callable | None, optimized_for: tuple[Any, bool]):
         super().__init__(blocks[0].attention_output.dtype if blocks else config.dtype, optimized_for)
-        self.config = copy.copy(config)
-        self.config._attn_implementation = "sdpa"  # the form of masks
+        self.config = config
         self.blocks, self.final_norm = blocks, final_norm
         self.head_width = config.hidden_size // config.num_attention_heads
         self.is_batch_invariant = optimized_for[1]
@@ -108,39 +107,29 @@ class OptimizedStack(PrepackedModule):
         kernel = model.config._attn_implementation
         if kernel not in (None, "eager", "sdpa"):
             raise unsupported(f"attn_implementation is {kernel!r}", "'sdpa' or 'eager'")
-        for name, value in options.items():
-            is_default = value is None or (name == "output_attentions" and not value)
-            if not is_default and (name in KERNEL_OPTIONS or name not in OPTIONS):
+        for name in options:
+            is_read_by_kernels = name in KERNEL_OPTIONS or name not in OPTIONS
+            if is_read_by_kernels and options[name] not in (None, DEFAULTS.get(name)):
                 raise unsupported(f"{name} is given", "none")
-        for name, mask in (("attention_mask", attention_mask), ("encoder_attention_mask", encoder_attention_mask)):
-            if mask is not None and mask.ndim != 2:
-                raise unsupported(f"{name} has shape {tuple(mask.shape)}", "a padding mask (B, T)")
-        is_read = model.pooler is not None and attention_mask is not None and has_values(attention_mask)
-        if is_read and not attention_mask[:, 0].all():
-            raise ValueError(
-                "attention_mask is 0 for the first token of a row, which the pooler reads; expected 1. Pad on the "
-                "right, or create the model with add_pooling_layer=False."
-            )
-
-    def inputs(self, batch, encoder_hidden_states, encoder_attention_mask, past_key_values) -> dict[str, Any]:
-        """The arguments of `forward` beside `hidden_states`, with padding masks."""
-        source = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
-        return source | {"past_key_values": past_key_values, "batch": batch}
+        check_ndim("attention_mask", attention_mask)
+        check_ndim("encoder_attention_mask", encoder_attention_mask)
+        if model.pooler is not None and is_padding_mask(attention_mask):
+            check_first_tokens(attention_mask)
 
     def forward(
         self,
         hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         past_key_values=None,
-        batch: PaddedBatch | UnpaddedBatch = PADDED,
+        batch: UnpaddedBatch | None = None,
         **options,
     ) -> Tensor:
-        """`(B, T, C)` → `(B, T, C)`, of the tokens of `batch`. `encoder_attention_mask` is a padding mask, `(B, S)`."""
+        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerStack.forward`."""
         x, pre_norm = hidden_states, self.config.norm_first
-        source = encoder_hidden_states, encoder_attention_mask, past_key_values
-        attend, attend_to_source = self._attentions(x, batch, *source)
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        attend, attend_to_source = self._attentions(x, batch, attention_mask, encoder_attention_mask, cache)
         for index, block in enumerate(self.blocks):
             record(x)
 
@@ -179,27 +168,34 @@ class OptimizedStack(PrepackedModule):
             cache.is_updated[index] = True
         return key, value
 
-    def _attentions(self, hidden_states, batch, encoder_states, encoder_mask, cache) -> tuple[Callable, Callable]:
+    def _attentions(self, hidden_states, batch, mask, encoder_mask, cache) -> tuple[Callable, Callable]:
         """The functions that compute self-attention and cross-attention: queries, keys and values, `(B, H, T, D)`, →
         `(B, T, H, D)`."""
-        if isinstance(batch, UnpaddedBatch):
+        if batch is not None:
             return partial(attend_in_runs, self.attention, batch.runs), self.attention
-        is_causal, mask = self.config.is_decoder, batch.attention_mask
-        if mask is None and not is_causal and encoder_states is None:
-            return self.attention, self.attention
-        full = batch.encoder_inputs(self.config, hidden_states, False, None, encoder_states, encoder_mask, cache)
-        own = PaddedAttention(self.attention, full["attention_mask"], is_causal)
-        other = PaddedAttention(self.attention, full["encoder_attention_mask"], False)
-        masks = [each for each in (mask, encoder_mask) if each is not None]
-        if self.is_batch_invariant and has_values(hidden_states) and all(map(is_padding_mask, masks)):
+        own = PaddedAttention(self.attention, mask, self.config.is_decoder)
+        other = PaddedAttention(self.attention, encoder_mask, False)
+        if self.is_batch_invariant and has_values(hidden_states):
             rows, length = hidden_states.shape[:2]
             past = 0 if cache is None else int(cache.get_seq_length())
-            keys = tokens_of(mask, rows, past + length)
+            keys: Any = tokens_of(mask, rows, past + length)
             queries = [slice(max(start - past, 0), max(end - past, 0)) for start, end, _ in keys]
             own.split(queries, keys)
-            if encoder_states is not None:
-                other.split(queries, tokens_of(encoder_mask, rows, encoder_states.shape[1]))
+            other.split(queries, tokens_of(encoder_mask, rows, None))
         return own, other
+
+
+def check_ndim(name: str, mask: Any) -> None:
+    if mask is not None and mask.ndim != 2:
+        raise unsupported(f"{name} has shape {tuple(mask.shape)}", "a padding mask (B, T)")
+
+
+def check_first_tokens(attention_mask: Tensor) -> None:
+    if not attention_mask[:, 0].all():
+        raise ValueError(
+            "attention_mask is 0 for the first token of a row, which the pooler reads; expected 1. Pad on the right, "
+            "or create the model with add_pooling_layer=False."
+        )
 
 
 def unsupported(fact: str, expected: str) -> RuntimeError:
@@ -248,8 +244,7 @@ def aligned_attention(query: Tensor, key: Tensor, value: Tensor, mask=None, is_c
         query, key, value = (heads.expand(2, -1, -1, -1) for heads in (query, key, value))
     if length < 4:
         query = pad(query, (0, 0, 0, 4 - length))
-        if mask is not None and mask.shape[2] == length:
-            mask = pad(mask, (0, 0, 0, 4 - length))
+        mask = None if mask is None else pad(mask.expand(-1, -1, length, -1), (0, 0, 0, 4 - length))
     context = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
     return context[:rows, :, :length, :width].transpose(1, 2)
 
@@ -278,7 +273,7 @@ class PaddedAttention:
         self.attention, self.mask, self.is_causal = attention, mask, is_causal
         self.parts: list[tuple[slice, slice, slice, bool]] = []
 
-    def split(self, queries: list[slice], keys: list[tuple[int, int, bool]]) -> None:
+    def split(self, queries: list[slice], keys: list[tuple[int, int | None, bool]]) -> None:
         """Say where the tokens of each row are, see `tokens_of`. One call of the kernel computes the rows that follow
         one another and have them in the same place."""
         first = 0
@@ -296,8 +291,8 @@ class PaddedAttention:
             mask = self.mask if is_masked else None
             if part[0].shape == query.shape:
                 return self._attend(*part, None if mask is None else mask[..., others])
-            if context is None:
-                context = self._of_padding(query, key, value)
+            if context is None:  # of padding, the numbers of a model as loaded: a loss may read them
+                context = self._attend(query, key, value, self.mask)
             if number and width:
                 mask = None if mask is None else mask.expand(len(query), -1, -1, -1)[rows, :, own, others]
                 context[rows, own] = self._attend(*part, mask)
@@ -307,19 +302,15 @@ class PaddedAttention:
         # In this order, because the compiler's comparison of a size is no bool.
         return self.attention(query, key, value, mask, query.shape[2] > 1 and self.is_causal and mask is None)
 
-    def _of_padding(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The result of the whole batch, as in a model as loaded; needed for padding alone."""
-        if all(own == slice(0, query.shape[2]) and others.start < others.stop for _, own, others, _ in self.parts):
-            return query.new_empty(query.transpose(1, 2).shape)
-        return self._attend(query, key, value, self.mask)
 
-
-def tokens_of(mask: Tensor | None, rows: int, width: int) -> list[tuple[int, int, bool]]:
-    """For each row of a padding mask, `(B, width)`: the start of the tokens, their end, and whether there is padding in
-    between. Without a mask, there is none."""
-    if mask is None or mask.all():
+def tokens_of(mask: Tensor | None, rows: int, width: int | None) -> list[tuple[int, int | None, bool]]:
+    """For each row of a full mask, `(B, 1, T, width)`: the start of the tokens, their end, and whether there is padding
+    in between. Without a mask, there is none."""
+    # The last query may attend to every token.
+    is_token = None if mask is None else mask[:, 0, -1, :width] == 0
+    if is_token is None or is_token.all():
         return [(0, width, False)] * rows
-    mask = mask.bool()
-    starts, ends = mask.int().argmax(1), width - mask.flip(1).int().argmax(1)
-    columns = zip(starts.tolist(), ends.tolist(), mask.sum(1).tolist(), strict=True)
+    is_token = is_token.expand(rows, -1)
+    starts, ends = is_token.int().argmax(1), is_token.shape[1] - is_token.flip(1).int().argmax(1)
+    columns = zip(starts.tolist(), ends.tolist(), is_token.sum(1).tolist(), strict=True)
     return [(start, end if number else start, end - start != number) for start, end, number in columns]

@@ -10,6 +10,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 FIELDS = ("norm_first", "is_causal", "scaling", "head_width", "layer_idx", "eps")
 
 
+def is_base_model(module: nn.Module) -> bool:
+    """Whether this is a `ScratchBertModel`. By name, because the class may be of a copy of the code."""
+    return any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__)
+
+
 def check_stack(path: str, stack: nn.Module, config) -> None:
     """Compare a stack with one that is made of the configuration.
 
@@ -51,26 +56,22 @@ def _describe(module: nn.Module) -> dict:
     return shapes | {field: getattr(module, field) for field in FIELDS if hasattr(module, field)}
 
 
-def check_linear(name: str, layer: nn.Module) -> None:
-    """Raise RuntimeError if a linear layer of a model head is not as it was made."""
-    check_unchanged(name, layer)
-    if list(layer._parameters) != ["weight", "bias"]:
-        raise changed(name, "has other parameters")
-
-
 def check_unchanged(name: str, module: nn.Module) -> None:
     """Raise RuntimeError if a module has hooks, methods, buffers or parameters that its class did not give it."""
     for registry in HOOKS:
-        for hook in getattr(module, registry).values():
-            # Those of transformers record outputs.
-            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
-                raise changed(name, f"has the hook {getattr(hook, '__qualname__', hook)}")
+        _check_hooks(name, getattr(module, registry))
     for attribute in vars(module):
         if callable(getattr(type(module), attribute, None)):
             raise changed(name, f"has a {attribute} of its own")
-    for attribute, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        if type(tensor) is not nn.Parameter:
+    for attribute, tensor in (module._parameters | module._buffers).items():
+        if tensor is not None and type(tensor) is not nn.Parameter:
             raise changed(name, f"has {attribute}, a {type(tensor).__name__}")
+
+
+def _check_hooks(name: str, hooks: dict) -> None:
+    for hook in hooks.values():
+        if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":  # which records outputs
+            raise changed(name, f"has the hook {getattr(hook, '__qualname__', hook)}")
 
 
 def changed(name: str, fact: str) -> RuntimeError:

@@ -137,11 +137,7 @@ def _plain_copy(model, tensors: dict[str, torch.Tensor]):
     memo: dict = {id(tensor): _in_float32(tensors.get(name, tensor)) for name, tensor in own}
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, PreTrainedConfig):
-                memo[id(value)] = copy.copy(value)
-                memo[id(value)]._attn_implementation = "eager"
-            elif not isinstance(value, torch.nn.Module) and name not in ("_parameters", "_buffers", "_modules"):
-                memo.setdefault(id(value), value)
+            _share(memo, name, value)
         if type(module).__name__ == "SinusoidalPositions":
             memo[id(module.table)] = _exact_table(memo[id(module.table)], module.table.dtype)
     model = copy.deepcopy(model, memo)
@@ -150,6 +146,16 @@ def _plain_copy(model, tensors: dict[str, torch.Tensor]):
         # `__call__` calls `_compiled_call_impl` in place of hooks. The length need not be a multiple of `chunk_size`.
         vars(module).update(training=False, chunk_size=0, _compiled_call_impl=module.forward)
     return model
+
+
+def _share(memo: dict, name: str, value) -> None:
+    """Enter what a copy of a module has in place of an attribute: a configuration with eager attention, or the
+    attribute itself; but not its tensors and modules."""
+    if isinstance(value, PreTrainedConfig):
+        memo[id(value)] = copy.copy(value)
+        memo[id(value)]._attn_implementation = "eager"
+    elif not isinstance(value, torch.nn.Module) and name not in ("_parameters", "_buffers", "_modules"):
+        memo.setdefault(id(value), value)
 
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -133,13 +133,9 @@ def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, ba
     assert_complete(attributions, model, batch)
 
 
-@pytest.mark.parametrize("off", ["nowhere", "in the call", "in the configuration"])
-def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch, monkeypatch, off):
-    """Its hooks see padded tensors, whether `padding_free` is off or not."""
+def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch):
     model, reference = classifiers
-    if off == "in the configuration":
-        monkeypatch.setattr(model.config, "padding_free", False)
-    attributions = integrated(attr, model, batch, **({"padding_free": False} if off == "in the call" else {}))
+    attributions = integrated(attr, model, batch)
     assert_as_the_references(attributions, integrated(attr, reference, batch))
     assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()

@@ -136,3 +136,10 @@ def test_trains_as_the_original_does(minilm, converted, tmp_path):
         assert not torch.allclose(embeddings(model), before, atol=1e-3)
     assert losses[converted] == pytest.approx(losses[minilm], abs=1e-4)
     assert losses[converted][-1] < losses[converted][0]
+
+
+def test_padding_is_removed_on_request(converted, original):
+    model = opened(converted, config_kwargs={"padding_free": True})
+    assert model[0].auto_model.config.padding_free
+    assert not opened(converted)[0].auto_model.config.padding_free
+    torch.testing.assert_close(embeddings(model), original, rtol=0, atol=1e-5)
