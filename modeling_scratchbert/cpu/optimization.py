@@ -154,6 +154,8 @@ class Prepacker:
             is_int8 = self.optimized_for[0] == "int8" and sum(map(len, weights)) >= MIN_INT8_OUTPUTS
             factors = self.factors.get(name)
             self.matrices[key] = Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
+            if not (is_int8 or self.optimized_for[1]):
+                self.matrices[key].max_rows = FloatMatrix.max_rows
             for weight in weights:
                 page_out(weight)
         return self.matrices[key]

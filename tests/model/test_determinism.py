@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import StaticCache
 
 from modeling_scratchbert.cpu import optimization
-from modeling_scratchbert.cpu.matrices import can_prepack, multiplies_int8
+from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack, multiplies_int8
 from support.models import BERTS, ENCODER_DECODERS, SPECIAL, random_scratchbert
 
 KERNELS = ("sdpa", "eager")  # an optimised model has one attention for both
@@ -314,3 +314,30 @@ def test_activations_that_do_not(caplog, activation):
         model = optimised("ForMaskedLM", dtype, hidden_act=activation, **SIZES[1])
         check(model, texts([1, 3, 9, 30, 38, 5]), [4, 2, 0, 5, 3, 1], [4, 2], 40, 3)
     assert "hidden_act" not in caplog.text
+
+
+@pytest.mark.parametrize(("width", "height"), [(768, 768), (1000, 48), (1500, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_a_product_has_the_same_bits_with_any_others(dtype, width, height):
+    """With AMX, oneDNN computes more than 32 rows, and narrow products of several threads, in other blocks."""
+    weight, rows, equal = torch.randn(height, width).to(dtype), torch.randn(120, width).to(dtype), []
+    if not can_prepack(weight):
+        pytest.skip(f"oneDNN does not multiply {dtype} on this processor")
+    matrix = FloatMatrix([weight], [None])
+    alone = torch.cat([matrix.linear(row) for row in rows.split(1)])
+    for number in (1, 2, 3):
+        with threads(number):
+            equal += [torch.equal(matrix.linear(rows[:count]), alone[:count]) for count in (2, 16, 33, 64, 120)]
+    assert equal == [True] * 15
+
+
+@pytest.mark.skipif(not multiplies_int8(), reason="this CPU has no int8 instructions (VNNI)")
+def test_the_factors_of_int8_are_the_same_with_any_number_of_threads():
+    factors = []
+    for number in (1, 3):
+        with threads(number):
+            model = random_scratchbert("Model", hidden_size=64, intermediate_size=1100)
+            model.optimize_for_inference("int8")
+            factors.append(model.encoder.blocks[1].intermediate.factors)
+            assert torch.get_num_threads() == number
+    assert torch.equal(*factors)
