@@ -35,9 +35,10 @@ class ScratchBertGenerationMixin(GenerationMixin):
         is_optimized = any(map(is_prepacked, self.modules()))
         return kwargs["attention_mask"] if is_optimized else create_masks_for_generate(**kwargs)
 
-    def _prepare_encoder_decoder_kwargs_for_generation(self, inputs_tensor, model_kwargs, *args, **kwargs):
-        model_kwargs.pop("labels", None)  # of `Seq2SeqTrainer`; the encoder has none
-        return super()._prepare_encoder_decoder_kwargs_for_generation(inputs_tensor, model_kwargs, *args, **kwargs)
+    def _prepare_model_inputs(self, *args, **kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        model_kwargs.pop("labels", None)  # `Seq2SeqTrainer` passes them; `generate` would, to the encoder
+        return inputs, name, model_kwargs
 
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
         ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
