@@ -125,7 +125,7 @@ class MultiHeadAttention(nn.Module):
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        kernel = batch.kernel(kernel, encoder_hidden_states)
+        kernel = batch.kernel(kernel)
         # vLLM reads this call, of what the interface returns, in the source.
         context, weights = kernel(
             self,

@@ -4,14 +4,17 @@ The work is done by the subpackage `cpu`, which is installed and not copied into
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Literal, Self
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Literal, Self, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .installed import installed
+
+Method = TypeVar("Method", bound=Callable)
 
 
 def is_prepacked(module: nn.Module) -> bool:
@@ -22,6 +25,17 @@ def is_prepacked(module: nn.Module) -> bool:
 def refusal(operation: str, instead="Do this before optimize_for_inference(), or load the model again") -> RuntimeError:
     """Return the error for what an optimised model does not support."""
     return RuntimeError(f"The model is optimised for inference; {operation} expects one that is not. {instead}.")
+
+
+def _refused(inherited: Method) -> Method:
+    """Return a method that raises RuntimeError if the model is optimised, and else calls the inherited one."""
+
+    @wraps(inherited)
+    def method(self, *args, **kwargs):
+        self._refuse_if_optimized(f"{inherited.__name__}()")
+        return inherited(self, *args, **kwargs)
+
+    return cast(Method, method)
 
 
 class InferenceMixin(PreTrainedModel):
@@ -50,18 +64,16 @@ class InferenceMixin(PreTrainedModel):
         does not support stays an ordinary one, with a warning. CPUs are supported with float32 and often bfloat16.
 
         With "int8", weights and the inputs of linear layers are rounded to 8 bits, each row with its own scale; the
-        numbers between layers keep the model's dtype. It requires a CPU with VNNI instructions; on others a warning
-        says so, and the dtype stays the model's own.
+        numbers between layers, and layers with fewer than 32 outputs, keep the model's dtype. It requires a CPU with
+        VNNI instructions; on others a warning says so, and the dtype stays the model's own.
 
         A text has the same bits in any batch: in any order, batch size, amount of right padding, number of threads and
         process, and after any earlier calls, on one machine, with one version of torch. This holds for the last hidden
         states at non-padding tokens, the pooled output and the logits of encoders and decoders, and for what `generate`
         returns. docs/determinism.md has the exceptions.
 
-        A second call prepacks only the layers that are outside of the part that was optimised before.
-
         Args:
-            dtype: torch.float32, torch.bfloat16, "int8", or None for the model's own, or that of an earlier call.
+            dtype: torch.float32, torch.bfloat16, "int8", or None for the model's own.
             calibration: for int8, a few batches of typical inputs, each a mapping of the model's arguments; or the file
                 that `save_calibration` wrote. Channels with large values in them are scaled down before rounding (Xiao
                 et al. 2023, SmoothQuant). None for batches of random token ids.
@@ -72,8 +84,8 @@ class InferenceMixin(PreTrainedModel):
             The model, in evaluation mode.
 
         Raises:
-            RuntimeError: the model is quantised or offloaded, has adapters or changed modules, or is already optimised
-                for another dtype, with another calibration or another `batch_invariant`.
+            RuntimeError: the model, or a part of it, is optimised already, quantised or offloaded, or has adapters or
+                changed modules.
             TypeError, ValueError, OSError: `dtype` or `calibration` is invalid, or its file cannot be read.
             ImportError: the package is not installed.
         """
@@ -99,17 +111,9 @@ class InferenceMixin(PreTrainedModel):
             self._refuse_if_optimized("training")
         return super().train(mode)
 
-    def load_state_dict(self, *args, **kwargs):
-        self._refuse_if_optimized("load_state_dict()")
-        return super().load_state_dict(*args, **kwargs)
-
-    def push_to_hub(self, *args, **kwargs):
-        self._refuse_if_optimized("push_to_hub()")
-        return super().push_to_hub(*args, **kwargs)
-
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        self._refuse_if_optimized("resize_token_embeddings()")
-        return super().resize_token_embeddings(*args, **kwargs)
+    load_state_dict = _refused(PreTrainedModel.load_state_dict)
+    push_to_hub = _refused(PreTrainedModel.push_to_hub)
+    resize_token_embeddings = _refused(PreTrainedModel.resize_token_embeddings)
 
     def _apply(self, fn, recurse: bool = True):
         for module in filter(is_prepacked, self.modules()):

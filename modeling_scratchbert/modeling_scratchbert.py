@@ -9,7 +9,7 @@ Classes stand in the order in which data flows. Signatures, outputs and losses a
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -44,19 +44,6 @@ from .unpadding import choose_batch, scored_tokens, to_padded
 logger = logging.getLogger(__name__)
 
 OptionalTensor = torch.Tensor | None
-
-
-# The options of every forward pass: see `ScratchBertModel.forward`, and `average` for `num_items_in_batch`.
-class ForwardOptions(TypedDict, total=False):
-    output_attentions: bool | None
-    output_hidden_states: bool | None
-    return_dict: bool | None
-    cu_seq_lens_q: OptionalTensor
-    cu_seq_lens_k: OptionalTensor
-    max_length_q: int | None
-    max_length_k: int | None
-    num_items_in_batch: int | torch.Tensor | None
-    padding_free: bool
 
 
 def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
@@ -114,7 +101,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         encoder_attention_mask: OptionalTensor = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:
         """
         Args:
@@ -240,7 +227,7 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear):
         self.lm_head.decoder = new_embeddings
 
-    def _score(self, outputs, attention_mask, labels: torch.Tensor | None, padding_free: bool | None) -> tuple:
+    def _score(self, outputs, attention_mask, labels: torch.Tensor | None, padding_free: bool) -> tuple:
         """Score the vocabulary for the tokens that need it: the labelled ones with `sparse_prediction`, the non-padding
         ones with `padding_free`, or else all.
 
@@ -258,17 +245,8 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
         if indices is None:
             logits = self.lm_head(hidden_states)
             return logits, logits.flatten(0, 1), None if labels is None else labels.flatten()
-        states = hidden_states.flatten(0, 1).index_select(0, indices)
-        if labels is not None or torch.is_grad_enabled():
-            scores = self.lm_head(states)
-            return to_padded(scores, indices, shape), scores, None if labels is None else labels.flatten()[indices]
-        logits = None
-        # 256 tokens at a time, because a second tensor of the vocabulary's width takes much memory.
-        for part, places in zip(states.split(256), indices.split(256), strict=True):
-            scores = self.lm_head(part)
-            logits = scores.new_zeros(shape[0] * shape[1], scores.shape[-1]) if logits is None else logits
-            logits.index_copy_(0, places, scores)
-        return logits.unflatten(0, shape), None, None
+        scores = self.lm_head(hidden_states.flatten(0, 1).index_select(0, indices))
+        return to_padded(scores, indices, shape), scores, None if labels is None else labels.flatten()[indices]
 
 
 @dataclass
@@ -310,7 +288,7 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         inputs_embeds: OptionalTensor = None,
         labels: OptionalTensor = None,
         next_sentence_label: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | ScratchBertForPreTrainingOutput:
         """
         Args:
@@ -321,10 +299,10 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
 
         The other arguments are those of `ScratchBertModel.forward`. Logits at padding have no meaning.
         """
-        kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, labels)
+        self._keep_labelled_padding(kwargs, attention_mask, labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, return_dict=True, **kwargs)
-        prediction_logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
+        prediction_logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs["padding_free"])
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
         if targets is not None and next_sentence_label is not None:
@@ -361,7 +339,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         encoder_hidden_states: OptionalTensor = None,
         encoder_attention_mask: OptionalTensor = None,
         labels: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.MaskedLMOutput:
         """
         Args:
@@ -370,10 +348,10 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`; those at padding have no
         meaning.
         """
-        kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, labels)
+        self._keep_labelled_padding(kwargs, attention_mask, labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, encoder_hidden_states, encoder_attention_mask, return_dict=True, **kwargs)
-        logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs.get("padding_free"))
+        logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs["padding_free"])
         loss = None if targets is None else average(cross_entropy, scores, targets, kwargs.get("num_items_in_batch"))
         return modeling_outputs.MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
@@ -409,7 +387,7 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         position_ids: OptionalTensor = None,
         inputs_embeds: OptionalTensor = None,
         labels: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.SequenceClassifierOutput:
         """
         Args:
@@ -419,7 +397,7 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         fields of the output are the same for every subclass.
         """
         token_labels = labels if self._has_token_labels else None
-        kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, token_labels)
+        self._keep_labelled_padding(kwargs, attention_mask, token_labels)
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         outputs = self.model(*tokens, return_dict=True, **kwargs)
         logits = self._logits(outputs)
@@ -520,7 +498,7 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         inputs_embeds: OptionalTensor = None,
         start_positions: OptionalTensor = None,
         end_positions: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:
         """
         Args:
@@ -565,7 +543,7 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         position_ids: OptionalTensor = None,
         inputs_embeds: OptionalTensor = None,
         labels: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:
         """
         Args:
@@ -616,7 +594,7 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:
         """
         Args:
@@ -625,9 +603,10 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`.
         """
-        if labels is not None and not self.config.is_decoder:
-            next_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # the logits of a token predict the next
-            kwargs["padding_free"] = self._removes_padding(kwargs.get("padding_free"), attention_mask, next_labels)
+        if labels is not None:
+            kwargs["padding_free"] = (
+                False  # without a causal mask, a loss of shifted labels reads the logits at padding
+            )
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
         outputs = self.model(*tokens, *source, use_cache=labels is None and use_cache, return_dict=True, **kwargs)
@@ -704,7 +683,7 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         position_ids: OptionalTensor = None,
         decoder_position_ids: OptionalTensor = None,
         decoder_token_type_ids: OptionalTensor = None,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.Seq2SeqModelOutput:
         """
         Args:
@@ -745,12 +724,13 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         decoder = {f"decoder_{name}": value for name, value in recorded(decoder_outputs).items()}
         encoder = {"encoder_last_hidden_state": encoded.last_hidden_state}
         encoder |= {f"encoder_{name}": value for name, value in recorded(encoded).items()}
-        fields = {
-            name: decoder_outputs[name]
-            for name in ("last_hidden_state", "past_key_values", "cross_attentions")
-            if name in decoder_outputs
-        }
-        return modeling_outputs.Seq2SeqModelOutput(**fields, **decoder, **encoder)
+        return modeling_outputs.Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            past_key_values=decoder_outputs.past_key_values,
+            cross_attentions=decoder_outputs.cross_attentions,
+            **decoder,
+            **encoder,
+        )
 
     def _given_encoder_outputs(self, outputs, attention_mask) -> modeling_outputs.BaseModelOutput:
         if isinstance(outputs, (list, tuple)):
@@ -814,7 +794,7 @@ class ScratchBertForConditionalGeneration(
         decoder_position_ids: OptionalTensor = None,
         decoder_token_type_ids: OptionalTensor = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[ForwardOptions],
+        **kwargs,
     ) -> tuple | modeling_outputs.Seq2SeqLMOutput:
         """
         Args:

@@ -59,9 +59,10 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         _check_class(type(self), vars(config), "the configuration")
         super().__init__(config, *args, **kwargs)
 
-    def _removes_padding(self, padding_free: bool | None, attention_mask, labels: torch.Tensor | None) -> bool:
-        """Return whether padding is to be removed: it was requested, and the loss reads none."""
-        return is_requested(self.base_model, padding_free) and not labels_include_padding(attention_mask, labels)
+    def _keep_labelled_padding(self, options: dict, attention_mask, labels: torch.Tensor | None) -> None:
+        """Set `padding_free` in the options of a call: True if it was requested, and the loss reads no padding."""
+        is_asked = is_requested(self.base_model, options.get("padding_free"))
+        options["padding_free"] = is_asked and not labels_include_padding(attention_mask, labels)
 
     def _own_models(self) -> list[Any]:
         """Return this model and those in it: encoder and decoder have configurations of their own."""

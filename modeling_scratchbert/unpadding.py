@@ -59,7 +59,7 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
     can_unpad = kernel in UNPADDING_KERNELS and not records and not config.chunk_size_feed_forward
     if padding_free and can_unpad and is_padding_mask(attention_mask, tokens):
         return remove_padding(attention_mask, model.pooler is not None, config.intermediate_size)
-    return PaddedBatch(attention_mask, has_packed_positions=padding_free)
+    return PaddedBatch(attention_mask)
 
 
 def is_requested(model, padding_free: bool | None) -> bool:
@@ -93,10 +93,7 @@ def packed_batch(tokens, attention_mask, position_ids, padding_free, records, ea
         has_positions = padding_free and attention_mask is None and position_ids is not None
         if not has_positions or tokens.shape[0] != 1:
             return None
-        is_first = position_ids[0] == 0
-        if not has_values(position_ids):  # traced: the flash kernels read the positions
-            return None if is_flash else PaddedBatch(traced_mask(position_ids[0], is_first))
-        cu_seqlens = packed_starts(position_ids[0].cpu(), is_first.cpu())
+        cu_seqlens = packed_starts(position_ids[0])
         if cu_seqlens is None:
             return None
     check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
@@ -106,22 +103,20 @@ def packed_batch(tokens, attention_mask, position_ids, padding_free, records, ea
     return sequences if can_unpad and not eager else MaskedSequences(sequences)
 
 
-def are_packed(positions: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
-    """Whether positions, `(N,)`, are those of packed sequences: each is 0 or one more than the one before."""
+def packed_starts(positions: torch.Tensor) -> torch.Tensor | None:
+    """The `cu_seqlens` of packed sequences with these positions, `(N,)`: each is 0 or one more than the one before.
+    None if they are one sequence."""
+    if not has_values(positions):
+        raise ValueError(
+            "position_ids have no values while tracing; expected cu_seq_lens_q to mark packed sequences. Pass it, or "
+            "padding_free=False for a single sequence."
+        )
+    positions = positions.cpu()
+    is_first = positions == 0
     counts_on = pad(positions.diff() == 1, (1, 0), value=False)
-    return (is_first | counts_on).all() & ~is_first.all()
-
-
-def packed_starts(positions: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor | None:
-    """The `cu_seqlens` of packed sequences with these positions; None if they are one sequence."""
-    if is_first.sum() < 2 or not are_packed(positions, is_first):
+    if is_first.sum() < 2 or is_first.all() or not (is_first | counts_on).all():
         return None
     return pad(is_first.nonzero()[:, 0], (0, 1), value=len(is_first)).int()
-
-
-def traced_mask(positions: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
-    """The full mask of packed sequences with these positions, whose values are not known: `(1, 1, N, N)`."""
-    return within_sequence(is_first.cumsum(0) * are_packed(positions, is_first))
 
 
 def scored_tokens(config, outputs, attention_mask) -> torch.Tensor | None:
@@ -143,12 +138,10 @@ class PaddedBatch:
 
     Args:
         attention_mask: `(B, T)`, or a full mask, `(B, 1, T, T)`; None if every token may be attended to.
-        has_packed_positions: whether a flash kernel may find packed sequences in the positions.
     """
 
-    def __init__(self, attention_mask=None, has_packed_positions: bool = False):
+    def __init__(self, attention_mask=None):
         self.attention_mask = attention_mask
-        self.has_packed_positions = has_packed_positions
 
     def unpad(self, input_ids, token_type_ids, position_ids, inputs_embeds) -> tuple:
         """The tokens to compute, of tensors of `(B, T, …)` or None. The embeddings count positions that are None."""
@@ -170,22 +163,21 @@ class PaddedBatch:
         if config._attn_implementation in ("sdpa", "flex_attention"):
             # Convert a boolean mask once per forward pass, not once per block.
             mask, encoder_mask = (additive_mask(each, hidden_states.dtype) for each in (mask, encoder_mask))
-        # Flash kernels take positions that restart for packed sequences, which BERT does not.
-        is_one_sequence = config._attn_implementation.startswith("flash") and not self.has_packed_positions
         return {
             "attention_mask": mask,
             "encoder_hidden_states": encoder_states,
             "encoder_attention_mask": encoder_mask,
             "past_key_values": cache,
-            "position_ids": None if is_one_sequence else position_ids,
+            # Flash kernels would take positions that restart for packed sequences, which BERT does not.
+            "position_ids": None if config._attn_implementation.startswith("flash") else position_ids,
         }
 
     def encoder(self, encoder: nn.Module) -> Callable:
         """What to call in place of the encoder."""
         return encoder
 
-    def kernel(self, kernel: Callable, encoder_hidden_states: torch.Tensor | None) -> Callable:
-        """What to call in place of a kernel of transformers' attention interface; in self-attention, without states."""
+    def kernel(self, kernel: Callable) -> Callable:
+        """What to call in place of a kernel of transformers' attention interface."""
         return kernel
 
     def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,8 +288,8 @@ class UnpaddedBatch:
         results = [encoder(part, **{**kwargs, "batch": batch}) for part, batch in zip(states, parts, strict=True)]
         return torch.cat(results, dim=1)
 
-    def kernel(self, kernel: Callable, encoder_hidden_states: torch.Tensor | None) -> Callable:
-        """What to call in place of a kernel of transformers' attention interface; in self-attention, without states."""
+    def kernel(self, kernel: Callable) -> Callable:
+        """What to call in place of a kernel of transformers' attention interface."""
         return partial(self._attend, kernel)
 
     def _attend(self, kernel, module, query, key, value, attention_mask=None, dropout=0.0, **kwargs) -> tuple:

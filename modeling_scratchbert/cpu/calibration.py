@@ -5,8 +5,8 @@ them. SmoothQuant divides the inputs by a factor for each channel, and multiplie
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,51 +62,47 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
 
 
 def largest_inputs(model, layers: dict[Any, nn.Linear], batches: Iterable[Mapping]) -> dict[Any, torch.Tensor]:
-    """Runs the batches, and returns the largest absolute inputs of each layer, under its key."""
-    recorder = InputRecorder()
+    """Runs the batches, and returns the largest absolute value of each channel of each layer's inputs, by its key."""
+    largest: dict[Any, torch.Tensor] = {}
+    number = 0
+    with evaluated(model), ExitStack() as hooks:
+        for key, layer in layers.items():
+            hook = partial(record, largest, key, lambda: number)
+            hooks.enter_context(layer.register_forward_pre_hook(hook))
+        for number, batch in enumerate(batches, start=1):
+            if not isinstance(batch, Mapping):
+                fact = f"calibration has a {type(batch).__name__} as batch {number}"
+                raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
+            model(**batch)
+    if not number:
+        raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")
+    return largest
+
+
+def record(largest: dict[Any, torch.Tensor], key: Any, number: Callable[[], int], layer, args) -> None:
+    """A hook that updates `largest[key]`; `number` returns that of the batch."""
+    x = args[0].detach().float().flatten(0, -2)
+    if not len(x) or not x.isfinite().all():
+        fact = f"calibration has {'NaN or infinity' if len(x) else 'no tokens'} in batch {number()}"
+        raise ValueError(f"{fact}; expected tokens with finite numbers. Leave the batch out.")
+    found = x.abs().amax(dim=0)
+    largest[key] = torch.maximum(largest.get(key, found), found)
+
+
+@contextmanager
+def evaluated(model) -> Iterator[None]:
+    """Within the `with` block, the model is in evaluation mode, without gradients, and removes padding."""
     with torch.no_grad(), ExitStack() as undo:
         # The products of a model as loaded have other last bits with other numbers of threads.
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
-        for module in filter(is_base_model, model.modules()):
-            undo.enter_context(module.register_forward_pre_hook(recorder.see_mask, with_kwargs=True))
-        for key, layer in layers.items():
-            undo.enter_context(layer.register_forward_pre_hook(partial(recorder.see_input, key)))
-        recorder.run(model.eval(), batches)
-    return recorder.largest
-
-
-class InputRecorder:
-    """The largest absolute value of each channel of the inputs of layers, at non-padding tokens. The mask is needed,
-    because a batch can stay padded."""
-
-    def __init__(self) -> None:
-        self.largest: dict[Any, torch.Tensor] = {}
-        self.mask: Any = None  # which the encoder or decoder that runs was given
-        self.number = 0  # of the batch
-
-    def run(self, model, batches: Iterable[Mapping]) -> None:
-        for self.number, batch in enumerate(batches, start=1):
-            if not isinstance(batch, Mapping):
-                fact = f"calibration has a {type(batch).__name__} as batch {self.number}"
-                raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
-            model(**batch)
-        if not self.number:
-            raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")
-
-    def see_mask(self, model, args, kwargs):
-        self.mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-
-    def see_input(self, weights: tuple[int, ...], layer, args):
-        x = args[0].detach().float()
-        tokens = x[self.mask.bool()] if getattr(self.mask, "shape", None) == x.shape[:-1] else x.flatten(0, -2)
-        if not len(tokens) or not tokens.isfinite().all():
-            fact = f"calibration has {'NaN or infinity' if len(tokens) else 'no tokens'} in batch {self.number}"
-            raise ValueError(f"{fact}; expected tokens with finite numbers. Leave the batch out.")
-        found = tokens.abs().amax(dim=0)
-        self.largest[weights] = torch.maximum(self.largest.get(weights, found), found)
+        for config in [module.config for module in model.modules() if is_base_model(module)]:
+            undo.callback(setattr, config, "padding_free", config.padding_free)
+            config.padding_free = True
+        model.eval()
+        yield
 
 
 def save_calibration(model, path: str | os.PathLike) -> None:

@@ -14,14 +14,13 @@ class PrepackedModule(nn.Module):
 
     Args:
         dtype: of its inputs and results.
-        optimized_for: the arguments of `optimize_for_inference`: a dtype or "int8", and `batch_invariant`.
     """
 
     is_prepacked = True  # by which the code in a saved model recognises this class
 
-    def __init__(self, dtype: torch.dtype, optimized_for: tuple[Any, bool]):
+    def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.dtype, self.optimized_for, self.training = dtype, optimized_for, False
+        self.dtype, self.training = dtype, False
 
     def matrices(self) -> list[PackedMatrix]:
         """The weights; one that layers share is there more than once."""
@@ -42,8 +41,8 @@ class PrepackedModule(nn.Module):
 class PrepackedLinear(PrepackedModule):
     """x Wᵀ + b, `(…, in)` → `(…, out)`, outside of the stack of blocks: in the pooler and the model heads."""
 
-    def __init__(self, matrix: PackedMatrix, optimized_for: tuple[Any, bool]):
-        super().__init__(matrix.dtype, optimized_for)
+    def __init__(self, matrix: PackedMatrix):
+        super().__init__(matrix.dtype)
         self.matrix, self.in_features, self.out_features = matrix, matrix.width, sum(matrix.heights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ from .matrices import PackedMatrix
 GELU_FORMS: dict[type, str] = {GELUActivation: "none", NewGELUActivation: "tanh", GELUTanh: "tanh"}
 # Options of a forward pass that the attention functions of transformers and vLLM read.
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
-DEFAULTS = {"output_attentions": False}
 
 
 class Block:
@@ -80,15 +79,15 @@ class OptimizedStack(PrepackedModule):
         config: of the stack.
         blocks: the weights.
         final_norm: of pre-norm blocks, or None.
-        optimized_for: the arguments of `optimize_for_inference`: a dtype or "int8", and `batch_invariant`.
+        is_batch_invariant: whether a text has the same bits in any batch.
     """
 
-    def __init__(self, config, blocks: list[Block], final_norm: Callable | None, optimized_for: tuple[Any, bool]):
-        super().__init__(blocks[0].attention_output.dtype if blocks else config.dtype, optimized_for)
+    def __init__(self, config, blocks: list[Block], final_norm: Callable | None, is_batch_invariant: bool):
+        super().__init__(blocks[0].attention_output.dtype if blocks else config.dtype)
         self.config = config
         self.blocks, self.final_norm = blocks, final_norm
         self.head_width = config.hidden_size // config.num_attention_heads
-        self.is_batch_invariant = optimized_for[1]
+        self.is_batch_invariant = is_batch_invariant
         # The products of an encoder's attention have the same bits anywhere in memory.
         is_aligned = self.head_width % 16 == 0 and config.num_attention_heads > 1
         self.attention = direct_attention if is_aligned and not config.is_decoder else aligned_attention
@@ -109,7 +108,7 @@ class OptimizedStack(PrepackedModule):
             raise unsupported(f"attn_implementation is {kernel!r}", "'sdpa' or 'eager'")
         for name in options:
             is_read_by_kernels = name in KERNEL_OPTIONS or name not in OPTIONS
-            if is_read_by_kernels and options[name] not in (None, DEFAULTS.get(name)):
+            if is_read_by_kernels and options[name] not in (None, False):
                 raise unsupported(f"{name} is given", "none")
         check_ndim("attention_mask", attention_mask)
         check_ndim("encoder_attention_mask", encoder_attention_mask)
@@ -172,7 +171,8 @@ class OptimizedStack(PrepackedModule):
         """The functions that compute self-attention and cross-attention: queries, keys and values, `(B, H, T, D)`, →
         `(B, T, H, D)`."""
         if batch is not None:
-            return partial(attend_in_runs, self.attention, batch.runs), self.attention
+            attend = batch.kernel(lambda _, *heads, **__: (self.attention(*heads), None))
+            return lambda *heads: attend(None, *heads)[0], self.attention
         own = PaddedAttention(self.attention, mask, self.config.is_decoder)
         other = PaddedAttention(self.attention, encoder_mask, False)
         if self.is_batch_invariant and has_values(hidden_states):
@@ -247,17 +247,6 @@ def aligned_attention(query: Tensor, key: Tensor, value: Tensor, mask=None, is_c
         mask = None if mask is None else pad(mask.expand(-1, -1, length, -1), (0, 0, 0, 4 - length))
     context = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
     return context[:rows, :, :length, :width].transpose(1, 2)
-
-
-def attend_in_runs(attention: Callable, runs: list[tuple[int, int]], query, key, value) -> Tensor:
-    """Attention of each sequence of an unpadded batch to itself: `(1, H, N, D)` → `(1, N, H, D)`. One call computes a
-    run of sequences of one length; `runs` are those of the batch."""
-    contexts, sizes = [], [length * count for length, count in runs]
-    heads = [tensor[0].split(sizes, dim=1) for tensor in (query, key, value)]
-    for (length, count), *run in zip(runs, *heads, strict=True):
-        run = [part.view(-1, count, length, query.shape[-1]).transpose(0, 1) for part in run]
-        contexts.append(attention(*run).flatten(0, 1))
-    return torch.cat(contexts)[None]
 
 
 class PaddedAttention:

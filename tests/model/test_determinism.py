@@ -293,11 +293,6 @@ def test_copies_keep_it():
 def test_it_can_be_given_up():
     model = random_scratchbert("ForConditionalGeneration", **SPECIAL).optimize_for_inference(batch_invariant=False)
     assert not model.get_decoder().encoder.is_batch_invariant
-    for first in (False, True):
-        model = random_scratchbert("Model").optimize_for_inference(batch_invariant=first)
-        model.optimize_for_inference(batch_invariant=first)
-        with pytest.raises(RuntimeError, match=f"batch_invariant={first}; "):
-            model.optimize_for_inference(batch_invariant=not first)
 
 
 @pytest.mark.parametrize("activation", optimization.VARYING_ACTIVATIONS)

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
+from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.cpu import matrices
 from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix, PackedMatrix, multiplies_int8
 from modeling_scratchbert.cpu.stack import OptimizedStack
@@ -203,9 +203,6 @@ def test_modules_outside_of_the_stack_can_be_changed(change):
             each.classifier = new
     inputs.pop("labels", None)
     assert_same_tensors(compute(model, inputs), compute(other, inputs))
-    if change == "module":
-        assert_same_tensors(compute(model.optimize_for_inference(), inputs), compute(other, inputs))
-        assert all_prepacked(model)
 
 
 def test_own_layers_of_a_head_stay():
@@ -292,7 +289,7 @@ def test_a_changed_module_is_refused_and_named(fact):
     model = make()
     CHANGES[fact](model)
     modules, training = list(model.modules()), model.train().training
-    with pytest.raises(RuntimeError, match=f"^{re.escape(fact)}.*; optimize_for_inference"):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(fact.split()[0])} (is|has) .*; optimize_for_inference"):
         model.optimize_for_inference()
     assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
     assert model.training == training
@@ -312,7 +309,7 @@ FULL = torch.ones(2, 1, 5, 5, dtype=torch.bool)
 UNSUPPORTED = {
     "output_attentions is given": {"output_attentions": True},
     r"attention_mask has shape \(2, 1, 5, 5\)": {"attention_mask": FULL},
-    "is_causal is given": {"is_causal": False},
+    "is_causal is given": {"is_causal": True},
 }
 
 
@@ -327,11 +324,11 @@ def test_arguments_that_only_a_model_as_loaded_supports(head, match):
 @pytest.mark.parametrize("is_after", [False, True])
 def test_other_attention_implementations_are_refused(is_after):
     model, ids = make("Model"), torch.arange(10).view(2, 5)
-    if is_after:
-        model.optimize_for_inference()
-    model.set_attn_implementation("flex_attention")
+    steps = [lambda: model.set_attn_implementation("flex_attention"), model.optimize_for_inference]
+    for step in steps[:: -1 if is_after else 1]:
+        step()
     with pytest.raises(RuntimeError, match=r"attn_implementation is 'flex_attention'; .* expects 'sdpa' or 'eager'"):
-        model.optimize_for_inference()(ids)
+        model(ids)
 
 
 def test_eager_and_sdpa_are_the_same():
@@ -542,24 +539,15 @@ def test_moves_to_the_same_device_and_dtype_change_nothing():
     assert min(model.num_parameters(), model.get_memory_footprint()) > 0
 
 
-def test_twice_is_once_and_another_dtype_is_refused():
-    model = make().optimize_for_inference()
-    modules = list(model.modules())
-    for dtype in (None, torch.float32):
-        assert model.optimize_for_inference(dtype) is model
-    for dtype in {torch.bfloat16, *DTYPES} - {torch.float32}:
-        with pytest.raises(RuntimeError, match=rf"optimised for torch.float32 with .*; expected {dtype} "):
-            model.optimize_for_inference(dtype)
-    assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
-
-
-def test_a_part_and_then_the_whole():
-    model, inputs = make(), inputs_for()
-    expected = compute(model, inputs)
-    model.model.optimize_for_inference()
-    assert_same_tensors(compute(model, inputs), expected)
-    assert all_prepacked(model.optimize_for_inference())
-    assert_same_tensors(compute(model, inputs), expected)
+def test_a_second_call_is_refused_also_for_the_whole_after_a_part():
+    whole, part = make().optimize_for_inference(), make()
+    part.model.optimize_for_inference()
+    inputs = inputs_for()
+    for model in (whole, part):
+        expected = compute(model, inputs)
+        with pytest.raises(RuntimeError, match=r"optimize_for_inference\(\)"):
+            model.optimize_for_inference()
+        assert_equal_tensors(compute(model, inputs), expected)
 
 
 def test_adapters_are_refused_until_they_are_merged():
@@ -567,7 +555,7 @@ def test_adapters_are_refused_until_they_are_merged():
     config = peft.LoraConfig(target_modules=["query", "value", "intermediate"], init_lora_weights=False)
     model, inputs = peft.get_peft_model(make(), config), inputs_for()
     state = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=r"query has an adapter.*merge_and_unload\(\)"):
+    with pytest.raises(RuntimeError, match=r"query is .*merge_and_unload\(\)"):
         model.optimize_for_inference()
     assert_equal_tensors(model.state_dict(), state)
     assert model.training
@@ -579,18 +567,12 @@ def test_adapters_are_refused_until_they_are_merged():
         peft.get_peft_model(merged, config)
 
 
-def test_offloaded_and_quantised_models_are_refused():
+def test_offloaded_models_are_refused():
     accelerate = pytest.importorskip("accelerate")
-    with torch.device("meta"):
-        empty = OURS["Model"](ScratchBertConfig(num_hidden_layers=1))
-    for model in (empty, accelerate.cpu_offload(make("Model"), execution_device="cpu")):
-        with pytest.raises(RuntimeError, match=r"offloaded.*device_map"):
-            model.optimize_for_inference()
-        assert not layers(model)
-    quantised = make("Model")
-    quantised.hf_quantizer = object()
-    with pytest.raises(RuntimeError, match=r"quantised.*quantization_config"):
-        quantised.optimize_for_inference()
+    model = accelerate.cpu_offload(make("Model"), execution_device="cpu")
+    with pytest.raises(RuntimeError, match=r"^encoder"):
+        model.optimize_for_inference()
+    assert not layers(model)
 
 
 @pytest.fixture
@@ -629,7 +611,16 @@ def test_one_model_optimised_in_threads():
     for _ in range(10):
         model, inputs = make(), inputs_for()
         expected = compute(model, inputs)
-        in_threads(lambda model: model.optimize_for_inference(), [model] * 4)
+        refused = []
+
+        def optimize(model, refused=refused):
+            try:
+                model.optimize_for_inference()
+            except RuntimeError as error:
+                refused.append(error)
+
+        in_threads(optimize, [model] * 4)
+        assert len(refused) == 3
         assert all_prepacked(model)
         assert_same_tensors(compute(model, inputs), expected)
 

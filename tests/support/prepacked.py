@@ -45,7 +45,7 @@ def all_prepacked(model):
 
 def prepack(layer: nn.Linear) -> PrepackedLinear:
     matrix = FloatMatrix([layer.weight.detach()], [layer.bias.detach()])
-    return PrepackedLinear(matrix, (layer.weight.dtype, True))
+    return PrepackedLinear(matrix)
 
 
 def compute(model, inputs):
