@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.utils.hub import resolve_revision
 
 from .installed import installed
+from .versions import resolved_revision
 
 # The arguments of `from_pretrained` that locate a file on the Hub or in the cache; the first four locate a revision.
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token", "force_download", "proxies", "subfolder")
@@ -22,7 +22,7 @@ def hub_options(source, kwargs: dict) -> dict:
     """Return those of `kwargs` that locate the files of `source`. `revision` becomes a commit, so that all files are of
     the same one and the Hub is asked for it once."""
     options = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
-    revision = resolve_revision(source, **{name: options[name] for name in HUB_OPTIONS[:4] if name in options})
+    revision = resolved_revision(source, {name: options[name] for name in HUB_OPTIONS[:4] if name in options})
     return options if revision is None else options | {"revision": revision}
 
 

@@ -1,5 +1,8 @@
 """The configuration of every ScratchBert model: BERT's fields under BERT's names, and a few of our own."""
 
+from .versions import CACHE  # noqa: F401  # first: it refuses older transformers
+
+# isort: split
 import contextlib
 import copy
 import os
@@ -15,8 +18,17 @@ from transformers.utils import logging
 from .checkpoints import copy_code, raw_config
 from .installed import installed
 
-if TYPE_CHECKING:  # the remote-code loader fetches this file, too, so that all code is saved beside a configuration
+if TYPE_CHECKING:  # the remote-code loader copies the files named here, too; before 5.9, no others
+    from .attention import MultiHeadAttention  # noqa: F401
+    from .embeddings import Embeddings  # noqa: F401
+    from .feed_forward import FeedForward  # noqa: F401
+    from .generation import ScratchBertGenerationMixin  # noqa: F401
+    from .inference import InferenceMixin  # noqa: F401
+    from .input_checks import check_options  # noqa: F401
     from .modeling_scratchbert import ScratchBertModel  # noqa: F401
+    from .pretrained import ScratchBertPreTrainedModel  # noqa: F401
+    from .transformer import TransformerStack  # noqa: F401
+    from .unpadding import choose_batch  # noqa: F401
 
 logger = logging.get_logger(__name__)
 
@@ -153,7 +165,7 @@ class ScratchBertConfig(PreTrainedConfig):
             raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
 
     @property  # transformers declares an attribute of the class, and reads it from the configuration
-    def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
+    def base_model_tp_plan(self) -> dict[str, str] | None:
         """How the matrices are split between processes in tensor parallelism (Shoeybi et al. 2019, "Megatron-LM",
         section 3): by attention head, feed-forward width and vocabulary. The number of processes must divide the number
         of heads. Encoder and decoder of a seq2seq model have a plan each; the model itself has none."""
@@ -163,6 +175,10 @@ class ScratchBertConfig(PreTrainedConfig):
         plan["encoder.blocks.*.feed_forward.intermediate"] = "colwise"
         plan["encoder.blocks.*.feed_forward.output"] = "rowwise"
         return None if self.is_encoder_decoder else plan | {"embeddings.word_embeddings": "embedding_rowwise"}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, value):
+        """Ignored: transformers 5.18 to 5.20 assign a plan that adds the word embeddings."""
 
     def encoder_config(self) -> Self:
         """Return the configuration of the encoder of a seq2seq model."""

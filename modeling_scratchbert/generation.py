@@ -5,6 +5,7 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
 from .inference import is_prepacked
+from .versions import CACHE, take_cache
 
 
 class ScratchBertGenerationMixin(GenerationMixin):
@@ -17,6 +18,11 @@ class ScratchBertGenerationMixin(GenerationMixin):
         the cache of cross-attention, the larger one for a long source, stays as it is."""
         getattr(past_key_values, "self_attention_cache", past_key_values).reorder_cache(beam_idx)
         return past_key_values
+
+    def generate(self, *args, **kwargs):
+        """As `GenerationMixin.generate`. The cache of an earlier call may be `cache` or `past_key_values`."""
+        cache = take_cache(kwargs.pop("past_key_values", None), kwargs)
+        return super().generate(*args, **kwargs if cache is None else {**kwargs, CACHE: cache})
 
     def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
         super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
@@ -43,7 +49,7 @@ class ScratchBertGenerationMixin(GenerationMixin):
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
         ids, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         mask = model_kwargs.get("decoder_attention_mask")
-        if mask is None and model_kwargs.get("past_key_values") is not None:
+        if mask is None and model_kwargs.get(CACHE) is not None:
             # By the length of the mask, transformers finds the ids that the cache contains.
             model_kwargs["decoder_attention_mask"] = ids.new_ones(ids.shape)
         elif mask is not None and model_kwargs.get("decoder_position_ids") is None and not mask.all():

@@ -6,7 +6,7 @@ The work is done by the subpackage `cpu`, which is installed and not copied into
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from .installed import installed
 
-Method = TypeVar("Method", bound=Callable)
+if TYPE_CHECKING:  # dill could not pickle it in code from a checkpoint
+    Method = TypeVar("Method", bound=Callable)
 
 
 def is_prepacked(module: nn.Module) -> bool:
@@ -27,7 +28,7 @@ def refusal(operation: str, instead="Do this before optimize_for_inference(), or
     return RuntimeError(f"The model is optimised for inference; {operation} expects one that is not. {instead}.")
 
 
-def _refused(inherited: Method) -> Method:
+def _refused(inherited: "Method") -> "Method":
     """Return a method that raises RuntimeError if the model is optimised, and else calls the inherited one."""
 
     @wraps(inherited)
@@ -35,7 +36,7 @@ def _refused(inherited: Method) -> Method:
         self._refuse_if_optimized(f"{inherited.__name__}()")
         return inherited(self, *args, **kwargs)
 
-    return cast(Method, method)
+    return cast("Method", method)
 
 
 class InferenceMixin(PreTrainedModel):

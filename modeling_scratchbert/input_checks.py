@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from .versions import max_cache_length
+
 # What a forward pass accepts beside the arguments in its signature. The first are documented in
 # `ScratchBertModel.forward`.
 OPTIONS = frozenset(
@@ -201,7 +203,7 @@ def cache_lengths(cache, mask=None, options=()) -> tuple[int | torch.Tensor, int
             f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward "
             "pass with use_cache=True returns."
         )
-    return cache.get_seq_length(), paged or (cache.get_max_length() if cache.is_compileable else None)
+    return cache.get_seq_length(), paged or (max_cache_length(cache) if cache.is_compileable else None)
 
 
 def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:

@@ -6,10 +6,13 @@ Classes stand in the order in which data flows. Signatures, outputs and losses a
 `attention`, `feed_forward` and `transformer`.
 """
 
+from .versions import CACHE, last_positions, names_cache, take_cache  # first: it refuses older transformers
+
+# isort: split
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import nn
@@ -17,7 +20,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from transformers import modeling_outputs
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -40,6 +42,11 @@ from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
 from .transformer import TransformerStack
 from .unpadding import choose_batch, scored_tokens, to_padded
+
+if TYPE_CHECKING:  # loaders before 5.9 copy the files that this one names, and no others
+    from .attention import MultiHeadAttention  # noqa: F401
+    from .checkpoints import staged  # noqa: F401
+    from .feed_forward import FeedForward  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +95,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module):
         self.embeddings.word_embeddings = value
 
+    @names_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -113,7 +121,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 positions that restart at 0 mark packed sequences; all-zero positions are one sequence.
             encoder_hidden_states: `(B, S, C)`, for a decoder with cross-attention.
             encoder_attention_mask: `(B, S)`, 1 for a token and 0 for padding.
-            past_key_values: the cache of a decoder.
+            past_key_values: the cache of a decoder; `cache` in the signature with transformers 5.24 and newer. Either
+                name can be used.
             use_cache: whether a decoder fills one.
             output_attentions: also return the attention weights of every block, `(B, H, T, T)`. The eager formula is
                 then used with any attention implementation, because no other returns its weights.
@@ -143,6 +152,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             TypeError: an argument is unknown.
             ValueError: an argument has a wrong shape, dtype or value.
         """
+        past_key_values = take_cache(past_key_values, kwargs)
         check_options(kwargs, self.config)
         kwargs.pop("num_items_in_batch", None)  # used by the losses of the model heads
         past_length, slots = cache_lengths(past_key_values, attention_mask, kwargs)
@@ -178,7 +188,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=last_hidden_state,
             pooler_output=None if self.pooler is None else self.pooler(first_tokens),
-            past_key_values=past_key_values if use_cache else None,
+            **cast(Any, {CACHE: past_key_values if use_cache else None}),
         )
 
 
@@ -580,6 +590,7 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         self.lm_head = LanguageModelHead(config)
         self.post_init()
 
+    @names_cache
     @can_return_tuple
     def forward(
         self,
@@ -603,14 +614,14 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, T, V)`.
         """
+        past_key_values = take_cache(past_key_values, kwargs)
         if labels is not None:
-            kwargs["padding_free"] = (
-                False  # without a causal mask, a loss of shifted labels reads the logits at padding
-            )
+            # Without a causal mask, the loss of shifted labels reads the logits at padding.
+            kwargs["padding_free"] = False
         tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         source = encoder_hidden_states, encoder_attention_mask, past_key_values
         outputs = self.model(*tokens, *source, use_cache=labels is None and use_cache, return_dict=True, **kwargs)
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(last_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -666,6 +677,7 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         if self.config.share_embeddings:
             self.decoder.set_input_embeddings(value)
 
+    @names_cache
     @can_return_tuple
     @merge_with_config_defaults
     def forward(
@@ -711,6 +723,7 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
                 "decoder_input_ids and decoder_inputs_embeds: neither was given; expected one of them. "
                 "ScratchBertForConditionalGeneration derives decoder_input_ids from labels."
             )
+        past_key_values = take_cache(past_key_values, kwargs)
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         if encoder_outputs is None:
@@ -726,7 +739,7 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         encoder |= {f"encoder_{name}": value for name, value in recorded(encoded).items()}
         return modeling_outputs.Seq2SeqModelOutput(
             last_hidden_state=decoder_outputs.last_hidden_state,
-            past_key_values=decoder_outputs.past_key_values,
+            **{CACHE: getattr(decoder_outputs, CACHE)},
             cross_attentions=decoder_outputs.cross_attentions,
             **decoder,
             **encoder,
@@ -776,6 +789,7 @@ class ScratchBertForConditionalGeneration(
         config, tensors, options = installed("bert.warm_start").seq2seq_start(cls.config_class, source, **kwargs)
         return cls.from_pretrained(None, config=config, state_dict=tensors, **options)
 
+    @names_cache
     @can_return_tuple
     def forward(
         self,
@@ -804,6 +818,7 @@ class ScratchBertForConditionalGeneration(
 
         The other arguments are those of `ScratchBertSeq2SeqModel.forward`. `logits` are `(B, T, V)`.
         """
+        past_key_values = take_cache(past_key_values, kwargs)
         if labels is not None:
             use_cache = False
             check_labels(labels, decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds)
@@ -822,7 +837,7 @@ class ScratchBertForConditionalGeneration(
         options |= {"decoder_position_ids": decoder_position_ids, "decoder_token_type_ids": decoder_token_type_ids}
         options |= {"use_cache": use_cache, "return_dict": True}
         outputs = self.model(*inputs, inputs_embeds, decoder_inputs_embeds, **options)
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(last_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             # `self.loss_function` would shift the labels a second time, because of this class's name.

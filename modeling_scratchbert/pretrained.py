@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import ResolvedRevision
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.utils import cached_file, logging
@@ -20,6 +19,7 @@ from .inference import InferenceMixin
 from .installed import installed
 from .transformer import TransformerBlock
 from .unpadding import is_requested, labels_include_padding
+from .versions import saves_on_this_rank
 
 logger = logging.get_logger(__name__)
 
@@ -168,7 +168,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as folder:
-            if state_dict is None and self.should_save_on_this_rank(is_main_process):
+            if state_dict is None and saves_on_this_rank(self, is_main_process):
                 try:
                     installed("probe.recording").write_probe(self, folder, variant)
                 except Exception as error:  # the package may be absent, or broken
@@ -219,7 +219,7 @@ def _raw_fields(source, options: dict) -> dict:
     folder = Path(source).parent if source is not None and os.path.isfile(source) else source
     # If the Hub cannot be reached, this raises, so that it is not tried for every file of weights. With a resolved
     # revision the repository is in the cache, and may have no config.json.
-    is_new = not isinstance(options.get("revision"), ResolvedRevision)
+    is_new = type(options.get("revision")).__name__ != "ResolvedRevision"
     look_up = {"_raise_exceptions_for_missing_entries": is_new, **options}
     has_config = source is not None and cached_file(folder, "config.json", **look_up) is not None
     return raw_config(folder, **options)[0] if has_config else {}

@@ -24,6 +24,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 
 from .inference import is_prepacked
 from .input_checks import check_packed, has_values
+from .versions import CACHE
 
 # The attention implementations that compute one sequence without a mask. The flash kernels accept packed sequences.
 UNPADDING_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -154,7 +155,7 @@ class PaddedBatch:
             config = copy.copy(config)
             config._attn_implementation = "eager"
         mask = (
-            create_causal_mask(config, hidden_states, self.attention_mask, cache)
+            create_causal_mask(config, hidden_states, self.attention_mask, **{CACHE: cache})
             if config.is_decoder
             else create_bidirectional_mask(config, hidden_states, self.attention_mask)
         )

@@ -1,6 +1,6 @@
 """Loads a BERT checkpoint of any kind: what `from_pretrained` does beyond loading a checkpoint of our own."""
 
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 
 from .files import UnreachableHubError, tensor_names
 from .names import check_tensor_names, loading_patterns
@@ -24,7 +24,7 @@ def bert_key_mapping(model_class, source, has_config: bool, key_mapping, options
                 raise
     key_mapping = dict(key_mapping or {})
     if names is not None:
-        renamings = [WeightRenaming(old, new) for old, new in key_mapping.items()]
-        names = {apply_renamings(name, renamings) for name in names}
+        for renaming in [WeightRenaming(old, new) for old, new in key_mapping.items()]:
+            names = {renaming.rename_source_key(name)[0] for name in names}
         check_tensor_names(names, source or "state_dict")
     return key_mapping | loading_patterns(names or set(), model_class.base_model_prefix)

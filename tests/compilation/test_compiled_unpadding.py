@@ -31,13 +31,12 @@ def test_compiled_with_a_mask(optimised, compiled):
 
 
 @optimised
-@pytest.mark.parametrize("given", ["lengths", "positions"])
-def test_compiled_packed(given, optimised, compiled):
+def test_compiled_packed(optimised, compiled):
     ours, graphs = make(ScratchBertModel, False), []
     ours = ours.optimize_for_inference() if optimised else ours
     run = compiled(ours)
     for batch in (draw(), draw("scattered"), draw("scattered", batch=3)):
-        packed = flattened(batch, return_flash_attn_kwargs=given == "lengths")
+        packed = flattened(batch, **FLASH)
         expected = ours(**packed).last_hidden_state
         outputs = run(**packed).last_hidden_state
         assert_same_tensors({"": outputs}, {"": expected})
@@ -51,9 +50,8 @@ def test_compiled_packed(given, optimised, compiled):
     assert graphs[1] == graphs[2]
 
 
-@pytest.mark.parametrize("given", ["lengths", "positions"])
-def test_compiled_packed_training_drops_attention(given, compiled):
-    packed = flattened(draw(), return_flash_attn_kwargs=given == "lengths")
+def test_compiled_packed_training_drops_attention(compiled):
+    packed = flattened(draw(), **FLASH)
     for dropout, same in ((1e-9, True), (0.5, False)):
         ours = make(ScratchBertModel, False, attention_probs_dropout_prob=dropout)
         expected = ours(**packed).last_hidden_state
@@ -69,12 +67,15 @@ def test_compiled_much_at_once(compiled, monkeypatch):
         assert_same_tensors(flat(compiled(ours)(**packed)), flat(ours(**packed)))
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 5, 6], [0, 0, 0, 0, 0, 0], [0]])
-def test_compiled_positions_that_do_not_count_sequences(positions, compiled):
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 5, 6], [0, 0, 0, 0, 0, 0], [0]])
+def test_compiled_positions_mark_no_sequences(positions, compiled):
+    """Positions cannot be read while tracing: with `padding_free`, whoever has packed sequences passes their lengths."""
     ours = make(ScratchBertModel, False)
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, len(positions))), "position_ids": torch.tensor([positions])}
-    assert_same_tensors(flat(compiled(ours)(**batch)), flat(ours(**batch)))
-    assert_same_tensors(flat(ours(**batch)), flat(ours(**batch, attention_mask=torch.ones(1, len(positions)))))
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        compiled(ours)(**batch)
+    whole = {**batch, "padding_free": False}
+    assert_same_tensors(flat(compiled(ours)(**whole)), flat(ours(**whole)))
 
 
 def test_a_second_copy_of_the_package_compiles_too(compiled, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
             for name, child in layer.named_children():
                 if type(child) is nn.Linear and can_prepack(child.weight):
                     matrix = FloatMatrix([child.weight], [child.bias])
-                    setattr(layer, name, PrepackedLinear(matrix, (torch.float32, True)))
+                    setattr(layer, name, PrepackedLinear(matrix))
             found.append(layer)
             width = module.fields.get("out_features", width)
     return found, width

@@ -1,0 +1,82 @@
+"""What differs between the minor versions of transformers 5: the only file that depends on them.
+
+Both files that a loader opens first, the configuration and the models, import it first, so that an older version gets
+one line instead of an error about a name that it does not have.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import transformers
+from transformers import modeling_outputs
+from transformers.utils import hub
+
+if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (5, 5):
+    raise ImportError(
+        f"transformers is {transformers.__version__}; ScratchBert expects 5.5 or newer. Upgrade it with `pip install "
+        "--upgrade transformers`; or there, save the model with save_as_bert(), and load that folder as a BERT."
+    )
+
+# The name of a cache of keys and values in `forward`, `generate` and outputs: "cache" since 5.24.
+CACHE = "past_key_values"
+if CACHE not in {field.name for field in fields(modeling_outputs.CausalLMOutputWithCrossAttentions)}:
+    CACHE = "cache"
+
+
+def names_cache(forward: Callable) -> Callable:
+    """Decorate a `forward` with a parameter `past_key_values`, whose signature then has the installed version's name.
+    It is called with either: `take_cache` finds the one that is not a parameter."""
+    signature = inspect.signature(forward)
+    parameters = signature.parameters.values()
+    named = [each.replace(name=CACHE) if each.name == "past_key_values" else each for each in parameters]
+    vars(forward)["__signature__"] = signature.replace(parameters=named)
+    return forward
+
+
+def take_cache(past_key_values: Any, options: dict[str, Any]) -> Any:
+    """Return the cache that a call was given, under either name, and remove it from its options. `generate_batch`
+    passes a paged cache as `cache`, which attention functions read; it stays there.
+
+    Raises:
+        ValueError: it was given under both names.
+    """
+    if type(options.get("cache")).__name__ == "PagedAttentionCache":
+        return past_key_values
+    cache = options.pop("cache", None)
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values: both were given; expected one of them, which mean the same.")
+    return past_key_values if cache is None else cache
+
+
+def max_cache_length(cache) -> int:
+    """Return the size of a static cache. The method was renamed in 5.17."""
+    name = "get_max_length" if hasattr(cache, "get_max_length") else "get_max_cache_shape"
+    return getattr(cache, name)()
+
+
+def resolved_revision(source, options: dict[str, Any]) -> str | None:
+    """Return the commit of a revision on the Hub, since 5.21; before it, the revision, which each file resolves."""
+    resolve = getattr(hub, "resolve_revision", None)
+    return options.get("revision") if resolve is None else resolve(source, **options)
+
+
+def saves_on_this_rank(model, is_main_process: bool) -> bool:
+    """Return whether this process saves the model; before 5.15, what the caller says."""
+    decide = getattr(model, "should_save_on_this_rank", bool)
+    return decide(is_main_process)
+
+
+def last_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Return the hidden states, `(B, T, C)`, whose logits `generate` reads: the last ones, or all for 0; or those at
+    positions, `(K,)` or `(B, K)`; or, flattened, those where a mask `(B, T)` is True."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep or None :]
+    if logits_to_keep.ndim == 1:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
