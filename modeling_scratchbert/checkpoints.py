@@ -43,6 +43,8 @@ def raw_config(source, **kwargs) -> tuple[dict, dict]:
     fields: Any = None
     with explained(source, kwargs), suppress(AttributeError, TypeError):  # transformers expects an object of JSON
         fields, kwargs = PreTrainedConfig.get_config_dict(source, **kwargs)
+    if isinstance(fields, dict):
+        fields.pop("_commit_hash", None)  # which transformers adds before 5.21
     if not isinstance(fields, dict) or not fields:
         raise OSError(f"{source}/config.json holds no configuration; expected the fields of one beside the weights.")
     return fields, kwargs

@@ -6,7 +6,13 @@ Classes stand in the order in which data flows. Signatures, outputs and losses a
 `attention`, `feed_forward` and `transformer`.
 """
 
-from .versions import CACHE, last_positions, names_cache, take_cache  # first: it refuses older transformers
+from .versions import (
+    CACHE,
+    is_checkpointing,
+    last_positions,
+    names_cache,
+    take_cache,
+)  # first: it refuses older transformers
 
 # isort: split
 import logging
@@ -162,7 +168,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         is_packed = kwargs.get("cu_seq_lens_q") is not None
         check_inputs(self.config, ids, inputs_embeds, attention_mask, vocab_size, past_length, slots, is_packed)
         # Checkpointed blocks run twice and must not fill a cache.
-        use_cache = use_cache and self.config.is_decoder and not (self.training and self.is_activation_checkpointing)
+        use_cache = use_cache and self.config.is_decoder and not (self.training and is_checkpointing(self))
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         eager = kwargs.setdefault("output_attentions", self.config.output_attentions)

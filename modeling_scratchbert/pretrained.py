@@ -174,7 +174,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
                 except Exception as error:  # the package may be absent, or broken
                     logger.warning_once(f"The model is saved without a probe.json: {error}")
             options = is_main_process, state_dict, push_to_hub, max_shard_size, variant
-            super().save_pretrained(folder, *options, *args, **kwargs)
+            super().save_pretrained(str(folder), *options, *args, **kwargs)
             if (folder / "config.json").exists():
                 copy_code(folder)  # the configuration may be of another copy of the package, and has saved its code
             if push_to_hub and Path(save_directory, "README.md").exists():

@@ -18,7 +18,7 @@ from transformers.utils import hub
 if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (5, 5):
     raise ImportError(
         f"transformers is {transformers.__version__}; ScratchBert expects 5.5 or newer. Upgrade it with `pip install "
-        "--upgrade transformers`; or there, save the model with save_as_bert(), and load that folder as a BERT."
+        "--upgrade transformers`, or ask for a copy of the model that was saved with save_as_bert()."
     )
 
 # The name of a cache of keys and values in `forward`, `generate` and outputs: "cache" since 5.24.
@@ -62,6 +62,12 @@ def resolved_revision(source, options: dict[str, Any]) -> str | None:
     """Return the commit of a revision on the Hub, since 5.21; before it, the revision, which each file resolves."""
     resolve = getattr(hub, "resolve_revision", None)
     return options.get("revision") if resolve is None else resolve(source, **options)
+
+
+def is_checkpointing(model) -> bool:
+    """Return whether activations are checkpointed. The attribute was renamed between 5.5 and 5.21."""
+    name = "is_activation_checkpointing"
+    return getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing")
 
 
 def saves_on_this_rank(model, is_main_process: bool) -> bool:

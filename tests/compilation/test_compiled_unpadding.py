@@ -69,7 +69,7 @@ def test_compiled_much_at_once(compiled, monkeypatch):
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 5, 6], [0, 0, 0, 0, 0, 0], [0]])
 def test_compiled_positions_mark_no_sequences(positions, compiled):
-    """Positions cannot be read while tracing: with `padding_free`, whoever has packed sequences passes their lengths."""
+    """They cannot be read while tracing: with `padding_free`, packed sequences are marked by their lengths."""
     ours = make(ScratchBertModel, False)
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, len(positions))), "position_ids": torch.tensor([positions])}
     with pytest.raises(ValueError, match="cu_seq_lens_q"):

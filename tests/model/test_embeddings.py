@@ -9,7 +9,11 @@ from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 from modeling_scratchbert.embeddings import Embeddings, SinusoidalPositions, sinusoidal_table
+from modeling_scratchbert.versions import CACHE
 from support.models import randomise, tiny_config
+
+# BERT's argument for the number of cached tokens.
+LENGTH_NAME = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
 
 def paper(length: int, width: int) -> torch.Tensor:
@@ -73,7 +77,7 @@ POSITIONS = torch.tensor([[0, 0, 1, 2], [39, 3, 3, 20]])
 @pytest.mark.parametrize("past_length", [0, 30])
 def test_equal_berts(arguments, past_length, references):
     ours, theirs = references()
-    expected = theirs(**arguments, past_key_values_length=past_length)
+    expected = theirs(**arguments, **{LENGTH_NAME: past_length})
     torch.testing.assert_close(ours(**arguments, past_length=past_length), expected, rtol=0, atol=1e-6)
 
 

@@ -29,6 +29,7 @@ from modeling_scratchbert import (
 from modeling_scratchbert.attention import MultiHeadAttention
 from modeling_scratchbert.bert.names import to_scratchbert
 from modeling_scratchbert.feed_forward import FeedForward
+from modeling_scratchbert.versions import CACHE
 from support.checkpoint_kinds import NOTHING, assert_same_outputs, config_json, logged_warnings
 from support.comparison import TOLERANCE, assert_same_gradients, assert_same_tensors, flat
 from support.models import NO_DROPOUT, SPECIAL, TINY, inputs_for, random_encoder_decoder, random_scratchbert
@@ -234,7 +235,7 @@ def test_what_is_asked_for_is_returned_for_both_halves(asked_by):
     }
     assert list(model(**inputs, output_hidden_states=False, output_attentions=False)) == [
         "logits",
-        "past_key_values",
+        CACHE,
         "encoder_last_hidden_state",
     ]
 
