@@ -4,18 +4,14 @@ The work is done by the subpackage `cpu`, which is installed and not copied into
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Literal, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .installed import installed
-
-if TYPE_CHECKING:  # dill could not pickle it in code from a checkpoint
-    Method = TypeVar("Method", bound=Callable)
 
 
 def is_prepacked(module: nn.Module) -> bool:
@@ -26,17 +22,6 @@ def is_prepacked(module: nn.Module) -> bool:
 def refusal(operation: str, instead="Do this before optimize_for_inference(), or load the model again") -> RuntimeError:
     """Return the error for what an optimised model does not support."""
     return RuntimeError(f"The model is optimised for inference; {operation} expects one that is not. {instead}.")
-
-
-def _refused(inherited: "Method") -> "Method":
-    """Return a method that raises RuntimeError if the model is optimised, and else calls the inherited one."""
-
-    @wraps(inherited)
-    def method(self, *args, **kwargs):
-        self._refuse_if_optimized(f"{inherited.__name__}()")
-        return inherited(self, *args, **kwargs)
-
-    return cast("Method", method)
 
 
 class InferenceMixin(PreTrainedModel):
@@ -112,9 +97,17 @@ class InferenceMixin(PreTrainedModel):
             self._refuse_if_optimized("training")
         return super().train(mode)
 
-    load_state_dict = _refused(PreTrainedModel.load_state_dict)
-    push_to_hub = _refused(PreTrainedModel.push_to_hub)
-    resize_token_embeddings = _refused(PreTrainedModel.resize_token_embeddings)
+    def load_state_dict(self, *args, **kwargs):
+        self._refuse_if_optimized("load_state_dict()")
+        return super().load_state_dict(*args, **kwargs)
+
+    def push_to_hub(self, *args, **kwargs):
+        self._refuse_if_optimized("push_to_hub()")
+        return super().push_to_hub(*args, **kwargs)
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        self._refuse_if_optimized("resize_token_embeddings()")
+        return super().resize_token_embeddings(*args, **kwargs)
 
     def _apply(self, fn, recurse: bool = True):
         for module in filter(is_prepacked, self.modules()):
