@@ -24,6 +24,7 @@ from .matrices import PackedMatrix
 GELU_FORMS: dict[type, str] = {GELUActivation: "none", NewGELUActivation: "tanh", GELUTanh: "tanh"}
 # Options of a forward pass that the attention functions of transformers and vLLM read.
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
+DEFAULTS = {"output_attentions": False}
 
 
 class Block:
@@ -108,7 +109,7 @@ class OptimizedStack(PrepackedModule):
             raise unsupported(f"attn_implementation is {kernel!r}", "'sdpa' or 'eager'")
         for name in options:
             is_read_by_kernels = name in KERNEL_OPTIONS or name not in OPTIONS
-            if is_read_by_kernels and options[name] not in (None, False):
+            if is_read_by_kernels and options[name] not in (None, DEFAULTS.get(name)):
                 raise unsupported(f"{name} is given", "none")
         check_ndim("attention_mask", attention_mask)
         check_ndim("encoder_attention_mask", encoder_attention_mask)

@@ -309,7 +309,7 @@ FULL = torch.ones(2, 1, 5, 5, dtype=torch.bool)
 UNSUPPORTED = {
     "output_attentions is given": {"output_attentions": True},
     r"attention_mask has shape \(2, 1, 5, 5\)": {"attention_mask": FULL},
-    "is_causal is given": {"is_causal": True},
+    "is_causal is given": {"is_causal": False},
 }
 
 

@@ -19,7 +19,10 @@ PACKAGE = Path(modeling_scratchbert.__file__).parent
 # Each was found in 5.5.4, 5.10.4, 5.17.0, 5.20.2, 5.21.1, 5.23.0 and 5.24.0. Before a name is added here, look for it
 # there, or run `make test-versions`; what is missing in one of them belongs into versions.py.
 KNOWN = {
-    "transformers": {"AutoTokenizer", "BertConfig", "PreTrainedConfig", "PreTrainedModel", "initialization"},
+    "transformers": {
+        *("AutoTokenizer", "BertConfig", "PreTrainedConfig", "PreTrainedModel", "initialization"),
+        "modeling_outputs",
+    },
     "transformers.activations": {"ACT2FN", "GELUActivation", "GELUTanh", "NewGELUActivation"},
     "transformers.cache_utils": {"Cache", "DynamicCache", "EncoderDecoderCache"},
     "transformers.core_model_loading": {"WeightRenaming"},
@@ -36,15 +39,13 @@ KNOWN = {
     "transformers.pytorch_utils": {"apply_chunking_to_forward"},
     "transformers.utils": {
         *("ModelOutput", "cached_file", "logging", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME"),
-        *("WEIGHTS_INDEX_NAME", "WEIGHTS_NAME"),
+        *("WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "hub"),
     },
     "transformers.utils.generic": {"can_return_tuple", "merge_with_config_defaults"},
     "transformers.utils.hub": {"get_checkpoint_shard_files"},
     "transformers.utils.import_utils": {"is_tracing"},
     "transformers.utils.output_capturing": {"OutputRecorder", "_active_collector", "capture_outputs"},
 }
-KNOWN["transformers"] |= {"modeling_outputs"}
-KNOWN["transformers.utils"] |= {"hub"}
 
 
 def imports_of(path: Path) -> list[tuple[str, str]]:
