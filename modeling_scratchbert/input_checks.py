@@ -14,8 +14,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from .versions import max_cache_length
-
 # What a forward pass accepts beside the arguments in its signature. The first are documented in
 # `ScratchBertModel.forward`.
 OPTIONS = frozenset(
@@ -195,15 +193,15 @@ def check_starts(starts: list[int], end: int, limit: int) -> None:
 def cache_lengths(cache, mask=None, options=()) -> tuple[int | torch.Tensor, int | None]:
     """The number of tokens in a cache, and its size if that is fixed: a full mask is then as wide. The `cache` of pages
     in the options of `generate_batch` has the width of its mask."""
-    paged = mask.shape[-1] if "cache" in options and isinstance(mask, torch.Tensor) else None
+    width = mask.shape[-1] if isinstance(mask, torch.Tensor) else None
     if cache is None:
-        return 0, paged
+        return 0, width if "cache" in options else None
     if not isinstance(cache, Cache):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}; expected a transformers Cache, as a forward "
             "pass with use_cache=True returns."
         )
-    return cache.get_seq_length(), paged or (max_cache_length(cache) if cache.is_compileable else None)
+    return cache.get_seq_length(), width if cache.is_compileable else None
 
 
 def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:

@@ -8,7 +8,6 @@ Classes stand in the order in which data flows. Signatures, outputs and losses a
 
 from .versions import (
     CACHE,
-    is_checkpointing,
     last_positions,
     names_cache,
     take_cache,
@@ -93,6 +92,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         self.embeddings = Embeddings(config)
         self.encoder = TransformerStack(config)
         self.pooler = Pooler(config) if add_pooling_layer else None
+        self.gradient_checkpointing = False  # read by the decorators of `forward`: checkpointed blocks fill no cache
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -167,8 +167,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
         is_packed = kwargs.get("cu_seq_lens_q") is not None
         check_inputs(self.config, ids, inputs_embeds, attention_mask, vocab_size, past_length, slots, is_packed)
-        # Checkpointed blocks run twice and must not fill a cache.
-        use_cache = use_cache and self.config.is_decoder and not (self.training and is_checkpointing(self))
+        use_cache = use_cache and self.config.is_decoder
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         eager = kwargs.setdefault("output_attentions", self.config.output_attentions)

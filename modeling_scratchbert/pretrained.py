@@ -19,7 +19,6 @@ from .inference import InferenceMixin
 from .installed import installed
 from .transformer import TransformerBlock
 from .unpadding import is_requested, labels_include_padding
-from .versions import saves_on_this_rank
 
 logger = logging.get_logger(__name__)
 
@@ -45,8 +44,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     _is_encoder_decoder = False
     _can_record_outputs = {
         "hidden_states": TransformerBlock,
-        "attentions": OutputRecorder(MultiHeadAttention, 1, "attention"),
-        "cross_attentions": OutputRecorder(MultiHeadAttention, 1, "cross_attention"),
+        "attentions": OutputRecorder(MultiHeadAttention, 1, ".attention"),
+        "cross_attentions": OutputRecorder(MultiHeadAttention, 1, ".cross_attention"),
     }
 
     def __init__(self, config: ScratchBertConfig, *args, **kwargs):
@@ -168,7 +167,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         if push_to_hub:
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as folder:
-            if state_dict is None and saves_on_this_rank(self, is_main_process):
+            if state_dict is None and is_main_process:
                 try:
                     installed("probe.recording").write_probe(self, folder, variant)
                 except Exception as error:  # the package may be absent, or broken

@@ -236,7 +236,7 @@ class UnpaddedBatch:
     @classmethod
     def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens, max_width: int) -> "UnpaddedBatch":
         """Packed sequences, `tokens` `(1, N, …)`. Unless `max_width` is 0, they are sorted as in `from_lengths`."""
-        shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
+        shape, device = tokens.shape[:2], tokens.device
         # The lengths cannot be read while tracing, and need not be if the longest is known.
         if has_values(cu_seqlens) and (device.type == "cpu" or max_seqlen is None):
             batch = cls.from_lengths(cu_seqlens.diff().tolist(), shape, None, device, bool(max_width), max_width)

@@ -5,26 +5,23 @@ one line instead of an error about a name that it does not have.
 """
 
 import inspect
-import re
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import modeling_outputs
 from transformers.utils import hub
 
-if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (5, 5):
+if Version(transformers.__version__) < Version("5.5"):
     raise ImportError(
         f"transformers is {transformers.__version__}; ScratchBert expects 5.5 or newer. Upgrade it with `pip install "
         "--upgrade transformers`, or ask for a copy of the model that was saved with save_as_bert()."
     )
 
 # The name of a cache of keys and values in `forward`, `generate` and outputs: "cache" since 5.24.
-CACHE = "past_key_values"
-if CACHE not in {field.name for field in fields(modeling_outputs.CausalLMOutputWithCrossAttentions)}:
-    CACHE = "cache"
+CACHE = "cache" if hasattr(modeling_outputs.CausalLMOutputWithCrossAttentions, "cache") else "past_key_values"
 
 
 def names_cache(forward: Callable) -> Callable:
@@ -52,35 +49,17 @@ def take_cache(past_key_values: Any, options: dict[str, Any]) -> Any:
     return past_key_values if cache is None else cache
 
 
-def max_cache_length(cache) -> int:
-    """Return the size of a static cache. The method was renamed in 5.17."""
-    name = "get_max_length" if hasattr(cache, "get_max_length") else "get_max_cache_shape"
-    return getattr(cache, name)()
-
-
 def resolved_revision(source, options: dict[str, Any]) -> str | None:
     """Return the commit of a revision on the Hub, since 5.21; before it, the revision, which each file resolves."""
     resolve = getattr(hub, "resolve_revision", None)
     return options.get("revision") if resolve is None else resolve(source, **options)
 
 
-def is_checkpointing(model) -> bool:
-    """Return whether activations are checkpointed. The attribute was renamed between 5.5 and 5.21."""
-    name = "is_activation_checkpointing"
-    return getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing")
-
-
-def saves_on_this_rank(model, is_main_process: bool) -> bool:
-    """Return whether this process saves the model; before 5.15, what the caller says."""
-    decide = getattr(model, "should_save_on_this_rank", bool)
-    return decide(is_main_process)
-
-
 def last_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """Return the hidden states, `(B, T, C)`, whose logits `generate` reads: the last ones, or all for 0; or those at
     positions, `(K,)` or `(B, K)`; or, flattened, those where a mask `(B, T)` is True."""
     if isinstance(logits_to_keep, int):
-        return hidden_states[:, -logits_to_keep or None :]
+        return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.ndim == 1:
         return hidden_states[:, logits_to_keep]
     if logits_to_keep.dtype == torch.bool:

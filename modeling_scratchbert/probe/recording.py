@@ -20,8 +20,10 @@ def probe_name(variant: str | None = None) -> str:
 
 
 def write_probe(model, folder: Path, variant: str | None = None) -> None:
-    """Write the probe of a model into `folder`. If there is none, log the reason as a warning."""
+    """Write the probe of a model into `folder`, in the first process. If there is none, log the reason as a warning."""
     name = probe_name(variant)
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
     try:
         if (reason := why_unverifiable(model)) is None:
             (folder / name).write_text(json.dumps(make_probe(model), indent=1) + "\n", encoding="utf-8")

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import modeling_scratchbert
 from support.models import ENCODER_DECODERS, HEADS, NEEDS, NO_DROPOUT, OURS, inputs_for, tiny_config
+from support.versions import checkpoint_activations
 
 FIELDS = {
     **NO_DROPOUT,
@@ -169,7 +170,7 @@ def test_gradient_checkpointing_compiles():
         return {name: value.grad.clone() for name, value in model.encoder.named_parameters()}
 
     expected = gradients(model)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(gradients(compiled), expected, rtol=1e-5, atol=1e-7)
 

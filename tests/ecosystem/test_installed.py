@@ -380,8 +380,8 @@ def noted(tmp_path_factory):
     return run(IMPORT, cwd=folder)
 
 
-def test_a_configuration_executes_three_files_and_is_saved_with_all(noted):
-    assert noted["executed"] == ["checkpoints", "configuration_scratchbert", "installed"]
+def test_a_configuration_executes_four_files_and_is_saved_with_all(noted):
+    assert noted["executed"] == ["checkpoints", "configuration_scratchbert", "installed", "versions"]
     assert set(noted["saved with the configuration"]) == CODE
     assert not noted["package imported by then"]
 

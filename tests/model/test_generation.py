@@ -42,6 +42,7 @@ from modeling_scratchbert import (
 from modeling_scratchbert.versions import CACHE
 from support.comparison import as_doubles
 from support.models import VOCABULARY, randomise, tiny_config
+from support.versions import since
 
 PAD, START = 0, 1
 LIMIT = 80  # positions
@@ -430,6 +431,7 @@ def test_a_draft_model_may_be_of_another_size(references):
     assert sampled.shape == ids.shape
 
 
+@since("5.17", "a prompt can be looked up without an end token")
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
 def test_looking_the_draft_up_in_the_prompt_changes_nothing(kind, references):
     pair = references(kind)
@@ -774,6 +776,7 @@ def tokenizer():
     return BertTokenizer(vocab={word: number for number, word in enumerate(words)}, padding_side="left")
 
 
+@since("5.20", "a pipeline does not warn of its own arguments")
 def test_a_pipeline_writes_what_the_references_does(tokenizer, references, said, tmp_path):
     pair = references("causal")
     pair.ours.save_pretrained(tmp_path)

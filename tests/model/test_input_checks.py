@@ -22,6 +22,7 @@ from modeling_scratchbert import (
 from modeling_scratchbert.input_checks import check_inputs, check_mask
 from support.models import HEADS, TINY
 from support.refusals import assert_mentions, refusal
+from support.versions import since
 
 SIZES = {**TINY, "num_hidden_layers": 1, "type_vocab_size": 3}
 BATCH, CHOICES, LENGTH, WIDTH = 3, 2, 5, 32
@@ -330,6 +331,7 @@ def test_a_model_that_cannot_be_is_refused_however_the_field_came_in(field, valu
     says(message, *parts)
 
 
+@since("5.10", "the configuration accepts any problem_type")
 def test_an_unknown_problem_is_refused_not_taken_for_another():
     config = ScratchBertConfig(**SIZES, problem_type="regresion")
     model = ScratchBertForSequenceClassification(config)

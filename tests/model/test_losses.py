@@ -15,6 +15,7 @@ from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients
 from support.models import NEEDS, NO_DROPOUT, OURS, randomise, tiny_config
 from support.training import sgd_settings
+from support.versions import checkpoint_activations, since
 
 ROWS, T, L = 8, 9, 3
 LENGTHS = torch.tensor([9, 3, 8, 4, 7, 9, 4, 5])[:, None]
@@ -160,7 +161,7 @@ def test_the_ways_to_compute_less_add_up_too(name, fields, checkpointing):
     expected_loss, expected = loss_and_gradients(task.model(), [batch])
     model = task.model(**fields)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     loss, gradient = loss_and_gradients(model, in_twos(batch), num_items_in_batch=torch.tensor(20))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_same_gradients(gradient, expected)
@@ -217,6 +218,7 @@ def one_step(model, batch, folder, **arguments):
     return result.training_loss, kept.gradients
 
 
+@since("5.10", "Trainer does not divide a loss that num_items_in_batch has divided")
 @tasks
 def test_trainer_accumulates_the_gradient_of_the_large_batch(task, tmp_path):
     """Question answering has no `labels`, of which alone `Trainer` takes the number: it divides the batches' means by
@@ -228,6 +230,7 @@ def test_trainer_accumulates_the_gradient_of_the_large_batch(task, tmp_path):
     assert_same_gradients(gradient, expected)
 
 
+@since("5.17", "Trainer divides smoothed losses by the number of accumulated batches")
 @pytest.mark.parametrize("name", ["single label", "masked LM", "token labels", "next word", "target"])
 def test_trainer_smooths_labels(name, tmp_path):
     """It computes that loss itself, of the logits; torch has the same one."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertLMHeadModel, BertModel
-from transformers.cache_utils import DynamicCache
+from transformers import BertLMHeadModel, BertModel, PreTrainedConfig, PreTrainedModel, generation
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertForCausalLM, ScratchBertForConditionalGeneration, ScratchBertModel
@@ -57,6 +58,57 @@ def test_names_of_transformers_are_in_every_supported_version():
     found = {pair for path in PACKAGE.rglob("*.py") for pair in imports_of(path) if pair[0].startswith("transformers")}
     unknown = {(module, name) for module, name in found if name not in KNOWN.get(module, ())}
     assert not unknown
+
+
+# The methods and attributes of transformers that the package calls on caches, or overrides in configurations and
+# models; in the same versions. A method that is overridden and no longer called would change what happens without an
+# error.
+OF_CACHES = {
+    *("update", "get_seq_length", "reorder_cache", "is_compileable", "is_updated", "layers"),
+    *("self_attention_cache", "cross_attention_cache"),
+}
+OVERRIDDEN = {
+    PreTrainedConfig: {
+        *("__post_init__", "from_dict", "get_config_dict", "get_text_config", "output_attentions", "save_pretrained"),
+        *("to_dict", "validate_output_attentions"),
+    },
+    PreTrainedModel: {
+        *("__init__", "_apply", "_from_config", "_get_files_timestamps", "_init_weights", "from_pretrained"),
+        *("get_expanded_tied_weights_keys", "get_input_embeddings", "get_output_embeddings", "load_state_dict"),
+        *("push_to_hub", "resize_token_embeddings", "save_pretrained", "set_input_embeddings"),
+        *("set_output_embeddings", "train"),
+    },
+    GenerationMixin: {
+        *("_prepare_decoder_input_ids_for_generation", "_prepare_model_inputs", "_prepare_special_tokens"),
+        *("_validate_generated_length", "generate"),
+    },
+}
+
+
+def test_methods_of_transformers_are_in_every_supported_version():
+    bases = {name: cls for cls in OVERRIDDEN for name in OVERRIDDEN[cls]}
+    for cls in (modeling_scratchbert.ScratchBertConfig, ScratchBertForConditionalGeneration):
+        own = {name for each in cls.__mro__ if "scratchbert" in each.__module__ for name in vars(each)}
+        inherited = {name for each in cls.__mro__ if each.__module__.startswith("transformers.") for name in vars(each)}
+        overridden = {name for name in own & inherited if callable(getattr(cls, name, None))}
+        # The last are made by decorators of configurations.
+        assert overridden - {"forward", "config_class", "__eq__", "__setattr__", "validate", "__repr__"} <= bases.keys()
+    for name, cls in bases.items():
+        assert hasattr(cls, name), name
+    assert '"create_masks_for_generate"' in inspect.getsource(generation.utils)  # it asks the model for one
+
+
+def test_members_of_caches_are_in_every_supported_version():
+    def is_cache(node):
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        return name in ("cache", "past_key_values") or name.endswith("_cache")
+
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_cache(node.value)}
+    assert found <= OF_CACHES
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    for name in OF_CACHES:
+        assert hasattr(cache if hasattr(cache, name) else cache.self_attention_cache, name), name
 
 
 @pytest.mark.parametrize("file", ["configuration_scratchbert.py", "modeling_scratchbert.py"])

@@ -4,18 +4,22 @@
 
 Each version of transformers is installed in a folder of its own, over the environment that runs this, and gets a
 process of its own. The version that is installed here saves the folders. Each version opens them with
-`trust_remote_code=True`, compares with the `Bert…` classes of the same version, trains five steps with `Trainer`, and
-saves them again, for the oldest and the newest to open. A version before 5.5 must be refused in one line.
+`trust_remote_code=True`, compares with the `Bert…` classes of the same version, trains five steps with `Trainer` and
+PEFT, runs pipelines, and saves them again, for the oldest and the newest to open. A version before 5.5 must be refused
+in one line. `all` stands for the last patch of every minor version from 5.5 that pip finds.
 """
 
 import hashlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ROOT / "build" / "versions"
@@ -119,6 +123,7 @@ def open_folders(folder: Path, again: Path | None) -> dict[str, str]:
         for mode, options in MODES.items() if name in ("causal", "seq2seq") else ():
             results[f"{name}, {form}, {mode}"] = str(generated(model, name, options))
     train(folder)
+    run_pipelines(folder)
     return results
 
 
@@ -132,24 +137,75 @@ def compare_with_bert(model, name: str, bert_class: str | None) -> None:
         model.save_as_bert(bert_folder)
         bert = getattr(transformers, bert_class).from_pretrained(bert_folder).eval()
     torch.testing.assert_close(outputs_of(model, name), outputs_of(bert, name), rtol=0, atol=1e-5)
+    bert.set_attn_implementation("eager")  # no other returns attention weights, in BERT
+    options = {"input_ids": inputs_of(name)["input_ids"], "output_attentions": True, "output_hidden_states": True}
+    recorded = [each(**options) for each in (model, bert)]
+    for field in ("attentions", "hidden_states"):
+        torch.testing.assert_close(recorded[0][field], recorded[1][field], rtol=0, atol=1e-5)
     for mode, options in (MODES | MODES_OF_ONE_VERSION).items() if name == "causal" else ():
         assert generated(model, name, options) == generated(bert, name, options), (name, mode)
 
 
 def train(folder: Path) -> None:
-    """Five steps with `Trainer`: the loss is that of a model that learns."""
+    """Five steps with `Trainer`, also of an adapter of PEFT: the loss is that of a model that learns."""
+    import peft
     import torch
     import transformers
 
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     model = load(folder / "sequences", trust_remote_code=True)
+    lora = peft.LoraConfig(target_modules=["query", "value"], task_type="SEQ_CLS")
+    adapted = peft.get_peft_model(load(folder / "sequences", trust_remote_code=True), lora)
     rows = [{"input_ids": torch.arange(3, 11) + n, "labels": torch.tensor(n % 2)} for n in range(20)]
     with TemporaryDirectory() as output:
         arguments = transformers.TrainingArguments(
             output, max_steps=5, per_device_train_batch_size=4, report_to=[], use_cpu=True, save_strategy="no"
         )
-        loss = transformers.Trainer(model, arguments, train_dataset=rows).train().training_loss
-    assert 0 < loss < 10, loss
+        for each in (model, adapted):
+            before = {name: weight.clone() for name, weight in each.named_parameters() if weight.requires_grad}
+            loss = transformers.Trainer(each, arguments, train_dataset=rows).train().training_loss
+            assert 0 < loss < 10, loss
+            assert any(not torch.equal(weight, dict(each.named_parameters())[name]) for name, weight in before.items())
+        adapted.save_pretrained(output)
+        again = peft.PeftModel.from_pretrained(load(folder / "sequences", trust_remote_code=True), output).eval()
+    expected, found = (outputs_of(each, "sequences") for each in (adapted.eval(), again))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def run_pipelines(folder: Path) -> None:
+    """The pipelines of three heads give what the `Bert…` classes give."""
+    import tokenizers
+    import transformers
+
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[MASK]": 2} | {f"word{n}": n for n in range(3, 120)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    tasks = {"sequences": "text-classification", "masked_lm": "fill-mask", "causal": "text-generation"}
+    for name, task in tasks.items():
+        auto_class, bert_class, _ = HEADS[name]
+        model = getattr(transformers, auto_class).from_pretrained(folder / name, trust_remote_code=True)
+        with TemporaryDirectory() as bert_folder:
+            model.save_as_bert(bert_folder)
+            bert = getattr(transformers, bert_class).from_pretrained(bert_folder)
+        options = {"max_new_tokens": 5, "do_sample": False} if name == "causal" else {}
+        texts = ["word5 [MASK] word9", "word7 word30 [MASK] word8 word4"]
+        found, expected = (
+            transformers.pipeline(task, model=each, tokenizer=tokenizer, device="cpu")(texts, **options)
+            for each in (model, bert)
+        )
+        assert rounded(found) == rounded(expected), (name, found, expected)
+
+
+def rounded(results):
+    if isinstance(results, list):
+        return [rounded(each) for each in results]
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in results.items()}
 
 
 def run(version: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -206,6 +262,14 @@ def compare(versions: list[str]) -> int:
     return failures
 
 
+def last_patches() -> list[str]:
+    """The last patch of each minor version, from 5.5."""
+    pip = [sys.executable, "-m", "pip", "index", "versions", "transformers", "--disable-pip-version-check"]
+    output = subprocess.run(pip, check=True, capture_output=True, text=True).stdout
+    found = sorted(map(Version, re.findall(r"\b5\.\d+\.\d+\b", output.split("Available versions:")[1].splitlines()[0])))
+    return [str(version) for version in {each.minor: each for each in found if each.minor >= 5}.values()]
+
+
 def report(version: str, which: str, found: dict[str, str], expected: dict[str, str]) -> int:
     if tuple(map(int, version.split(".")[:2])) < (5, 5):
         is_right = "expects 5.5 or newer" in found.get("error", "")
@@ -226,4 +290,8 @@ if __name__ == "__main__":
     elif sys.argv[1] == "open":
         open_in_this_process(*sys.argv[2:])
     else:
-        sys.exit(f"{count} comparisons failed" if (count := compare(sys.argv[1:])) else 0)
+        sys.exit(
+            f"{count} comparisons failed"
+            if (count := compare(last_patches() if sys.argv[1:] == ["all"] else sys.argv[1:]))
+            else 0
+        )

@@ -54,7 +54,9 @@ class Training:
         self.model_class = type(task.model).__name__  # FSDP replaces the class
         freeze(task.model, self.settings.freeze, task.new_weights)
         if self.settings.gradient_checkpointing:
-            task.model.activation_checkpointing_enable({"use_reentrant": False})
+            name = "activation_checkpointing_enable"  # its name before 5.22 is a deprecated one since
+            enable = getattr(task.model, name if hasattr(task.model, name) else "gradient_checkpointing_enable")
+            enable({"use_reentrant": False})
         model = add_lora(task.model, self.settings, task.new_weights)
         optimizer = make_optimizer(model, self.settings)
         self.schedule = make_schedule(optimizer, self.settings, self.steps)
