@@ -123,7 +123,8 @@ class MultiHeadAttention(nn.Module):
             key, value = self._project_encoder(encoder_hidden_states, past_key_values)
 
         implementation = "eager" if output_attentions else self.config._attn_implementation or "eager"
-        kernel = batch.kernel(ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention))
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        kernel = batch.kernel(kernel)
         # vLLM reads this call, of what the interface returns, in the source.
         context, weights = kernel(
             self,

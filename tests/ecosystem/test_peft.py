@@ -1,6 +1,7 @@
 """PEFT's methods on our models beside BERT; and of LoRA what is trained, saved, opened again and merged."""
 
 import json
+from inspect import signature
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import peft
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
 from safetensors.torch import load_file
+from transformers import BertModel
 
 from modeling_scratchbert.bert.names import to_scratchbert
 from support.models import (
@@ -232,6 +234,8 @@ def train_three_steps(model, config, batch) -> tuple[PeftModel, list[float]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_trains_as_bert_does_and_reloads(method, head, tmp_path):
     reference = reference_for(head)
+    if (method, head) == ("prefix", CLASSIFIER) and "past_key_values" not in signature(BertModel.forward).parameters:
+        pytest.skip("PEFT looks for a parameter past_key_values, which BertModel does not have since transformers 5.24")
     reference.save_pretrained(tmp_path / "bert")
     ours, again = (OURS[head].from_pretrained(tmp_path / "bert") for _ in range(2))
     batch = labelled(head)
