@@ -8,6 +8,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..inference import is_prepacked, refusal
+from . import compiled
 from .calibration import Factors, Groups, find_factors
 from .layers import PrepackedLinear
 from .matrices import FloatMatrix, Int8Matrix, PackedMatrix, can_prepack, multiplies_int8, page_out
@@ -100,18 +101,23 @@ class Prepacker:
 
     def __init__(self, is_int8: bool, is_batch_invariant: bool, factors: Factors):
         self.is_int8, self.is_batch_invariant, self.factors = is_int8, is_batch_invariant, factors
+        self.is_compiled = False  # whether the next matrix is one of a compiled stack
         # From the ids of weights and biases. All were made before the first matrix, so an id means one of them.
-        self.matrices: dict[tuple[int, ...], PackedMatrix] = {}
+        self.matrices: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *layers: nn.Linear, name: str = "") -> PackedMatrix:
         """The matrix of layers of one input; `name` is that of its int8 factors."""
-        key = tuple(id(tensor) for layer in layers for tensor in layer._parameters.values())
+        tensors = tuple(id(tensor) for layer in layers for tensor in layer._parameters.values())
+        key = (self.is_compiled, *tensors)
         if key not in self.matrices:
             weights = [layer.weight.detach() for layer in layers]
             biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
             is_int8 = self.is_int8 and sum(map(len, weights)) >= MIN_INT8_OUTPUTS
             factors = self.factors.get(name)
-            self.matrices[key] = Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
+            if self.is_compiled:
+                self.matrices[key] = compiled.CompiledMatrix(weights, biases, is_int8, factors)
+            else:
+                self.matrices[key] = Int8Matrix(weights, biases, factors) if is_int8 else FloatMatrix(weights, biases)
             if not (is_int8 or self.is_batch_invariant):
                 self.matrices[key].max_rows = FloatMatrix.max_rows
             for weight in weights:
@@ -123,11 +129,14 @@ def _replace(model, models: dict[str, Any], linears: dict[str, tuple[Any, str]],
     """Replaces stacks and linear layers."""
     for path, each in models.items():
         stack, blocks = each.encoder.blocks, []
+        prepacker.is_compiled = compiled.supports(each.config)
         for index in range(len(stack)):
             blocks.append(Block(stack[index], block_name(model, path, index), prepacker))
             stack[index] = nn.Identity()  # frees the weights of the block
         final_norm = copy_of_norm(each.encoder.final_norm) if each.config.norm_first else None
-        each.encoder = OptimizedStack(each.config, blocks, final_norm, prepacker.is_batch_invariant)
+        arguments = each.config, blocks, final_norm, prepacker.is_batch_invariant
+        each.encoder = (compiled.CompiledStack if prepacker.is_compiled else OptimizedStack)(*arguments)
+        prepacker.is_compiled = False
     for parent, name in linears.values():
         setattr(parent, name, PrepackedLinear(prepacker(getattr(parent, name))))
     _seal_shared(model, {each for key in prepacker.matrices for each in key})

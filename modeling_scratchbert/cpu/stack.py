@@ -203,11 +203,14 @@ def unsupported(fact: str, expected: str) -> RuntimeError:
     return RuntimeError(f"{fact}; an optimised model expects {expected}. Load the model again for that.")
 
 
-def record(hidden_states: Tensor) -> None:
-    """Hands hidden states to `transformers`, which records those of blocks by hooks on their modules."""
+def record(hidden_states: Tensor) -> bool:
+    """Hands hidden states to `transformers`, which records those of blocks by hooks on their modules; and returns
+    whether it does."""
     collected = _active_collector.get()
-    if collected is not None and "hidden_states" in collected:
-        collected["hidden_states"].append(hidden_states)
+    if collected is None or "hidden_states" not in collected:
+        return False
+    collected["hidden_states"].append(hidden_states)
+    return True
 
 
 def feed_forward(block: Block, x: Tensor) -> Tensor:

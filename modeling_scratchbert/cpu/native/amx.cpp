@@ -1,0 +1,8 @@
+// The encoder with AVX-512 and AMX: products of bfloat16 and int8 in tiles.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "encoder.h"
+
+// Linux gives a process the registers of AMX when it asks for them. Whether it does.
+extern "C" __attribute__((visibility("default"))) int scratchbert_has_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }

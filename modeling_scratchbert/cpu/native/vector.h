@@ -1,0 +1,143 @@
+// Sixteen numbers at a time, with AVX-512 or with AVX2: the only file that depends on the processor.
+//
+// Both forms compute the same bits: every operation is rounded once, as IEEE 754 says, and sums over the lanes are added
+// up in the same order. The exception is bfloat16, which the processor's own instruction rounds in its own way.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#define INLINE inline __attribute__((always_inline))
+
+#ifdef __AVX512F__
+
+using Floats = __m512;
+using Ints = __m512i;
+
+INLINE Floats load(const float* from) { return _mm512_loadu_ps(from); }
+INLINE void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+INLINE Floats all(float x) { return _mm512_set1_ps(x); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+// If one of the two is NaN, the second is returned.
+INLINE Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+INLINE Floats nearest(Floats x) { return _mm512_roundscale_ps(x, 8); }
+INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+INLINE Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
+INLINE Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
+INLINE Ints as_ints(Floats x) { return _mm512_castps_si512(x); }
+INLINE Ints load_words(const void* from) { return _mm512_loadu_si512(from); }
+INLINE Ints all_words(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+INLINE Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+INLINE __m256 first_half(Floats x) { return _mm512_castps512_ps256(x); }
+INLINE __m256 second_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
+INLINE Ints shift_to_exponent(Ints x) { return _mm512_slli_epi32(_mm512_add_epi32(x, all_words(127)), 23); }
+// Four sums of products of a byte without and one with a sign.
+INLINE Ints dot_bytes(Ints sum, Ints a, Ints b) { return _mm512_dpbusd_epi32(sum, a, b); }
+INLINE Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+INLINE void store_bytes(uint8_t* to, Ints x) {
+  x = _mm512_min_epi32(_mm512_max_epi32(x, _mm512_setzero_si512()), all_words(255));
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(x));
+}
+INLINE void store_bfloat16(uint16_t* to, Floats x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+// A tile of a product: as many accumulators as fit into 32 registers.
+constexpr int TILE_ROWS = 12, TILE_VECTORS = 2;
+
+#else
+
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+
+INLINE Floats operator+(Floats x, Floats y) { return {x.a + y.a, x.b + y.b}; }
+INLINE Floats operator-(Floats x, Floats y) { return {x.a - y.a, x.b - y.b}; }
+INLINE Floats operator*(Floats x, Floats y) { return {x.a * y.a, x.b * y.b}; }
+INLINE Floats operator/(Floats x, Floats y) { return {x.a / y.a, x.b / y.b}; }
+INLINE Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+INLINE void store(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.a);
+  _mm256_storeu_ps(to + 8, x.b);
+}
+INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE Floats multiply_add(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+// If one of the two is NaN, the second is returned.
+INLINE Floats minimum(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE Floats maximum(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE Floats nearest(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+INLINE Ints as_ints(Floats x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+INLINE Ints load_words(const void* from) {
+  auto* words = (const __m256i*)from;
+  return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+}
+INLINE Ints all_words(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE Ints subtract(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+INLINE Ints multiply(Ints x, Ints y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+INLINE __m256 first_half(Floats x) { return x.a; }
+INLINE __m256 second_half(Floats x) { return x.b; }
+INLINE __m256i shift_half(__m256i x) { return _mm256_slli_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(127)), 23); }
+INLINE Ints shift_to_exponent(Ints x) { return {shift_half(x.a), shift_half(x.b)}; }
+// `maddubs` would saturate: bytes are widened to 16 bits first, those at even places and those at odd ones.
+INLINE __m256i dot_half(__m256i sum, __m256i a, __m256i b) {
+  __m256i even = _mm256_and_si256(a, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(a, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, _mm256_srai_epi16(b, 8)));
+}
+INLINE Ints dot_bytes(Ints sum, Ints a, Ints b) { return {dot_half(sum.a, a.a, b.a), dot_half(sum.b, a.b, b.b)}; }
+// A bfloat16 is the upper half of a float.
+INLINE __m256 dot_half(__m256 sum, __m256i a, __m256i b) {
+  const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
+  sum = _mm256_fmadd_ps((__m256)_mm256_slli_epi32(a, 16), (__m256)_mm256_slli_epi32(b, 16), sum);
+  return _mm256_fmadd_ps((__m256)_mm256_and_si256(a, upper), (__m256)_mm256_and_si256(b, upper), sum);
+}
+INLINE Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return {dot_half(sum.a, a.a, b.a), dot_half(sum.b, a.b, b.b)}; }
+INLINE void store_bytes(uint8_t* to, Ints x) {
+  alignas(32) int32_t words[16];
+  _mm256_store_si256((__m256i*)words, x.a);
+  _mm256_store_si256((__m256i*)words + 1, x.b);
+  for (int lane = 0; lane < 16; lane++) to[lane] = words[lane] < 0 ? 0 : words[lane] > 255 ? 255 : words[lane];
+}
+INLINE void store_bfloat16(uint16_t* to, Floats x) {
+  alignas(32) float numbers[16];
+  store(numbers, x);
+  for (int lane = 0; lane < 16; lane++) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, numbers + lane, 4);
+    // To the nearest, ties to even; NaN stays NaN.
+    to[lane] = numbers[lane] != numbers[lane] ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+}
+
+// A tile of a product: as many accumulators as fit into 16 registers.
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;
+
+#endif
+
+// One number from sixteen, in a fixed order: eight pairs, four, two, one.
+template <class Operation> INLINE float reduce(Floats x, Operation pairwise) {
+  __m256 eight = pairwise(first_half(x), second_half(x));
+  __m128 four = _mm256_castps256_ps128(
+      pairwise(eight, _mm256_permute2f128_ps(eight, eight, 1)));
+  __m256 two = pairwise(_mm256_castps128_ps256(four), _mm256_castps128_ps256(_mm_movehl_ps(four, four)));
+  __m128 last = _mm256_castps256_ps128(two);
+  return _mm_cvtss_f32(_mm256_castps256_ps128(pairwise(two, _mm256_castps128_ps256(_mm_shuffle_ps(last, last, 1)))));
+}
+INLINE float sum_of(Floats x) {
+  return reduce(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
+}
+INLINE float minimum_of(Floats x) {
+  return reduce(x, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
+}
+INLINE float maximum_of(Floats x) {
+  return reduce(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+}
