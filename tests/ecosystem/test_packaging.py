@@ -51,13 +51,17 @@ def built(tmp_path_factory) -> Path:
     return folder
 
 
+NATIVE = "modeling_scratchbert/cpu/native"
+
+
 def test_the_wheel_is_the_package_and_the_commands(built):
     [wheel] = built.glob("*.whl")
-    assert wheel.name == f"scratchbert-{PROJECT['version']}-py3-none-any.whl"
+    assert wheel.name.startswith(f"scratchbert-{PROJECT['version']}-")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
-    assert {name for name in names if ".dist-info/" not in name} == FILES | SHIPPED
+    code = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
+    assert code == FILES | SHIPPED | {f"{NATIVE}/{path.name}" for path in (ROOT / NATIVE).iterdir()}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     needed = {
         re.split(r"[<>=!~]", line.split(": ")[1])[0]
