@@ -199,6 +199,8 @@ class CompiledStack(OptimizedStack):
         """Compute blocks from `first` for the tokens of a batch: all of them, with the sequences in a row at `starts`;
         or those that the last query of a full mask attends to."""
         shape = x.shape
+        if starts is None and mask is not None:
+            starts = packed_starts(mask)
         if starts is None:
             is_token = torch.ones(shape[:2], dtype=torch.bool)
             if mask is not None:
@@ -256,6 +258,16 @@ class CompiledStack(OptimizedStack):
             )
             vars(self)["_native"] = native, array, kept
         return vars(self)["_native"]
+
+
+def packed_starts(mask: Tensor) -> Tensor | None:
+    """The starts of packed sequences, and the end, by the full mask of the row that holds them: each token attends to
+    its own sequence. None if all tokens attend to the same ones."""
+    if mask.shape[2] == 1 or (mask == mask[:, :, -1:]).all():
+        return None
+    first_key = (mask[0, 0] == 0).int().argmax(dim=1)
+    is_start = first_key == torch.arange(len(first_key))
+    return nn.functional.pad(is_start.nonzero()[:, 0], (0, 1), value=len(first_key))
 
 
 def encode_by_key(x: Tensor, mask: Tensor | None, starts: Tensor | None, key: str, first: int, number: int) -> Tensor:

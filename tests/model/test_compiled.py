@@ -157,6 +157,16 @@ def test_numbers_that_are_not_finite_stay_within_their_text(name, optimised):
         assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
+def test_packed_sequences(optimised):
+    model, lengths = optimised["float32"], [7, 1, 45, 3]
+    inputs, is_token = batch_of(lengths)
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    packed = {"input_ids": inputs["input_ids"][is_token][None], "cu_seq_lens_q": starts, "max_length_q": 45}
+    expected = states(model, inputs)[is_token]
+    assert torch.equal(states(model, packed)[0], expected)
+    torch.testing.assert_close(states(torch.compile(model), packed)[0], expected, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_copies_and_pickles(name, optimised):
     model, (inputs, _) = optimised[name], batch_of([7, 45])
