@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN, GELUTanh, NewGELUActivation
 
-from ..inference import refusal
-from .matrices import quantize_rows
+from .matrices import is_compiling, quantize_rows
 from .stack import OptimizedStack, gelu_form, record
 
 # What each library requires of the processor, the fastest first.
@@ -77,9 +76,8 @@ def find_library() -> tuple[str, ctypes.CDLL] | None:
             continue
         library = ctypes.CDLL(spec.origin)
         if name != "amx" or library.scratchbert_has_amx():
-            library.scratchbert_encode.argtypes = [ctypes.c_void_p] * 2 + [
-                *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-            ]
+            pointer, number = ctypes.c_void_p, ctypes.c_int64
+            library.scratchbert_encode.argtypes = [pointer, pointer, number, pointer, pointer, number, number]
             return name, library
     return None
 
@@ -177,14 +175,8 @@ class CompiledStack(OptimizedStack):
         batch=None,
         **options,
     ) -> Tensor:
-        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerStack.forward`. Padding is not computed; it
-        is zero."""
-        if (hidden_states.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
-            raise refusal("computing gradients", "Call the model under torch.no_grad()")
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", bool)():  # not in torch 2.6
-            raise refusal("export")
-        encode = torch.ops.scratchbert_cpu.encode if is_traced else encode_by_key
+        """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerStack.forward`."""
+        encode = torch.ops.scratchbert_cpu.encode if is_compiling(hidden_states) else encode_by_key
         starts = None if batch is None else batch.cu_seqlens
         x, number = hidden_states, len(self.blocks)
         if record(x):
@@ -196,44 +188,40 @@ class CompiledStack(OptimizedStack):
         return x if self.final_norm is None else self.final_norm(x)
 
     def encode(self, x: Tensor, mask: Tensor | None, starts: Tensor | None, first: int, number: int) -> Tensor:
-        """Compute blocks from `first` for the tokens of a batch: all of them, with the sequences in a row at `starts`;
-        or those that the last query of a full mask attends to."""
-        shape = x.shape
+        """Compute blocks from `first` for a batch, `(B, T, C)`: sequences in one row, with their `starts`; or one in
+        each row, whose tokens are those that the last query of a full mask attends to."""
+        keys = order = None
         if starts is None and mask is not None:
-            starts = packed_starts(mask)
+            starts = starts_in_mask(mask)
         if starts is None:
-            is_token = torch.ones(shape[:2], dtype=torch.bool)
+            starts = torch.arange(x.shape[0] + 1) * x.shape[1]
             if mask is not None:
-                is_token = (mask[:, 0, -1, : shape[1]] == 0).expand(shape[:2])
-            starts = nn.functional.pad(is_token.sum(1).cumsum(0), (1, 0))
-            is_complete = bool(is_token.all())
-            rows = (x.reshape(-1, shape[-1]) if is_complete else x[is_token]).to(torch.float32, copy=True)
-        else:
-            rows, is_complete = x[0].to(torch.float32, copy=True), True
-        self._run(rows.contiguous(), starts.to(torch.int32).contiguous(), first, number)
-        rows = rows.to(x.dtype)
-        if is_complete:
-            return rows.view(shape)
-        padded = x.new_zeros(shape)
-        padded[is_token] = rows
-        return padded
+                is_token = (mask[:, 0, -1] == 0).expand(x.shape[:2])
+                keys = is_token.sum(dim=1)
+                # The library expects padding at the end of each row.
+                order = is_token.int().argsort(dim=1, descending=True, stable=True)[..., None].expand(x.shape)
+                x = x.gather(1, order)
+        rows = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        self._run(rows.flatten(0, 1), starts, keys, first, number)
+        states = rows.to(x.dtype)
+        return states if order is None else torch.empty_like(states).scatter_(1, order, states)
 
-    def _run(self, rows: Tensor, starts: Tensor, first: int, number: int) -> None:
+    def _run(self, rows: Tensor, starts: Tensor, keys: Tensor | None, first: int, number: int) -> None:
+        """Compute blocks of `rows`, `(N, C)`, in place."""
         native, array, _ = self._as_structs()
         part = NativeEncoder.from_buffer_copy(native)
         part.blocks, part.number = ctypes.addressof(array) + first * ctypes.sizeof(NativeBlock), number
         threads = 1 if len(rows) <= ROWS_OF_ONE_THREAD else torch.get_num_threads()
         encode = library_in_use()[1].scratchbert_encode
-        arguments = rows.data_ptr(), len(rows), starts.data_ptr(), len(starts) - 1, threads
-        result = encode(ctypes.addressof(part), *arguments)
+        places = [None if each is None else each.to(torch.int32).contiguous() for each in (starts, keys)]
+        pointers = [None if each is None else each.data_ptr() for each in places]
+        result = encode(ctypes.addressof(part), rows.data_ptr(), len(rows), *pointers, len(starts) - 1, threads)
+        if result == 2:
+            raise MemoryError(f"The encoder found no memory for {len(rows)} tokens. Pass a smaller batch.")
         if result:
-            raise (
-                MemoryError("The encoder found no memory")
-                if result == 2
-                else RuntimeError(
-                    f"The encoder does not accept {len(rows)} rows in {len(starts) - 1} sequences; this is an error of "
-                    "the package. Please report it."
-                )
+            raise RuntimeError(
+                f"The encoder does not accept {len(rows)} rows in {len(starts) - 1} sequences; this is an error of the "
+                "package. Please report it."
             )
 
     def _as_structs(self):
@@ -260,7 +248,7 @@ class CompiledStack(OptimizedStack):
         return vars(self)["_native"]
 
 
-def packed_starts(mask: Tensor) -> Tensor | None:
+def starts_in_mask(mask: Tensor) -> Tensor | None:
     """The starts of packed sequences, and the end, by the full mask of the row that holds them: each token attends to
     its own sequence. None if all tokens attend to the same ones."""
     if mask.shape[2] == 1 or (mask == mask[:, :, -1:]).all():

@@ -84,11 +84,7 @@ class PackedMatrix:
         """Returns act(x Wᵀ + b), `(…, in)` → `(…, out)`, in `self.dtype`; act is GELU, with `gelu_form` "none" for the
         exact one and, unless this is int8, "tanh" for the approximation; or the identity. Raises RuntimeError for
         gradients and export."""
-        if (x.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
-            raise refusal("computing gradients", "Call the model under torch.no_grad()")
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            if getattr(torch.compiler, "is_exporting", bool)() or torch.jit.is_tracing():  # not in torch 2.6
-                raise refusal("export")
+        if is_compiling(x):
             return torch.ops.scratchbert_cpu.linear(x, self.key, gelu_form)
         rows = x.numel() // x.shape[-1]
         if rows > self.max_rows:
@@ -218,6 +214,16 @@ class Int8Matrix(PackedMatrix):
         if gelu_form is not None:
             torch.ops.aten.gelu_.default(y)
         return y.to(self.dtype).view(*shape[:-1], -1)
+
+
+def is_compiling(x: Tensor) -> bool:
+    """Whether `torch.compile` traces a call with this input, which then calls an operator. Raises RuntimeError for
+    gradients and export."""
+    if (x.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
+        raise refusal("computing gradients", "Call the model under torch.no_grad()")
+    if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", bool)():  # not in torch 2.6
+        raise refusal("export")
+    return torch.compiler.is_compiling()
 
 
 def quantize_rows(factors: Tensor | None, weight: Tensor, values: Tensor, scales: Tensor) -> None:

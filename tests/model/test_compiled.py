@@ -70,7 +70,11 @@ def test_outputs_are_those_of_the_model_as_loaded(fields, side):
     inputs, is_token = batch_of([7, 1, 45, 100, 33], side)
     expected, model = states(make(**fields), inputs), make(torch.float32, **fields)
     assert type(model.encoder) is compiled.CompiledStack
-    torch.testing.assert_close(states(model, inputs)[is_token], expected[is_token], rtol=0, atol=2e-5)
+    unpadded = states(model, inputs)
+    torch.testing.assert_close(unpadded[is_token], expected[is_token], rtol=0, atol=2e-5)
+    padded = states(model, inputs, padding_free=False)  # whose padding a loss may read
+    torch.testing.assert_close(padded, expected, rtol=0, atol=2e-5)
+    assert torch.equal(padded[is_token], unpadded[is_token])
 
 
 @pytest.mark.parametrize(("name", "least"), [("bfloat16", 0.999), ("int8", 0.998)])
@@ -81,11 +85,18 @@ def test_other_dtypes_are_close(name, least):
 
 
 def test_hidden_states():
-    inputs, is_token = batch_of([7, 45])
+    inputs, _ = batch_of([7, 45])
     with torch.no_grad():
         expected, found = (each(**inputs, output_hidden_states=True) for each in (make(), make(torch.float32)))
     for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(ours[is_token], theirs[is_token], rtol=0, atol=2e-5)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def test_padding_in_the_middle_and_a_row_of_padding():
+    inputs = {"input_ids": torch.arange(5, 41).view(3, 12), "attention_mask": torch.ones(3, 12, dtype=torch.long)}
+    inputs["attention_mask"][0, 3:6] = inputs["attention_mask"][1] = 0
+    expected, found = (states(model, inputs, padding_free=False) for model in (make(), make(torch.float32)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -223,22 +234,26 @@ def test_the_library_refuses_other_structures(field, optimised):
     changed.blocks, changed.number = ctypes.addressof(array), len(array)
     rows, starts = torch.zeros(4, 96), torch.tensor([0, 4], dtype=torch.int32)
     encode = compiled.library_in_use()[1].scratchbert_encode
-    arguments = rows.data_ptr(), 4, starts.data_ptr(), 1, 1
+    arguments = rows.data_ptr(), 4, starts.data_ptr(), None, 1, 1
     assert encode(ctypes.addressof(changed), *arguments) == 0
     setattr(changed, field, CHANGES[field])
     assert encode(ctypes.addressof(changed), *arguments) == 1
 
 
 @pytest.mark.parametrize(
-    ("rows", "starts", "threads"), [(5, [0, 4], 1), (4, [1, 4], 1), (4, [0, 3, 2, 4], 1), (4, [0, 4], 0)]
+    ("rows", "starts", "keys", "threads"),
+    [
+        *((5, [0, 4], [4], 1), (4, [1, 4], [3], 1), (4, [0, 3, 2, 4], [1, 0, 1], 1), (4, [0, 4], [4], 0)),
+        *((4, [0, 4], [5], 1), (4, [0, 4], [-1], 1)),
+    ],
 )
-def test_the_library_refuses_other_sizes(rows, starts, threads, optimised):
+def test_the_library_refuses_other_sizes(rows, starts, keys, threads, optimised):
     stack, memory = optimised["float32"].encoder, torch.zeros(8, 96)
     native, array, _ = stack._as_structs()
     native.blocks = ctypes.addressof(array)
-    places = torch.tensor(starts, dtype=torch.int32)
+    places, numbers = torch.tensor(starts, dtype=torch.int32), torch.tensor(keys, dtype=torch.int32)
     encode = compiled.library_in_use()[1].scratchbert_encode
-    arguments = memory.data_ptr(), rows, places.data_ptr(), len(starts) - 1, threads
+    arguments = memory.data_ptr(), rows, places.data_ptr(), numbers.data_ptr(), len(starts) - 1, threads
     assert encode(ctypes.addressof(native), *arguments) == 1
 
 

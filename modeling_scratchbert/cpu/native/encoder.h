@@ -345,7 +345,8 @@ class Attention {
     context = scores + TILE_ROWS * columns;
   }
 
-  void operator()(const float* query, int length, float* to) {
+  // The first `length` of `rows` rows hold keys; the rest, padding, attends to them and is attended to by none.
+  void operator()(const float* query, int rows, int length, float* to) {
     key_panels = (length + PANEL - 1) / PANEL;
     score_stride = key_panels * PANEL + 16;
     const float* key = query + width;
@@ -365,10 +366,10 @@ class Attention {
       for (int j = 0; j < length; j++)
         store(values + (d / PANEL * length + j) * PANEL + d % PANEL,
               d < head_width ? load(value + j * stride + d) : all(0));
-    const int tiles = (length + TILE_ROWS - 1) / TILE_ROWS;
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int tile = 0; tile < tiles; tile++) {
-      const int first = int64_t(length) * tile / tiles, rows = int64_t(length) * (tile + 1) / tiles - first;
-      attend(query + first * stride, rows, length, to + first * width);
+      const int first = int64_t(rows) * tile / tiles, number = int64_t(rows) * (tile + 1) / tiles - first;
+      attend(query + first * stride, number, length, to + first * width);
     }
   }
 
@@ -385,7 +386,7 @@ class Attention {
                value_width);
     for (int row = 0; row < rows; row++)
       for (int64_t d = 0; d < head_width; d += 16)
-        store(to + row * width + d, load(context + row * value_width + d) / all(totals[row]));
+        store(to + row * width + d, length ? load(context + row * value_width + d) / all(totals[row]) : all(0));
   }
 
   // Replace a row of scores s by exp((s - max s) / sqrt(D)), and return the sum of them.
@@ -424,7 +425,7 @@ class Arena {
 template <Type type> class Pass {
   const Encoder& encoder;
   float* x;
-  const int32_t* starts;
+  const int32_t *starts, *keys;
   const int sequences, rows, threads;
   const int64_t hidden, inner, head_width;
   const bool is_shared;  // whether all threads compute the same rows
@@ -443,8 +444,8 @@ template <Type type> class Pass {
   std::vector<float*> attention_workspaces;
 
  public:
-  Pass(const Encoder& encoder, float* x, const int32_t* starts, int sequences, int threads)
-      : encoder(encoder), x(x), starts(starts), sequences(sequences), rows(starts[sequences]), threads(threads),
+  Pass(const Encoder& encoder, float* x, const int32_t* starts, const int32_t* keys, int sequences, int threads)
+      : encoder(encoder), x(x), starts(starts), keys(keys), sequences(sequences), rows(starts[sequences]), threads(threads),
         hidden(encoder.hidden), inner(encoder.inner), head_width(hidden / encoder.heads),
         is_shared(rows <= ROWS_FOR_ALL), counters(32 * 10 * (encoder.number + 1)) {
     for (int i = 0; i < sequences; i++) longest = std::max(longest, starts[i + 1] - starts[i]);
@@ -493,8 +494,8 @@ template <Type type> class Pass {
       together.share(sequences * encoder.heads, [&](int first, int last) {
         for (int each = first; each < last; each++) {
           const int sequence = each / encoder.heads, head = each % encoder.heads;
-          const int64_t start = starts[sequence];
-          attention(projected + start * 3 * hidden + head * head_width, starts[sequence + 1] - start,
+          const int64_t start = starts[sequence], length = starts[sequence + 1] - start;
+          attention(projected + start * 3 * hidden + head * head_width, length, keys ? keys[sequence] : length,
                     context + start * hidden + head * head_width);
         }
       }, sequences > 1 ? 4 * sequences : encoder.heads);
@@ -559,13 +560,16 @@ template <Type type> class Pass {
   }
 };
 
-template <Type type> void encode(const Encoder& encoder, float* x, const int32_t* starts, int sequences, int threads) {
+template <Type type>
+void encode(const Encoder& encoder, float* x, const int32_t* starts, const int32_t* keys, int sequences, int threads) {
   std::vector<int32_t> own;
   for (int first = 0, last; first < sequences; first = last) {
     for (last = first + 1; last < sequences && starts[last + 1] - starts[first] <= ROWS_OF_PASS;) last++;
     own.clear();
     for (int i = first; i <= last; i++) own.push_back(starts[i] - starts[first]);
-    if (own.back()) Pass<type>(encoder, x + starts[first] * encoder.hidden, own.data(), last - first, threads).run();
+    float* rows = x + starts[first] * encoder.hidden;
+    const int32_t* own_keys = keys ? keys + first : nullptr;
+    if (own.back()) Pass<type>(encoder, rows, own.data(), own_keys, last - first, threads).run();
   }
 }
 
@@ -574,7 +578,8 @@ inline bool fits(const Linear& linear, int64_t inputs, int64_t outputs, Type typ
   return is_complete && linear.inputs == inputs && linear.outputs == outputs;
 }
 
-inline bool is_valid(const Encoder& encoder, int64_t rows, const int32_t* starts, int64_t sequences) {
+inline bool is_valid(const Encoder& encoder, int64_t rows, const int32_t* starts, const int32_t* keys,
+                     int64_t sequences) {
   const int64_t hidden = encoder.hidden, inner = encoder.inner;
   if (encoder.size != sizeof(Encoder) || encoder.type < FLOAT32 || encoder.type > INT8) return false;
   if (encoder.activation < GELU || encoder.activation > RELU || encoder.number < 0 || encoder.heads < 1) return false;
@@ -588,20 +593,20 @@ inline bool is_valid(const Encoder& encoder, int64_t rows, const int32_t* starts
   }
   if (sequences < 0 || starts[0] != 0 || starts[sequences] != rows) return false;
   for (int64_t i = 0; i < sequences; i++)
-    if (starts[i + 1] < starts[i]) return false;
+    if (starts[i + 1] < starts[i] || (keys && (keys[i] < 0 || keys[i] > starts[i + 1] - starts[i]))) return false;
   return true;
 }
 
-// Compute the stack in place: `x` is `(rows, hidden)`; `starts` has the first row of each sequence, and the end. Returns
-// 0, INVALID or NO_MEMORY.
+// Compute the stack in place: `x` is `(rows, hidden)`; `starts` has the first row of each sequence, and the end; `keys`, if
+// it is not null, the number of its rows that are no padding, which come first. Returns 0, INVALID or NO_MEMORY.
 extern "C" __attribute__((visibility("default"))) int scratchbert_encode(const Encoder* encoder, float* x, int64_t rows, const int32_t* starts,
-                                  int64_t sequences, int64_t threads) {
-  if (!encoder || !x || !starts || threads < 1 || !is_valid(*encoder, rows, starts, sequences)) return INVALID;
+                                  const int32_t* keys, int64_t sequences, int64_t threads) {
+  if (!encoder || !x || !starts || threads < 1 || !is_valid(*encoder, rows, starts, keys, sequences)) return INVALID;
   const unsigned control = _mm_getcsr();
   _mm_setcsr(0x1f80);  // round to nearest, and keep denormal numbers
   try {
     auto* run = encoder->type == INT8 ? encode<INT8> : encoder->type == BFLOAT16 ? encode<BFLOAT16> : encode<FLOAT32>;
-    run(*encoder, x, starts, sequences, threads);
+    run(*encoder, x, starts, keys, sequences, threads);
   } catch (const std::bad_alloc&) {
     _mm_setcsr(control);
     return NO_MEMORY;
