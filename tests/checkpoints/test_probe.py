@@ -14,6 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 from support.checkpoint_kinds import assert_same_outputs, config_json, logged_warnings, write_bert
 from support.models import OURS, REFERENCES, random_bert, random_scratchbert, tiny_config
+from support.versions import since
 
 # Inputs have eight tokens, and the fifth is the last one of the second row.
 LAST = 4
@@ -161,7 +162,10 @@ def test_every_class_in_every_dtype(tmp_path, head, fields, at_save, at_load):
         {"tie_word_embeddings": False},
         {"tie_encoder_decoder": True, "share_embeddings": True},
         {"tie_encoder_decoder": False, "share_embeddings": False},
-        {"num_decoder_layers": 1},
+        pytest.param(
+            {"num_decoder_layers": 1, "pad_token_id": -1},
+            marks=since("5.23", "a negative pad_token_id can be saved"),
+        ),
         {"vocab_size": 5, "max_position_embeddings": 3, "type_vocab_size": 1},
         {"vocab_size": 1, "num_hidden_layers": 0, "decoder_start_token_id": 0, "eos_token_id": 0},
         {"max_position_embeddings": 1, "pad_token_id": None},
