@@ -45,8 +45,9 @@ PYTEST = MODEL="$(MODEL)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ma
 test: $(READY) ## test the model, its checkpoints and the README's Python (under three minutes on two cores)
 	$(PYTEST)
 
-test-compilation: $(READY) ## test torch.compile, torch.export and torch.jit
+test-compilation: $(READY) ## test torch.compile, torch.export and torch.jit, and optimised models without the library in C++
 	$(PYTEST) tests/compilation
+	SCRATCHBERT_ISA=torch $(PYTEST) tests/model/test_determinism.py tests/model/test_inference.py
 
 test-commands: $(READY) ## test the commands in scripts/
 	$(PYTEST) tests/commands

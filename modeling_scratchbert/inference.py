@@ -31,7 +31,6 @@ class InferenceMixin(PreTrainedModel):
         self,
         dtype: torch.dtype | Literal["int8"] | None = None,
         calibration: Iterable[Mapping] | str | os.PathLike | None = None,
-        batch_invariant: bool = True,
     ) -> Self:
         """Make the model faster on a CPU, for inference only. In place. Requires the installed package.
 
@@ -63,8 +62,6 @@ class InferenceMixin(PreTrainedModel):
             calibration: for int8, a few batches of typical inputs, each a mapping of the model's arguments; or the file
                 that `save_calibration` wrote. Channels with large values in them are scaled down before rounding (Xiao
                 et al. 2023, SmoothQuant). None for batches of random token ids.
-            batch_invariant: False gives up the same bits in any batch. A step of decoding then takes 2 to 10 % less
-                time, or 20 % if all sources of a batch have different lengths.
 
         Returns:
             The model, in evaluation mode.
@@ -75,7 +72,7 @@ class InferenceMixin(PreTrainedModel):
             TypeError, ValueError, OSError: `dtype` or `calibration` is invalid, or its file cannot be read.
             ImportError: the package is not installed.
         """
-        installed("cpu.optimization").optimize(self, dtype, calibration, batch_invariant)
+        installed("cpu.optimization").optimize(self, dtype, calibration)
         return self
 
     def save_calibration(self, path: str | os.PathLike) -> None:

@@ -54,7 +54,7 @@ def choose_batch(model, tokens, attention_mask, position_ids, records, eager, op
         return PaddedBatch(attention_mask)
     kernel = config._attn_implementation
     if kernel in UNPADDING_KERNELS or kernel == "flex_attention":
-        packed = packed_batch(tokens, attention_mask, position_ids, padding_free, records, eager, config, options)
+        packed = packed_batch(tokens, attention_mask, position_ids, padding_free, records, eager, model, options)
         if packed is not None:
             return packed
     can_unpad = kernel in UNPADDING_KERNELS and not records and not config.chunk_size_feed_forward
@@ -84,12 +84,13 @@ def remove_padding(attention_mask, has_pooler: bool, max_width: int):
     return UnpaddedBatch.from_mask(mask, lengths, max_width)
 
 
-def packed_batch(tokens, attention_mask, position_ids, padding_free, records, eager, config, options):
+def packed_batch(tokens, attention_mask, position_ids, padding_free, records, eager, model, options):
     """The packed sequences in a row of `tokens`, marked by `cu_seq_lens_q` in `options`; or, with `padding_free`, by
     `position_ids`, `(1, N)`, that restart at 0. All-zero positions are one sequence. None if there are none."""
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
-    is_flash = config._attn_implementation.startswith("flash")
+    config = model.config
+    reads_lengths = not (config._attn_implementation.startswith("flash") or is_prepacked(model.encoder))
     if cu_seqlens is None:
         has_positions = padding_free and attention_mask is None and position_ids is not None
         if not has_positions or tokens.shape[0] != 1:
@@ -99,8 +100,8 @@ def packed_batch(tokens, attention_mask, position_ids, padding_free, records, ea
             return None
     check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
     sequences = UnpaddedBatch.from_packed(cu_seqlens, max_seqlen, tokens, 0 if records else config.intermediate_size)
-    # While tracing, lengths cannot be read; the flash kernels need none.
-    can_unpad = config._attn_implementation in UNPADDING_KERNELS and (is_flash or has_values(cu_seqlens))
+    # While tracing, lengths cannot be read; the flash kernels and optimised models need none.
+    can_unpad = config._attn_implementation in UNPADDING_KERNELS and (has_values(cu_seqlens) or not reads_lengths)
     return sequences if can_unpad and not eager else MaskedSequences(sequences)
 
 

@@ -5,9 +5,8 @@ them. SmoothQuant divides the inputs by a factor for each channel, and multiplie
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,66 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..checkpoints import staged
+from .matrices import Matrix
 from .stack import OptimizedStack
-from .structure import is_base_model
 
 Factors = dict[str, torch.Tensor]
 Groups = dict[str, list[nn.Linear]]
 
 
-def find_factors(model, groups: Groups, calibration: Iterable[Mapping] | str | os.PathLike | None) -> Factors:
-    """Returns the factors of the layers in `groups`, by the names there, from batches, a file or random token ids.
-
-    With |x| the absolute values of a layer's inputs at the tokens of all batches, a factor is sqrt(max |x| / max |w|)
-    for each channel, which is SmoothQuant with α = 0.5.
-
-    Raises:
-        TypeError: a batch is not a mapping of the model's arguments.
-        ValueError: there are no batches, or one has no tokens, NaN or infinity; or the file is invalid.
-        OSError: the file cannot be read.
-    """
-    if isinstance(calibration, str | os.PathLike):
-        return load_factors(calibration, groups)
-    if calibration is None:
-        model, calibration = model.base_model, random_batches(model.config)
-    # By the weights, because tied layers need the same factors.
-    weights = {name: tuple(id(layer.weight) for layer in layers) for name, layers in groups.items()}
-    largest = largest_inputs(model, {weights[name]: layers[0] for name, layers in groups.items()}, calibration)
+def find_factors(groups: Groups, largest: Factors) -> Factors:
+    """Returns the factors of the layers in `groups`, by the names there, from the largest absolute values |x| of their
+    inputs: sqrt(max |x| / max |w|) for each channel, which is SmoothQuant with α = 0.5."""
     factors = {}
     for name, layers in groups.items():
         of_weights = torch.cat([layer.weight.detach() for layer in layers]).float().abs().amax(dim=0)
-        of_inputs = largest.get(weights[name], of_weights)  # factors of 1 where no batch has an input
+        of_inputs = largest[name][: len(of_weights)]
+        of_inputs = of_inputs if of_inputs.any() else of_weights  # factors of 1 where no batch has an input
         ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
         factors[name] = ratios / ratios.mean()
     return factors
+
+
+def largest_inputs(model, calibration: Iterable[Mapping] | None, matrices: dict[str, Matrix], places) -> Factors:
+    """Runs batches, or random token ids, and returns the largest absolute inputs of matrices, by their names.
+
+    Args:
+        matrices: what collects them.
+        places: the modules with these matrices, by the module and the name in whose place they run.
+
+    Raises:
+        TypeError: a batch is not a mapping of the model's arguments.
+        ValueError: there are no batches, or one has no tokens, NaN or infinity.
+    """
+    if calibration is None:
+        model, calibration = model.base_model, random_batches(model.config)
+    found = {name: torch.zeros_like(matrix.largest) for name, matrix in matrices.items()}
+    number = 0
+    with evaluated(model, places):
+        for number, batch in enumerate(calibration, start=1):
+            check_batch(batch, number)
+            model(**batch)
+            check_inputs(torch.cat([matrix.largest for matrix in matrices.values()]), number)
+            for name, matrix in matrices.items():
+                found[name] = found[name].maximum(matrix.largest)
+            for matrix in matrices.values():  # tied layers share one
+                matrix.largest.zero_()
+    if not number:
+        raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")
+    return found
+
+
+def check_batch(batch: Any, number: int) -> None:
+    if not isinstance(batch, Mapping):
+        fact = f"calibration has a {type(batch).__name__} as batch {number}"
+        raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
+
+
+def check_inputs(largest: torch.Tensor, number: int) -> None:
+    """Raises ValueError if batch `number` has no inputs, or some that are not finite."""
+    if not largest.any() or not largest.isfinite().all():
+        fact = f"calibration has {'NaN or infinity' if largest.any() else 'no tokens'} in batch {number}"
+        raise ValueError(f"{fact}; expected tokens with finite numbers. Leave the batch out.")
 
 
 def random_batches(config) -> list[dict[str, torch.Tensor]]:
@@ -61,46 +88,15 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
     return [dict.fromkeys(names, each) for each in ids]
 
 
-def largest_inputs(model, layers: dict[Any, nn.Linear], batches: Iterable[Mapping]) -> dict[Any, torch.Tensor]:
-    """Runs the batches, and returns the largest absolute value of each channel of each layer's inputs, by its key."""
-    largest: dict[Any, torch.Tensor] = {}
-    number = 0
-    with evaluated(model), ExitStack() as hooks:
-        for key, layer in layers.items():
-            hook = partial(record, largest, key, lambda: number)
-            hooks.enter_context(layer.register_forward_pre_hook(hook))
-        for number, batch in enumerate(batches, start=1):
-            if not isinstance(batch, Mapping):
-                fact = f"calibration has a {type(batch).__name__} as batch {number}"
-                raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
-            model(**batch)
-    if not number:
-        raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")
-    return largest
-
-
-def record(largest: dict[Any, torch.Tensor], key: Any, number: Callable[[], int], layer, args) -> None:
-    """A hook that updates `largest[key]`; `number` returns that of the batch."""
-    x = args[0].detach().float().flatten(0, -2)
-    if not len(x) or not x.isfinite().all():
-        fact = f"calibration has {'NaN or infinity' if len(x) else 'no tokens'} in batch {number()}"
-        raise ValueError(f"{fact}; expected tokens with finite numbers. Leave the batch out.")
-    found = x.abs().amax(dim=0)
-    largest[key] = torch.maximum(largest.get(key, found), found)
-
-
 @contextmanager
-def evaluated(model) -> Iterator[None]:
-    """Within the `with` block, the model is in evaluation mode, without gradients, and removes padding."""
+def evaluated(model, places: dict[tuple[Any, str], nn.Module]) -> Iterator[None]:
+    """Within the `with` block, the model is in evaluation mode, without gradients, with other modules in `places`."""
     with torch.no_grad(), ExitStack() as undo:
-        # The products of a model as loaded have other last bits with other numbers of threads.
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
-        for config in [module.config for module in model.modules() if is_base_model(module)]:
-            undo.callback(setattr, config, "padding_free", config.padding_free)
-            config.padding_free = True
+        for (parent, name), module in places.items():
+            undo.callback(setattr, parent, name, getattr(parent, name))
+            setattr(parent, name, module)
         model.eval()
         yield
 

@@ -298,11 +298,16 @@ BFLOAT16_PEERS = {"bert-bf16", "openvino-bf16"}
 
 
 def test_ours_in_int8_is_skipped_without_instructions_for_it(tmp_path, folder, small, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark_variants, "multiplies_int8", lambda: False)
+    monkeypatch.setattr(benchmark_variants, "find_library", lambda: None)
     code, found = report(tmp_path, "--model", folder, "--variants", "ours-int8", "--workloads", "full-128")
     assert (code, found["failures"]) == (0, [])
-    assert found["unavailable"] == {"ours-int8": "this CPU has no int8 instructions (VNNI)"}
-    assert "skipped ours-int8: this CPU has no int8 instructions (VNNI)" in capsys.readouterr().out
+    assert found["unavailable"] == {
+        "ours-int8": "int8 requires the library in C++, which is not built or not for this CPU"
+    }
+    assert (
+        "skipped ours-int8: int8 requires the library in C++, which is not built or not for this CPU"
+        in capsys.readouterr().out
+    )
 
 
 def test_ours_is_optimised_as_its_name_says(folder, monkeypatch):

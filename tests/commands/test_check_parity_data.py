@@ -14,17 +14,18 @@ from transformers import AutoTokenizer
 import check_parity
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu.matrices import multiplies_int8, multiplies_natively
+from modeling_scratchbert.cpu.library import find_library
 from support.corpora import HEADS, save_model, texts, write_rows
 from toolkit import precision
 from toolkit.benchmark import variants
+from toolkit.benchmark.timing import multiplies_natively
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
-with_int8 = pytest.mark.skipif(not multiplies_int8(), reason="int8 needs VNNI instructions")
+with_int8 = pytest.mark.skipif(not find_library(), reason="int8 needs VNNI instructions")
 HERE = [
     "float32",
     *(["bfloat16"] if multiplies_natively(torch.bfloat16) else []),
-    *(["int8"] if multiplies_int8() else []),
+    *(["int8"] if find_library() else []),
 ]
 
 
@@ -88,7 +89,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_numbers_are_those_of_models_opened_by_hand(kind, task, tmp_path, capsys):
     model, found = save_model(tmp_path / "model", task, kind), texts(50)
     data = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in found])
-    calibration = calibration_of(model, tmp_path / "factors", lambda factor: factor**0.5) if multiplies_int8() else None
+    calibration = calibration_of(model, tmp_path / "factors", lambda factor: factor**0.5) if find_library() else None
     measured = report(tmp_path, model, "--data", data, *(["--calibration", calibration] if calibration else []))
     expected = [*HERE, "int8 calibrated"] if calibration else HERE
     assert list(rows_of(measured)) == expected
@@ -196,7 +197,7 @@ def test_real_weights_and_reviews(minilm, reviews, tmp_path, monkeypatch, capsys
 
 
 def test_what_the_processor_cannot_do_is_skipped(tmp_path, model, monkeypatch, capsys):
-    monkeypatch.setattr(variants, "multiplies_int8", lambda: False)
+    monkeypatch.setattr(variants, "find_library", lambda: None)
     monkeypatch.setattr(variants, "multiplies_natively", lambda dtype: dtype != torch.bfloat16)
     data = write_rows(tmp_path / "texts.jsonl", [{"text": "a film"}])
     output = tmp_path / "new"
@@ -206,7 +207,9 @@ def test_what_the_processor_cannot_do_is_skipped(tmp_path, model, monkeypatch, c
     assert set(found["skipped"]) == {"bfloat16", "int8", "int8 calibrated"}
     printed = capsys.readouterr().out
     assert "skipped bfloat16: this CPU has no bfloat16 instructions" in printed
-    assert "skipped int8 calibrated: this CPU has no int8 instructions (VNNI)" in printed
+    assert (
+        "skipped int8 calibrated: int8 requires the library in C++, which is not built or not for this CPU" in printed
+    )
     assert "lowest in" not in printed
     assert (output / "report.png").exists()
 

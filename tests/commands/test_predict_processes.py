@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import predict
-from modeling_scratchbert.cpu.matrices import multiplies_int8
+from modeling_scratchbert.cpu.library import find_library
 from support.corpora import content, one_line, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from toolkit.cli import CommandError
@@ -110,7 +110,7 @@ TASKS = [
 
 @pytest.mark.parametrize(("task", "dtype"), TASKS)
 def test_processes_batches_and_threads_change_no_byte(task, dtype, tmp_path, monkeypatch):
-    if dtype == "int8" and not multiplies_int8():
+    if dtype == "int8" and not find_library():
         pytest.skip("the processor has no VNNI instructions")
     monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 1100}

@@ -325,8 +325,8 @@ def test_a_model_without_the_head_of_the_task(model, here, capsys):
 
 
 def test_int8_on_a_processor_without_its_instructions(model, here, capsys, monkeypatch):
-    monkeypatch.setattr("toolkit.corpus.model.multiplies_int8", lambda: False)
-    one_line([model, "rows.jsonl", "--output", "out", "--dtype", "int8", *FLAGS], capsys, "--dtype", "VNNI")
+    monkeypatch.setattr("toolkit.corpus.model.find_library", lambda: None)
+    one_line([model, "rows.jsonl", "--output", "out", "--dtype", "int8", *FLAGS], capsys, "--dtype", "C++")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "probe.json"])

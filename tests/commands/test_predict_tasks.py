@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, pipeline
 
 import predict
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu.matrices import multiplies_int8
+from modeling_scratchbert.cpu.library import find_library
 from support.corpora import reference_of, save_model, texts, write_rows
 from support.tasks import columns_of, compute, open_tiny, write_sentence_folder
 from toolkit.corpus.model import read_model, task_of
@@ -69,7 +69,7 @@ def test_embeddings_are_cut_and_scaled(make_bert):
     assert_close(found, torch.nn.functional.normalize(expected))
 
 
-@pytest.mark.skipif(not multiplies_int8(), reason="the processor has no VNNI instructions")
+@pytest.mark.skipif(not find_library(), reason="the processor has no VNNI instructions")
 @pytest.mark.parametrize("is_calibrated", [False, True])
 def test_int8_is_that_of_the_model(is_calibrated, tmp_path):
     folder = save_model(tmp_path / "model")

@@ -122,9 +122,9 @@ def check_output(place: str, actual: str, expected: str | None) -> None:
 
 def machine_marks() -> set[str]:
     """The marks of blocks that need instructions of this processor."""
-    from modeling_scratchbert.cpu.matrices import multiplies_int8
+    from modeling_scratchbert.cpu.library import find_library
 
-    return {"vnni"} if multiplies_int8() else set()
+    return {"vnni"} if find_library() else set()
 
 
 def write_notebook(page: Path, folder: Path) -> Path:

@@ -12,7 +12,8 @@ from transformers import StaticCache
 from transformers.activations import ACT2FN
 
 from modeling_scratchbert.cpu import optimization
-from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack, multiplies_int8
+from modeling_scratchbert.cpu.library import find_library
+from modeling_scratchbert.cpu.matrices import Matrix, TorchMatrix, can_prepack
 from support.models import BERTS, ENCODER_DECODERS, SPECIAL, random_scratchbert
 
 KERNELS = ("sdpa", "eager")  # an optimised model has one attention for both
@@ -37,8 +38,8 @@ def threads(number: int):
 
 
 def optimised(head: str, dtype, kernel: str = "sdpa", seed: int = 0, **fields):
-    if dtype == "int8" and not multiplies_int8():
-        pytest.skip("this CPU has no int8 instructions (VNNI)")
+    if dtype == "int8" and not find_library():
+        pytest.skip("the library in C++ is not in use")
     if dtype == torch.bfloat16 and not can_prepack(torch.empty(1, dtype=dtype)):
         pytest.skip("on this CPU, bfloat16 weights stay dense")
     special = SPECIAL if head in ("ForCausalLM", *ENCODER_DECODERS) else {}
@@ -291,22 +292,21 @@ def test_copies_keep_it():
         assert all(map(same, (outputs(again, [row])[0] for row in rows), expected))
 
 
-def test_it_can_be_given_up():
-    model = random_scratchbert("ForConditionalGeneration", **SPECIAL).optimize_for_inference(batch_invariant=False)
-    assert not model.get_decoder().encoder.is_batch_invariant
-
-
 @pytest.mark.parametrize("activation", sorted(ACT2FN.keys() & optimization.VARYING_ACTIVATIONS))
-def test_activations_that_depend_on_the_batch_are_named(caplog, activation):
+def test_activations_that_depend_on_the_batch_are_named(caplog, activation, monkeypatch):
+    monkeypatch.setattr(optimization, "find_library", lambda: None)
     optimization.logger.warning_once.cache_clear()
     random_scratchbert("Model", hidden_act=activation).optimize_for_inference()
     assert activation in caplog.text
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_fast", "relu", "tanh", "leaky_relu"])
+OF_THE_LIBRARY = ["gelu_pytorch_tanh", "silu"] if find_library() else []
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_fast", "relu", "tanh", *OF_THE_LIBRARY])
 def test_activations_that_do_not(caplog, activation):
     optimization.logger.warning_once.cache_clear()
-    for dtype in DTYPES[:: 2 if multiplies_int8() else 3]:
+    for dtype in DTYPES[:: 2 if find_library() else 3]:
         model = optimised("ForMaskedLM", dtype, hidden_act=activation, **SIZES[1])
         check(model, texts([1, 3, 9, 30, 38, 5]), [4, 2, 0, 5, 3, 1], [4, 2], 40, 3)
     assert "hidden_act" not in caplog.text
@@ -314,20 +314,20 @@ def test_activations_that_do_not(caplog, activation):
 
 @pytest.mark.parametrize(("width", "height"), [(768, 768), (1000, 48), (1500, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_of_a_product_has_the_same_bits_with_any_others(dtype, width, height):
-    """With AMX, oneDNN computes more than 32 rows, and narrow products of several threads, in other blocks."""
+@pytest.mark.parametrize("kind", [TorchMatrix, *([Matrix] if find_library() else [])])
+def test_a_row_of_a_product_has_the_same_bits_with_any_others(kind, dtype, width, height):
     weight, rows, equal = torch.randn(height, width).to(dtype), torch.randn(120, width).to(dtype), []
     if not can_prepack(weight):
         pytest.skip(f"oneDNN does not multiply {dtype} on this processor")
-    matrix = FloatMatrix([weight], [None])
-    alone = torch.cat([matrix.linear(row) for row in rows.split(1)])
+    matrix = kind([weight], [None], dtype)
+    alone = torch.cat([matrix.multiply(row) for row in rows.split(1)])
     for number in (1, 2, 3):
         with threads(number):
-            equal += [torch.equal(matrix.linear(rows[:count]), alone[:count]) for count in (2, 16, 33, 64, 120)]
+            equal += [torch.equal(matrix.multiply(rows[:count]), alone[:count]) for count in (2, 16, 33, 64, 120)]
     assert equal == [True] * 15
 
 
-@pytest.mark.skipif(not multiplies_int8(), reason="this CPU has no int8 instructions (VNNI)")
+@pytest.mark.skipif(not find_library(), reason="the library in C++ is not in use")
 def test_the_factors_of_int8_are_the_same_with_any_number_of_threads():
     factors = []
     for number in (1, 3):

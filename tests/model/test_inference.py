@@ -19,8 +19,11 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu import matrices
-from modeling_scratchbert.cpu.matrices import MATRICES_BY_KEY, FloatMatrix, PackedMatrix, multiplies_int8
+from modeling_scratchbert.cpu import library
+from modeling_scratchbert.cpu.layers import NativeActivation
+from modeling_scratchbert.cpu.library import ACTIVATIONS, find_library
+from modeling_scratchbert.cpu.matrices import BY_KEY
+from modeling_scratchbert.cpu.optimization import Prepacker
 from modeling_scratchbert.cpu.stack import OptimizedStack
 from support.comparison import assert_same_tensors
 from support.models import ENCODER_DECODERS, OURS, inputs_for
@@ -35,7 +38,6 @@ from support.prepacked import (
     make,
     matrices_of,
     prepack,
-    record_row_counts,
 )
 
 
@@ -73,25 +75,29 @@ def test_the_same_numbers_in_bfloat16(head):
     for name, tensor in before.items():
         if tensor.is_floating_point():
             error, own_error = ((each[name] - exact[name]).abs().max() for each in (after, before))
-            assert after[name].dtype == torch.bfloat16
+            assert after[name].dtype == (torch.float32 if "cache" in name or "past" in name else torch.bfloat16)
             assert error <= 2 * own_error + 1e-2, name
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python", "relu"])
-@pytest.mark.parametrize("chunk", [0, 1])
-def test_gelu_is_fused_where_it_is_the_same(activation, chunk):
-    model, inputs = make(hidden_act=activation, chunk_size_feed_forward=chunk), inputs_for("ForMaskedLM")
+NAMES = sorted(name for name in ACT2FN if type(ACT2FN[name]) in ACTIVATIONS)
+
+
+@pytest.mark.parametrize("activation", [*NAMES, "mish", "leaky_relu"])
+def test_activations(activation):
+    """Those of the library, and others, which torch computes."""
+    model, inputs = make(hidden_act=activation, chunk_size_feed_forward=1), inputs_for("ForMaskedLM")
     expected = compute(model, inputs)
-    block = model.optimize_for_inference().model.encoder.blocks[0]
-    assert (block.activation is None) == (activation in ("gelu", "gelu_new", "gelu_pytorch_tanh"))
+    assert model.optimize_for_inference().model.encoder.is_native == (
+        find_library() is not None and activation in NAMES
+    )
     assert_same_tensors(compute(model, inputs), expected)
 
 
-def test_gelu_of_large_and_of_no_numbers():
-    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e30, 1e30, 0.0])])[:, None]
-    matrix = FloatMatrix([torch.ones(1, 1)], [None])
-    for name, form in {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}.items():
-        torch.testing.assert_close(matrix.linear(x, form), ACT2FN[name](x), rtol=1e-6, atol=1e-5)
+@pytest.mark.skipif(not find_library(), reason="the library in C++ is not in use")
+@pytest.mark.parametrize("activation", NAMES)
+def test_activations_of_large_and_small_numbers(activation):
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e30, 1e30, 0.0, -1e-30])])
+    torch.testing.assert_close(NativeActivation(ACT2FN[activation])(x), ACT2FN[activation](x), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 36), (36,), (1, 1, 36), (2, 0, 36), (300, 36)])
@@ -348,7 +354,8 @@ def test_padding_is_removed_unless_the_loss_reads_it(part):
     mask[1, 1:] = 0
     model.get_submodule(part).optimize_for_inference()
     assert not other.config.padding_free
-    seen = record_row_counts(model.model.encoder.blocks[0].output)
+    encoder, seen = model.model.encoder, []
+    encoder.run, run = lambda x, *args: seen.append(x.shape[:2].numel()) or run(x, *args), encoder.run
     model(ids, mask)
     model(ids, mask, labels=ids)
     model(ids, mask, padding_free=False)
@@ -389,10 +396,11 @@ def test_copies_are_prepacked_too(head, fields, way, dtype):
     assert_equal_tensors(compute(again, inputs), compute(model, inputs))
 
 
-def test_a_pickle_is_refused_where_onednn_is_missing(monkeypatch):
+def test_a_pickle_is_refused_where_its_weights_cannot_be_multiplied(monkeypatch):
     stored = pickle.dumps(make().optimize_for_inference())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"prepacked weights of torch.float32; .*call optimize_for_inference\(\)"):
+    monkeypatch.setattr(library, "find_library", lambda: None)
+    with pytest.raises(RuntimeError, match=r"layout.*call optimize_for_inference\(\)"):
         pickle.loads(stored)
 
 
@@ -405,16 +413,20 @@ def test_one_copy_in_memory_all_along(monkeypatch, head, fields, dtype):
     model = make(head, **fields)
     weights = {id(m.weight): weakref.ref(m.weight) for m in model.modules() if type(m) is nn.Linear}
     tied = len({id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} & set(weights))
-    packed, plain_hold, a_block = [], PackedMatrix._hold, 2 * 10 if head in ENCODER_DECODERS else 6
+    packed, pack, a_block = [], Prepacker.matrix, 2 * 10 if head in ENCODER_DECODERS else 6
 
-    def counting(self, values):
-        plain_hold(self, values)
-        packed.extend([self] * len(self.heights))
-        assert sum(weight() is not None for weight in weights.values()) + len(packed) <= len(weights) + a_block + tied
+    def counting(self, *layers, **options):
+        before = len(self.matrices)
+        matrix = pack(self, *layers, **options)
+        if not self.collects:  # the model that calibrates int8 is a copy
+            packed.append(len(layers) * (len(self.matrices) - before))
+            alive = sum(weight() is not None for weight in weights.values())
+            assert alive + sum(packed) <= len(weights) + a_block + tied
+        return matrix
 
-    monkeypatch.setattr(PackedMatrix, "_hold", counting)
+    monkeypatch.setattr(Prepacker, "matrix", counting)
     model.optimize_for_inference(dtype)
-    assert len(packed) == len(weights)
+    assert sum(packed) == len(weights)
     assert not any(weight() is not None for weight in weights.values())
 
 
@@ -603,7 +615,7 @@ def test_models_optimised_in_threads_keep_their_own_weights():
     in_threads(lambda model: model.optimize_for_inference(), models)
     found = {matrix for model in models for matrix in matrices_of(model)}
     assert len({matrix.key for matrix in found}) == len(models) * len(matrices_of(models[0]))
-    assert all(MATRICES_BY_KEY[matrix.key] is matrix for matrix in found)
+    assert all(BY_KEY[matrix.key] is matrix for matrix in found)
 
 
 @pytest.mark.usefixtures("_frequent_thread_switches")
@@ -623,62 +635,6 @@ def test_one_model_optimised_in_threads():
         assert len(refused) == 3
         assert all_prepacked(model)
         assert_same_tensors(compute(model, inputs), expected)
-
-
-# --- row counts, and the memory that oneDNN's cache takes for each
-
-
-def test_the_first_row_counts_are_exact():
-    prepacked = prepack(nn.Linear(4, 3))
-    computed = record_row_counts(prepacked.matrix)
-    first = list(range(2730, 2764))
-    rounded = {2764: 2816, 2730 + 4096: 6912, 2048: 2048, 100: 104, 17: 18}
-    exact = [*first, *range(4, 17), *first]
-    with torch.no_grad():
-        for rows in [*exact, *rounded, *exact]:
-            assert prepacked(torch.randn(rows, 4)).shape == (rows, 3)
-        for rows in range(1, 4):
-            assert prepacked(torch.randn(rows, 4)).shape == (rows, 3)
-    assert computed == [*exact, *rounded.values(), *exact, 4, 4, 4]
-    for rows in range(17, 5000):
-        assert rows <= prepacked.matrix._round_row_count(rows) <= 1.125 * rows
-
-
-@pytest.mark.skipif(not multiplies_int8(), reason="int8 needs VNNI instructions")
-def test_an_int8_feed_forward_computes_many_tokens_in_parts(monkeypatch):
-    """With the same bits."""
-    model, ids = make("Model").optimize_for_inference("int8"), torch.randint(99, (5, 20))
-    expected = compute(model, {"input_ids": ids})
-    monkeypatch.setattr(matrices.Int8Matrix, "max_rows", 30)
-    computed = record_row_counts(model.encoder.blocks[0].intermediate)
-    assert_equal_tensors(compute(model, {"input_ids": ids}), expected)
-    assert computed == [30, 30, 30, 10]
-
-
-def test_rows_are_appended_without_a_copy_if_their_storage_has_them():
-    storage = torch.randn(10, 4)
-    extended = matrices.extend_rows(storage[2:5], 6)
-    assert extended.data_ptr() == storage[2:5].data_ptr()
-    assert torch.equal(extended, storage[2:8])
-    for x in (storage[6:], storage[:3].clone(), storage.t()[:, :4].t()[:3], storage[::2][:2]):
-        extended = matrices.extend_rows(x, len(x) + 1)
-        assert extended.shape == (len(x) + 1, 4)
-        assert torch.equal(extended[: len(x)], x)
-    assert matrices.extend_rows(storage[6:], 5).data_ptr() != storage[6:].data_ptr()
-
-
-@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "data_ptr"), reason="torch 2.6 does not return the address")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_is_asked_for_large_pages(monkeypatch, dtype):
-    """For the whole of each weight, once. If it has none, or no such advice, nothing happens."""
-    asked, advise = [], matrices.advise
-    monkeypatch.setattr(matrices, "advise", lambda *call: asked.append(call) or advise(*call))
-    model = make("Model").optimize_for_inference(dtype)
-    weights = [matrix._blocked for matrix in matrices_of(model)]
-    sizes = {torch.ops.mkldnn.data_ptr(weight): torch.ops.mkldnn._nbytes(weight) for weight in weights}
-    assert {start: size for start, size, advice in asked if advice == 25} == sizes
-    advise(0, 4096, 25)
-    advise(0, 4096, 9999)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is in memory")

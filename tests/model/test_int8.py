@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from itertools import accumulate
 
 import pytest
 import torch
@@ -14,14 +15,14 @@ from torch import nn
 from transformers.utils import logging
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
-from modeling_scratchbert.cpu import matrices
-from modeling_scratchbert.cpu.calibration import find_factors
-from modeling_scratchbert.cpu.matrices import FloatMatrix, Int8Matrix
+from modeling_scratchbert.cpu import optimization
+from modeling_scratchbert.cpu.library import find_library
+from modeling_scratchbert.cpu.matrices import Matrix
 from support.comparison import assert_same_tensors
 from support.models import inputs_for
 from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make, matrices_of
 
-pytestmark = pytest.mark.skipif(not matrices.multiplies_int8(), reason="this CPU has no VNNI instructions")
+pytestmark = pytest.mark.skipif(not find_library(), reason="the library in C++ is not in use")
 
 
 def factors_of(model, path) -> dict[str, torch.Tensor]:
@@ -35,10 +36,16 @@ def fake_quantized(x, weight, bias, factors=None):
     if factors is not None:
         x, weight = x / factors.double(), weight * factors.double()
     weight_scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
-    scale = (high - low) / 255
-    steps = torch.where(scale > 0, ((x - low) / scale).round(), 0)
-    return nn.functional.linear(steps * scale + low, (weight / weight_scale).round() * weight_scale, bias.double())
+    low, high = x.amin(dim=-1, keepdim=True).clamp(max=0), x.amax(dim=-1, keepdim=True).clamp(min=0)
+    scale = torch.where(high > low, (high - low) / 255, 1)
+    zero = (-low / scale).round()
+    steps = (x / scale + zero).round().clamp(0, 255) - zero
+    return nn.functional.linear(steps * scale, (weight / weight_scale).round() * weight_scale, bias.double())
+
+
+def starts_of(heights: list[int]) -> list[int]:
+    """The first output of each weight in a matrix of several, each of which ends in zeros."""
+    return [0, *accumulate(height + -height % 32 for height in heights)][:-1]
 
 
 @given(
@@ -54,8 +61,9 @@ def test_the_formula(rows, width, heights, is_smoothed, seed):
     weights = [torch.randn(height, width, generator=generator) for height in heights]
     bias = torch.randn(sum(heights), generator=generator)
     factors = torch.rand(width, generator=generator) + 0.5 if is_smoothed else None
-    matrix = Int8Matrix(weights, bias.split(heights), factors)
-    actual = matrix.linear(x)
+    matrix = Matrix(weights, bias.split(heights), torch.int8, factors)
+    used = torch.cat([torch.arange(h) + start for h, start in zip(heights, starts_of(heights), strict=True)])
+    actual = matrix.multiply(x)[..., used]
     expected = fake_quantized(x, torch.cat(weights), bias, factors)
     # Where a number lies between two steps, float32 may round it to the other one.
     step = x.abs().amax() * 2 / 255 * torch.cat(weights).abs().amax()
@@ -63,29 +71,28 @@ def test_the_formula(rows, width, heights, is_smoothed, seed):
     assert (actual - expected).abs().mean() <= 0.05 * step
     exact = nn.functional.linear(x, torch.cat(weights), bias)
     assert (actual - exact).abs().max() <= width * step
-    assert torch.equal(matrix.linear(x, "none"), nn.functional.gelu(actual))
-    assert torch.equal(pickle.loads(pickle.dumps(matrix)).linear(x), actual)
+    assert torch.equal(pickle.loads(pickle.dumps(matrix)).multiply(x)[..., used], actual)
 
 
 @pytest.mark.parametrize("width", [36, 37, 38, 39])
 @pytest.mark.parametrize("shape", [(0,), (), (1, 1), (2, 0), (300,)])
 def test_any_shape(shape, width):
-    matrix, x = Int8Matrix([torch.randn(5, width)], [None]), torch.randn(*shape, width)
-    assert matrix.linear(x).shape == (*shape, 5)
+    matrix, x = Matrix([torch.randn(5, width)], [None], torch.int8), torch.randn(*shape, width)
+    assert matrix.multiply(x).shape == (*shape, 5)
     transposed = torch.randn(*shape, width, 3).transpose(-1, -2)
-    by_row = [matrix.linear(row.clone()) for row in transposed.reshape(-1, transposed.shape[-1])]
-    assert torch.equal(matrix.linear(transposed).reshape(-1, 5), torch.stack([*by_row, torch.ones(5)])[:-1])
+    by_row = [matrix.multiply(row.clone()) for row in transposed.reshape(-1, transposed.shape[-1])]
+    assert torch.equal(matrix.multiply(transposed).reshape(-1, 5), torch.stack([*by_row, torch.ones(5)])[:-1])
 
 
 def test_rows_that_are_constant_zero_or_no_numbers():
     weight, bias = torch.randn(40, 8), torch.randn(40)
-    matrix = Int8Matrix([weight], [bias])
+    matrix = Matrix([weight], [bias], torch.int8)
     rows = torch.tensor([[0.0] * 8, [3.0] * 8, [-1e-30] * 8])
-    torch.testing.assert_close(matrix.linear(rows), nn.functional.linear(rows, weight, bias), rtol=0, atol=0.2)
+    torch.testing.assert_close(matrix.multiply(rows), nn.functional.linear(rows, weight, bias), rtol=0, atol=0.2)
     for value in (float("nan"), float("inf")):
-        assert not matrix.linear(torch.full((1, 8), value)).isfinite().all()
-    assert matrix.linear(rows[:1])[0].allclose(bias)
-    assert Int8Matrix([torch.zeros(40, 8)], [bias]).linear(rows).allclose(bias)
+        assert not matrix.multiply(torch.full((1, 8), value)).isfinite().all()
+    assert matrix.multiply(rows[:1])[0].allclose(bias)
+    assert Matrix([torch.zeros(40, 8)], [bias], torch.int8).multiply(rows).allclose(bias)
 
 
 @every_model
@@ -93,7 +100,7 @@ def test_close_to_float(head, fields):
     model, inputs = make(head, **fields), inputs_for(head)
     expected = compute(model, inputs)
     assert model.optimize_for_inference("int8") is model
-    assert any(matrix.is_int8 for matrix in matrices_of(model))
+    assert any(matrix.dtype == torch.int8 for matrix in matrices_of(model))
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not any(module.training for module in model.modules())
     for name, tensor in compute(model, inputs).items():
@@ -113,8 +120,8 @@ def test_bfloat16_between_the_layers():
 
 def test_small_layers_stay_float():
     model = make("ForSequenceClassification", num_labels=3).optimize_for_inference("int8")
-    assert isinstance(model.classifier.matrix, FloatMatrix)
-    assert isinstance(model.model.encoder.blocks[0].query_key_value, Int8Matrix)
+    assert model.classifier.matrix.dtype == torch.float32
+    assert model.model.encoder.blocks[0].query_key_value.dtype == torch.int8
 
 
 def test_generates():
@@ -164,12 +171,6 @@ def test_other_dtypes_and_calibrations_are_refused(tmp_path):
     assert_equal_tensors(compute(model, inputs), expected)
 
 
-def test_a_model_that_is_too_small_stays_float():
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    model = make("Model", **small).optimize_for_inference("int8")
-    assert set(map(type, matrices_of(model))) == {FloatMatrix}
-
-
 @pytest.mark.parametrize("dtype", ["float32", torch.float16, torch.int8, 8])
 def test_unknown_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"dtype is .*torch.float32, torch.bfloat16"):
@@ -184,15 +185,15 @@ def test_a_dtype_converts_the_model_first(dtype):
     assert model.dtype == dtype
 
 
-def test_without_vnni_it_keeps_the_dtype_and_says_so(monkeypatch, said):
+def test_without_the_library_it_keeps_the_dtype_and_says_so(monkeypatch, said):
     logging.logging.Logger.warning_once.cache_clear()
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setattr(optimization, "find_library", lambda: None)
     model, inputs = make("Model"), inputs_for("Model")
     expected = compute(model, inputs)
     model.optimize_for_inference("int8")
-    assert not any(matrix.is_int8 for matrix in matrices_of(model))
+    assert not any(matrix.dtype == torch.int8 for matrix in matrices_of(model))
     assert_same_tensors(compute(model, inputs), expected)
-    assert [line for line in said() if "VNNI" in line and "torch.float32" in line]
+    assert [line for line in said() if "C++" in line and "torch.float32" in line]
 
 
 def test_weights_that_are_no_numbers_are_refused():
@@ -238,16 +239,17 @@ def test_random_ids_are_the_default(tmp_path):
     assert not torch.equal(one[name], torch.ones(36))
 
 
-def test_padding_is_not_calibrated():
-    model, inputs = make("Model"), inputs_for("Model")
-    ids = inputs["input_ids"]
+def test_padding_is_not_calibrated(tmp_path):
+    ids = inputs_for("Model")["input_ids"]
     padded = {
         "input_ids": torch.cat([ids, torch.full_like(ids, 3)], dim=1),
         "attention_mask": torch.cat([torch.ones_like(ids), torch.zeros_like(ids)], dim=1),
     }
-    layer = {"query": [model.encoder.blocks[1].attention.query]}
-    with_padding = find_factors(model, layer, [padded])
-    torch.testing.assert_close(with_padding, find_factors(model, layer, [{"input_ids": ids}]))
+    found = [
+        factors_of(make("Model").optimize_for_inference("int8", calibration=[batch]), tmp_path)
+        for batch in (padded, {"input_ids": ids})
+    ]
+    assert_equal_tensors(*found)
 
 
 def test_what_ran_before_changes_no_number(tmp_path):
@@ -272,7 +274,7 @@ def test_calibration_helps_where_one_channel_is_large():
     x[::2, 5] *= -1
     exact = nn.functional.linear(x, weight)
     factors = (x.abs().amax(0) / weight.abs().amax(0)).sqrt()
-    errors = [(Int8Matrix([weight], [None], each).linear(x) - exact).norm() for each in (None, factors)]
+    errors = [(Matrix([weight], [None], torch.int8, each).multiply(x) - exact).norm() for each in (None, factors)]
     assert errors[1] < 0.5 * errors[0]
 
 

@@ -1,12 +1,16 @@
 """What the tests of `optimize_for_inference` share."""
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import nn
 
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.cpu.layers import PrepackedLinear, PrepackedModule
-from modeling_scratchbert.cpu.matrices import FloatMatrix, multiplies_int8
+from modeling_scratchbert.cpu.library import find_library
+from modeling_scratchbert.cpu.optimization import Prepacker
+from modeling_scratchbert.cpu.stack import OptimizedStack
 from support.comparison import flat
 from support.models import ENCODER_DECODERS, NEEDS, OURS, TINY, randomise
 
@@ -17,7 +21,7 @@ ODD = {**TINY, "hidden_size": 36, "bos_token_id": 1}
 TIED = {"tie_encoder_decoder": True}
 
 
-DTYPES = [torch.float32, *(["int8"] if multiplies_int8() else [])]
+DTYPES = [torch.float32, *(["int8"] if find_library() else [])]
 
 
 KINDS = [*((head, {}) for head in OURS), *((head, TIED) for head in ENCODER_DECODERS)]
@@ -36,7 +40,8 @@ def layers(model):
 
 
 def matrices_of(model):
-    return {matrix for layer in layers(model) for matrix in layer.matrices()}
+    found = [layer.matrices() if isinstance(layer, OptimizedStack) else [layer.matrix] for layer in layers(model)]
+    return set(chain.from_iterable(found))
 
 
 def all_prepacked(model):
@@ -44,8 +49,7 @@ def all_prepacked(model):
 
 
 def prepack(layer: nn.Linear) -> PrepackedLinear:
-    matrix = FloatMatrix([layer.weight.detach()], [layer.bias.detach()])
-    return PrepackedLinear(matrix)
+    return Prepacker(find_library() is not None, layer.weight.dtype, {}).layer(layer)
 
 
 def compute(model, inputs):
@@ -58,15 +62,3 @@ def compute(model, inputs):
 def assert_equal_tensors(actual, expected):
     assert list(actual) == list(expected)
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-
-
-def record_row_counts(matrix) -> list[int]:
-    """The row counts of the products that this matrix computes from now on."""
-    operator, computed = matrix._operator, []
-
-    def record(x, *args):
-        computed.append(x.shape[:-1].numel())
-        return operator(x, *args)
-
-    matrix._operator = record
-    return computed

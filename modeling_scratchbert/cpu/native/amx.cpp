@@ -2,7 +2,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "encoder.h"
+#include "stack.h"
 
 // Linux gives a process the registers of AMX when it asks for them. Whether it does.
-extern "C" __attribute__((visibility("default"))) int scratchbert_has_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+EXPORT int scratchbert_has_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }

@@ -1,2 +1,2 @@
 // The encoder with AVX2 and FMA, for processors without the instructions that avx512.cpp needs.
-#include "encoder.h"
+#include "stack.h"

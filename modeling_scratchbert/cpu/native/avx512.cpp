@@ -1,2 +1,2 @@
 // The encoder with AVX-512, VNNI and bfloat16 instructions.
-#include "encoder.h"
+#include "stack.h"

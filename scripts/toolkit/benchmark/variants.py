@@ -29,8 +29,9 @@ from torch.nn.functional import pad as pad_tokens
 from transformers import BertConfig, BertModel
 
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu.matrices import multiplies_int8, multiplies_natively
+from modeling_scratchbert.cpu.library import find_library
 from toolkit import exporting
+from toolkit.benchmark.timing import multiplies_natively
 from toolkit.benchmark.workloads import Batch, pad, random_rows
 from toolkit.cli import described, how_to_install
 from toolkit.exporting import TensorModel, open_onnx, open_openvino
@@ -288,8 +289,8 @@ def missing(name: str) -> str | None:
         return "this machine has no CUDA GPU that torch can use"
     if name == "ours-aotinductor" and not exporting.has_compiler():
         return "there is no C++ compiler"
-    if name == "ours-int8" and not multiplies_int8():
-        return "this CPU has no int8 instructions (VNNI)"
+    if name == "ours-int8" and not find_library():
+        return "int8 requires the library in C++, which is not built or not for this CPU"
     return None
 
 

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from modeling_scratchbert.cpu.matrices import multiplies_int8
+from modeling_scratchbert.cpu.library import find_library
 from toolkit.corpus.sentence_folder import model_type_of
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config
 from toolkit.remote_code import find, import_package
@@ -76,8 +76,8 @@ def open_for(task: str, source: str, dtype: str | None, device: str, trust_remot
     Raises:
         ValueError: the checkpoint lacks weights, or the device does not support the dtype.
     """
-    if dtype == "int8" and (device != "cpu" or not multiplies_int8()):
-        raise ValueError(f"--dtype is int8, on {device}; expected a CPU with VNNI instructions, or another --dtype.")
+    if dtype == "int8" and (device != "cpu" or not find_library()):
+        raise ValueError(f"--dtype is int8, on {device}; expected a CPU and the library in C++, or another --dtype.")
     name, auto = CLASSES[task]
     package = import_package()
     model_class = getattr(package, f"ScratchBert{name}")

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from modeling_scratchbert.bert.files import read_tensors
-from modeling_scratchbert.cpu.layers import PrepackedLinear
-from modeling_scratchbert.cpu.matrices import FloatMatrix, can_prepack
+from modeling_scratchbert.cpu.library import find_library
+from modeling_scratchbert.cpu.matrices import can_prepack
+from modeling_scratchbert.cpu.optimization import Prepacker
 from toolkit.corpus.sentence_folder import MODULE_WEIGHTS, Module
 from toolkit.remote_code import find
 
@@ -90,8 +91,8 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
             layer.requires_grad_(False).eval().to(device)
             for name, child in layer.named_children():
                 if type(child) is nn.Linear and can_prepack(child.weight):
-                    matrix = FloatMatrix([child.weight], [child.bias])
-                    setattr(layer, name, PrepackedLinear(matrix))
+                    prepacker = Prepacker(find_library() is not None, child.weight.dtype, {})
+                    setattr(layer, name, prepacker.layer(child))
             found.append(layer)
             width = module.fields.get("out_features", width)
     return found, width

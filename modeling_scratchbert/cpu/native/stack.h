@@ -1,0 +1,841 @@
+// BERT's stack of blocks (Vaswani et al. 2017, section 3; Devlin et al. 2018): those of an encoder, or of a decoder with
+// caches and cross-attention.
+//
+// A row of numbers, which belongs to one token, has the same bits in any batch and with any number of threads, because
+// nothing depends on the other rows: every output of a product is one chain of fused multiply-adds over the inputs in
+// their order, whatever tile it is computed in; norms, activations and quantisation read one row; attention reads one
+// sequence.
+//
+// Weights come in panels of 32 outputs, [outputs / 32][words][32], where a word of 32 bits holds the weights of one
+// float32, two bfloat16 or four int8 inputs, so that a product reads memory in its order.
+#pragma once
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "vector.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define INLINE_LAMBDA __attribute__((always_inline))
+
+enum Type : int64_t { FLOAT32, BFLOAT16, INT8 };
+enum Activation : int64_t { IDENTITY, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID, TANH, RELU };
+
+constexpr int PANEL = 32;
+// One block of rows for all threads together, up to this number of rows; or blocks of so many rows for each thread.
+// Blocks are whole units.
+#ifdef __AMX_TILE__
+constexpr int ROWS_FOR_ALL = 128, ROWS_OF_ONE = 64, UNIT = 32;
+#else
+constexpr int ROWS_FOR_ALL = 96, ROWS_OF_ONE = 48, UNIT = 1;
+#endif
+// Sequences that are computed in one pass, whose intermediate results stay in the cache.
+constexpr int ROWS_OF_PASS = 2048;
+constexpr int INVALID = 1, NO_MEMORY = 2;
+constexpr unsigned ROUNDING = 0x1f80;  // to nearest, and denormal numbers are kept
+
+constexpr int numbers_in_word(Type type) { return type == INT8 ? 4 : type == BFLOAT16 ? 2 : 1; }
+
+// ---------------------------------------------------------------------------------------------- what the caller passes
+
+// W and b of x Wᵀ + b; both widths are multiples of 32, with zeros at the end. For int8: the scale of each output, the sum
+// of its weights, and what inputs are multiplied by. `largest`, if it is not null, receives the largest absolute value of
+// each input.
+struct Linear {
+  int64_t inputs, outputs;
+  const uint32_t* panels;
+  const float *bias, *scales, *input_factors;
+  const int32_t* sums;
+  float* largest;
+};
+
+struct Norm {
+  const float *weight, *bias;
+};
+
+struct Block {
+  Linear query_key_value, attention_output, cross_query, cross_output, intermediate, output;
+  Norm attention_norm, cross_norm, output_norm;
+};
+
+// A row of x has `width` numbers, `hidden` and zeros, and one of queries, keys or values `attention_width`: `heads` times
+// `head_width`, and zeros. Scores are multiplied by `scaling`.
+struct Stack {
+  int64_t size;  // of this struct, in bytes
+  Type type;
+  Activation activation;
+  int64_t hidden, width, inner, heads, head_width, attention_width, norm_first, number;
+  double epsilon, scaling;
+  const Block* blocks;
+};
+
+// What the queries of each sequence attend to: `number` keys and values, `is_key[sequence * number + i]` of them, in memory
+// of `size` numbers; or, if `keys` is null, those of the sequence itself. The query in a row attends to the first
+// `counts[row]` of them. Without `is_key` and `counts`, to all.
+struct Keys {
+  const float *keys, *values;
+  int64_t size, sequence_stride, head_stride, stride, number;
+  const uint8_t* is_key;
+  const int32_t* counts;
+};
+
+// Sequences: the rows `starts[i]` to `starts[i + 1]` of `x`, `(rows, width)`. `queries` and `projected`, `(rows, 3 *
+// attention_width)`, are those of the first block, and for the one after the last. `source` is for cross-attention.
+struct Batch {
+  float* x;
+  const float* queries;
+  float* projected;
+  const int32_t* starts;
+  int64_t rows, sequences;
+  Keys own, source;
+};
+
+// ------------------------------------------------------------------------------------------------------------ products
+
+// Call a function with the constants 0 to n - 1. Unrolled in this way, accumulators stay in registers.
+template <class Function, int... i> INLINE void each(Function function, std::integer_sequence<int, i...>) {
+  (function(std::integral_constant<int, i>()), ...);
+}
+template <int n, class Function> INLINE void each(Function function) {
+  each(function, std::make_integer_sequence<int, n>());
+}
+
+template <Type type> struct Sum {
+  Floats value = all(0);
+  INLINE void add(Ints a, Ints b) {
+    value = type == BFLOAT16 ? dot_bfloat16(value, a, b) : multiply_add(as_floats(a), as_floats(b), value);
+  }
+  INLINE Floats bits() const { return value; }
+};
+template <> struct Sum<INT8> {
+  Ints value = all_words(0);
+  INLINE void add(Ints a, Ints b) { value = dot_bytes(value, a, b); }
+  INLINE Floats bits() const { return as_floats(value); }
+};
+
+// A tile of a product: `rows` rows of inputs, `stride` words apart, times a panel.
+template <Type type, int rows>
+__attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t stride, const uint32_t* panel,
+                                             int64_t words, float* outputs, int64_t output_stride) {
+  for (int column = 0; column < PANEL; column += 16 * TILE_VECTORS) {
+    Sum<type> sums[rows][TILE_VECTORS];
+    const uint32_t* weights = panel + column;
+    // A pointer for three rows: one for each would not fit into registers.
+    const uint32_t* threes[(rows + 2) / 3];
+    each<(rows + 2) / 3>([&](auto i) INLINE_LAMBDA { threes[i] = inputs + 3 * i * stride; });
+    for (int64_t word = 0; word < words; word++, weights += PANEL) {
+      // Memory is read 16 KB ahead. With few rows, this doubles the speed.
+      for (int line = 0; line < TILE_VECTORS; line++) _mm_prefetch((const char*)(weights + 4096 + 16 * line), _MM_HINT_T0);
+      Ints columns[TILE_VECTORS];
+      each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA { columns[i] = load_words(weights + 16 * i); });
+      each<rows>([&](auto row) INLINE_LAMBDA {
+        Ints input = all_words(threes[row / 3][row % 3 * stride]);
+        each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA { sums[row][i].add(input, columns[i]); });
+      });
+      each<(rows + 2) / 3>([&](auto i) INLINE_LAMBDA { threes[i]++; });
+    }
+    each<rows>([&](auto row) INLINE_LAMBDA {
+      each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA {
+        store(outputs + row * output_stride + column + 16 * i, sums[row][i].bits());
+      });
+    });
+  }
+}
+
+#ifdef __AMX_TILE__
+// Rows of inputs that AMX multiplies at a time. It reads as many, whatever they hold.
+constexpr int AMX_ROWS = 32;
+
+// The shapes of the eight tiles of AMX: 16 rows of 64 bytes. For the thread that calls this, until it ends.
+inline void configure_tiles() {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } shapes;
+  _tile_loadconfig(&shapes);
+}
+
+// The product of 16 or, with `is_double`, 32 rows and a panel: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
+#define ADD(sum, input, weights)          \
+  if constexpr (type == INT8) {           \
+    _tile_dpbusd(sum, input, weights);    \
+  } else {                                \
+    _tile_dpbf16ps(sum, input, weights);  \
+  }
+template <Type type, bool is_double>
+void multiply_amx(const uint32_t* inputs, const uint32_t* panel, int64_t words, float* outputs) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t word = 0; word < words; word += 16) {
+    _tile_loadd(6, panel + word * PANEL, PANEL * 4);
+    _tile_loadd(7, panel + word * PANEL + 16, PANEL * 4);
+    _tile_loadd(4, inputs + word, words * 4);
+    ADD(0, 4, 6)
+    ADD(1, 4, 7)
+    if (!is_double) continue;
+    _tile_loadd(5, inputs + 16 * words + word, words * 4);
+    ADD(2, 5, 6)
+    ADD(3, 5, 7)
+  }
+  _tile_stored(0, outputs, PANEL * 4);
+  _tile_stored(1, outputs + 16, PANEL * 4);
+  if (!is_double) return;
+  _tile_stored(2, outputs + 16 * PANEL, PANEL * 4);
+  _tile_stored(3, outputs + 16 * PANEL + 16, PANEL * 4);
+}
+#undef ADD
+#else
+constexpr int AMX_ROWS = 0;
+inline void configure_tiles() {}
+#endif
+
+using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t);
+template <Type type, int... i> constexpr Tile tile_of(int rows, std::integer_sequence<int, i...>) {
+  constexpr Tile tiles[] = {multiply_tile<type, i + 1>...};
+  return tiles[rows - 1];
+}
+template <Type type> INLINE Tile tile_of(int rows) {
+  return tile_of<type>(rows, std::make_integer_sequence<int, TILE_ROWS>());
+}
+
+// Rows in the format of a product; for int8, x ≈ scale · (q - zero), with q in 0 … 255.
+struct Inputs {
+  uint32_t* words;
+  float* scales;
+  int32_t* zeros;
+};
+
+// Threads share the work of a phase in pieces. Whichever thread is free claims the next one, so that no thread waits for
+// another that the operating system has stopped, unless that one holds a piece. Each phase has counters of its own.
+class Team {
+  int threads;
+  std::atomic<int>* counters;
+
+ public:
+  Team(int threads, std::atomic<int>* counters) : threads(threads), counters(counters) {}
+
+  template <class Work> void share(int count, Work work, int pieces = 0) {
+    pieces = std::min(count, pieces ? pieces : threads == 1 ? 1 : 4 * threads);
+    auto compute = [&](int piece) { work(int64_t(count) * piece / pieces, int64_t(count) * (piece + 1) / pieces); };
+    if (threads == 1) {
+      for (int piece = 0; piece < pieces; piece++) compute(piece);
+      return;
+    }
+    std::atomic<int>&next = counters[0], &done = counters[16];  // in different lines of the cache
+    counters += 32;
+    for (int piece; (piece = next.fetch_add(1)) < pieces; done.fetch_add(1)) compute(piece);
+    for (int spins = 0; done.load() < pieces;) ++spins < 4000 ? _mm_pause() : (void)sched_yield();
+  }
+};
+
+// x Wᵀ + b of `rows` rows; `use(row, column, sixteen numbers)` takes the results.
+template <Type type, class Use> void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, Use use) {
+  const int64_t words = linear.inputs / numbers_in_word(type);
+  // AMX has no float32, and its tiles are 16 words wide. With int8, all sums are exact.
+  const bool has_amx = AMX_ROWS && type != FLOAT32 && words % 16 == 0;
+  const int most = has_amx ? AMX_ROWS : TILE_ROWS, tiles = (rows + most - 1) / most;
+  team.share(linear.outputs / PANEL, [&](int first, int last) {
+    alignas(64) float results[std::max(TILE_ROWS, AMX_ROWS) * PANEL];
+    for (int panel = first; panel < last; panel++)
+      for (int tile = 0; tile < tiles; tile++) {
+        const int start = has_amx ? tile * AMX_ROWS : int64_t(rows) * tile / tiles;
+        const int number = has_amx ? std::min(AMX_ROWS, rows - start) : int64_t(rows) * (tile + 1) / tiles - start;
+        const uint32_t *from = inputs.words + start * words, *weights = linear.panels + panel * words * PANEL;
+        if (!has_amx) tile_of<type>(number)(from, words, weights, words, results, PANEL);
+#ifdef __AMX_TILE__
+        if constexpr (type != FLOAT32)
+          if (has_amx) (number > 16 ? multiply_amx<type, true> : multiply_amx<type, false>)(from, weights, words, results);
+#endif
+        for (int column = 0; column < PANEL; column += 16) {
+          const int output = panel * PANEL + column;
+          const Floats bias = load(linear.bias + output);
+          for (int row = 0; row < number; row++) {
+            Floats y = load(results + row * PANEL + column);
+            if constexpr (type == INT8) {
+              const Ints zeros = multiply(all_words(inputs.zeros[start + row]), load_words(linear.sums + output));
+              const Floats scale = all(inputs.scales[start + row]) * load(linear.scales + output);
+              y = multiply_add(to_floats(subtract(as_ints(y), zeros)), scale, bias);
+            } else {
+              y = y + bias;
+            }
+            use(start + row, output, y);
+          }
+        }
+      }
+  });
+}
+
+// -------------------------------------------------------------------------------------------------- one row at a time
+
+// Write one row of inputs in the format of a product.
+template <Type type> void convert(const float* x, int64_t width, const float* factors, const Inputs& to, int64_t row) {
+  uint32_t* words = to.words + row * (width / numbers_in_word(type));
+  if constexpr (type == FLOAT32) {
+    if ((const float*)words != x) memcpy(words, x, width * sizeof(float));
+  } else if constexpr (type == BFLOAT16) {
+    for (int64_t i = 0; i < width; i += 16) store_bfloat16((uint16_t*)words + i, load(x + i));
+  } else {
+    auto scaled = [&](int64_t i) INLINE_LAMBDA {
+      return factors ? load(x + i) * load(factors + i) : load(x + i);
+    };
+    Floats low = all(0), high = all(0), not_finite = all(0);
+    for (int64_t i = 0; i < width; i += 16) {
+      const Floats v = scaled(i);
+      low = minimum(low, v);
+      high = maximum(high, v);
+      not_finite = multiply_add(v, all(0), not_finite);  // NaN for NaN and infinity, which would become numbers
+    }
+    const float smallest = minimum_of(low), largest = maximum_of(high);
+    const float scale = largest > smallest ? (largest - smallest) / 255 : 1, zero = std::nearbyint(-smallest / scale);
+    to.scales[row] = scale + sum_of(not_finite);
+    to.zeros[row] = int32_t(zero);
+    for (int64_t i = 0; i < width; i += 16)
+      store_bytes((uint8_t*)words + i, to_ints(multiply_add(scaled(i), all(1 / scale), all(zero))));
+  }
+}
+
+// (x - mean) / sqrt(variance + ε) · weight + bias, of `hidden` of `width` numbers; zeros follow.
+inline void normalize(const float* x, int64_t hidden, int64_t width, const Norm& norm, float epsilon, float* to) {
+  alignas(64) static const float IS_NUMBER[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  Floats sum = all(0), squares = all(0);
+  for (int64_t i = 0; i < hidden; i += 16) sum = sum + load(x + i);
+  const Floats mean = all(sum_of(sum) / hidden);
+  for (int64_t i = 0; i < hidden; i += 16) {
+    Floats difference = load(x + i) - mean;
+    if (i + 16 > hidden) difference = difference * load(IS_NUMBER + 16 - (hidden - i));
+    squares = multiply_add(difference, difference, squares);
+  }
+  const Floats factor = all(1 / std::sqrt(sum_of(squares) / hidden + epsilon));
+  for (int64_t i = 0; i < width; i += 16)
+    store(to + i, multiply_add((load(x + i) - mean) * factor, load(norm.weight + i), load(norm.bias + i)));
+}
+
+// exp(x) for x up to 87, as 2ⁿ exp(r) with |r| ≤ ln(2) / 2 (Cephes, expf).
+INLINE Floats exponential(Floats x) {
+  x = minimum(all(87), maximum(all(-87), x));
+  const Floats n = nearest(x * all(1.44269504f));
+  const Floats r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
+  Floats p = all(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = multiply_add(p, r, all(c));
+  p = multiply_add(p * r, r, r + all(1));
+  return p * as_floats(shift_to_exponent(to_ints(n)));
+}
+
+// x Φ(x), with erf(t) as a quotient of polynomials, t between -4 and 4 (Eigen, generic_fast_erf_float).
+INLINE Floats gelu(Floats x) {
+  const Floats t = maximum(all(-4), minimum(all(4), x * all(0.70710678118f))), s = t * t;
+  Floats p = all(-2.72614225801306e-10f), q = all(-1.45660718464996e-05f);
+  for (float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
+                  -2.95459980854025e-03f, -1.60960333262415e-02f})
+    p = multiply_add(p, s, all(c));
+  for (float c : {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f})
+    q = multiply_add(q, s, all(c));
+  const Floats half = x * all(0.5f);
+  return multiply_add(t * p / q, half, half);
+}
+
+// 1 / (1 + exp(-x))
+INLINE Floats sigmoid(Floats x) { return all(1) / (all(1) + exponential(all(0) - x)); }
+
+INLINE Floats activate(Activation activation, Floats x) {
+  switch (activation) {
+    case GELU: return gelu(x);
+    // x / (1 + exp(-2 sqrt(2 / π) (x + 0.044715 x³))) (Hendrycks & Gimpel 2016)
+    case GELU_TANH: return x * sigmoid(multiply_add(x * x * x, all(0.044715f), x) * all(1.5957691216f));
+    case QUICK_GELU: return x * sigmoid(x * all(1.702f));
+    case SILU: return x * sigmoid(x);
+    case SIGMOID: return sigmoid(x);
+    case TANH: return multiply_add(sigmoid(x + x), all(2), all(-1));
+    case RELU: return maximum(all(0), x);
+    default: return x;
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------- attention
+
+// softmax(Q Kᵀ · scaling) V of one sequence and one head.
+class Attention {
+  const int64_t query_stride, to_stride, head_width, value_width;
+  const float scaling;
+  int64_t score_stride;
+  int length;
+  float *keys, *values, *scores, *context;
+  int32_t* places;
+
+ public:
+  static int64_t workspace(int64_t longest, int64_t head_width) {
+    const int64_t columns = (longest + PANEL - 1) / PANEL * PANEL + 16, value_width = (head_width + 31) / PANEL * PANEL;
+    return columns * head_width + longest * value_width + TILE_ROWS * (columns + value_width) + longest + 64;
+  }
+
+  Attention(const Stack& stack, float* workspace, int64_t longest)
+      : query_stride(3 * stack.attention_width), to_stride(stack.attention_width), head_width(stack.head_width),
+        value_width((head_width + 31) / PANEL * PANEL), scaling(stack.scaling) {
+    const int64_t columns = (longest + PANEL - 1) / PANEL * PANEL + 16;
+    keys = workspace;
+    values = keys + columns * head_width;
+    scores = values + longest * value_width;
+    context = scores + TILE_ROWS * columns;
+    places = (int32_t*)(context + TILE_ROWS * value_width);
+  }
+
+  // Attend from `rows` queries of a sequence that has one or `has_several` in all, to `number` keys and values, `stride`
+  // numbers apart.
+  void operator()(const float* query, int rows, bool has_several, const float* key, const float* value, int64_t stride,
+                  int number, const uint8_t* is_key, const int32_t* counts, float* to) {
+    length = 0;
+    for (int i = 0; i < number; i++)
+      if (!is_key || is_key[i]) places[length++] = i;
+    if (!has_several) return attend_from_one(query, key, value, stride, counts ? std::min(*counts, length) : length, to);
+    const int64_t panels = (length + PANEL - 1) / PANEL;
+    score_stride = panels * PANEL + 16;
+    // Kᵀ in panels of 32 keys, 4 × 4 numbers at a time; keys after the last one are zeros.
+    for (int j = 0; j < panels * PANEL; j += 4)
+      for (int d = 0; d < head_width; d += 4) {
+        __m128 four[4];
+        load_transposed(key + d, stride, j, length, four);
+        float* panel = keys + j / PANEL * head_width * PANEL + j % PANEL;
+        for (int i = 0; i < 4; i++) _mm_storeu_ps(panel + (d + i) * PANEL, four[i]);
+      }
+    for (int d = 0; d < value_width; d += 16)
+      for (int j = 0; j < length; j++)
+        store(values + (d / PANEL * length + j) * PANEL + d % PANEL,
+              d < head_width ? load(value + places[j] * stride + d) : all(0));
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int tile = 0; tile < tiles; tile++) {
+      const int first = int64_t(rows) * tile / tiles, number = int64_t(rows) * (tile + 1) / tiles - first;
+      attend(query + first * query_stride, number, counts ? counts + first : nullptr, to + first * to_stride);
+    }
+  }
+
+ private:
+  // Four numbers of each of four keys from the one at place `j` of `count`.
+  INLINE void load_transposed(const float* key, int64_t stride, int j, int count, __m128* four) const {
+    for (int i = 0; i < 4; i++) four[i] = j + i < count ? _mm_loadu_ps(key + places[j + i] * stride) : _mm_setzero_ps();
+    _MM_TRANSPOSE4_PS(four[0], four[1], four[2], four[3]);
+  }
+
+  void attend(const float* query, int rows, const int32_t* counts, float* to) {
+    int lengths[TILE_ROWS], longest = 0;
+    for (int row = 0; row < rows; row++) {
+      lengths[row] = counts ? std::min(counts[row], length) : length;
+      longest = std::max(longest, lengths[row]);
+    }
+    const Tile multiply = tile_of<FLOAT32>(rows);
+    for (int64_t panel = 0; panel * PANEL < longest; panel++)
+      multiply((const uint32_t*)query, query_stride, (const uint32_t*)keys + panel * head_width * PANEL, head_width,
+               scores + panel * PANEL, score_stride);
+    float totals[TILE_ROWS];
+    for (int row = 0; row < rows; row++) totals[row] = exponentials(scores + row * score_stride, lengths[row], longest);
+    for (int64_t d = 0; d < value_width; d += PANEL)
+      multiply((const uint32_t*)scores, score_stride, (const uint32_t*)values + d * length, longest, context + d,
+               value_width);
+    for (int row = 0; row < rows; row++)
+      for (int64_t d = 0; d < head_width; d += 16)
+        store(to + row * to_stride + d,
+              lengths[row] ? load(context + row * value_width + d) / all(totals[row]) : all(0));
+  }
+
+  // The same for a single query, as in decoding, which reads keys and values where they are.
+  void attend_from_one(const float* query, const float* key, const float* value, int64_t stride, int count, float* to) {
+    for (int j = 0; j < count; j += 4) {
+      __m128 sum = _mm_setzero_ps();  // of four keys
+      for (int64_t d = 0; d < head_width; d += 4) {
+        __m128 four[4];
+        load_transposed(key + d, stride, j, count, four);
+        for (int i = 0; i < 4; i++) sum = _mm_fmadd_ps(_mm_set1_ps(query[d + i]), four[i], sum);
+      }
+      _mm_storeu_ps(scores + j, sum);
+    }
+    const float total = exponentials(scores, count, count);
+    for (int64_t d = 0; d < head_width; d += 16) {
+      Floats sum = all(0);
+      for (int j = 0; j < count; j++) sum = multiply_add(all(scores[j]), load(value + places[j] * stride + d), sum);
+      store(to + d, count ? sum / all(total) : sum);
+    }
+  }
+
+  // Replace the first `count` scores s of a row by exp((s - max s) · scaling), and those after them by zeros, and return the
+  // sum.
+  float exponentials(float* row, int count, int longest) {
+    const int rounded = (count + 15) / 16 * 16;
+    for (int i = count; i < rounded; i++) row[i] = -INFINITY;
+    Floats largest = all(-INFINITY), sum = all(0);
+    for (int i = 0; i < rounded; i += 16) largest = maximum(largest, load(row + i));
+    const Floats shift = all(maximum_of(largest));
+    for (int i = 0; i < rounded; i += 16) store(row + i, exponential((load(row + i) - shift) * all(scaling)));
+    for (int i = count; i < std::max(rounded, longest); i++) row[i] = 0;
+    for (int i = 0; i < rounded; i += 16) sum = sum + load(row + i);
+    return sum_of(sum);
+  }
+};
+
+// ----------------------------------------------------------------------------------------------------------- the stack
+
+// Memory of one call; pieces start at lines of the cache.
+class Arena {
+  std::vector<std::unique_ptr<void, decltype(&free)>> pieces;
+
+ public:
+  template <class T> T* take(int64_t number) {
+    void* memory = aligned_alloc(64, (number * sizeof(T) + 63) / 64 * 64 + 64);
+    if (!memory) throw std::bad_alloc();
+    pieces.emplace_back(memory, &free);
+    return (T*)memory;
+  }
+  Inputs take_inputs(Type type, int64_t rows, int64_t width) {
+    return {take<uint32_t>((rows + AMX_ROWS) * width / numbers_in_word(type)), take<float>(rows), take<int32_t>(rows)};
+  }
+};
+
+// libgomp's GOMP_parallel, which calls a function in several threads: those that torch uses. Others beside them would
+// compete with them, because they stay awake between calls.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+static Parallel parallel = nullptr;
+static pid_t process = 0;  // libgomp does not work in a process that is forked from this one
+
+// Run `work` in several threads, with the number of each.
+template <class Work> void run_threads(int threads, Work work) {
+  struct Call {
+    Work& work;
+    std::atomic<int> entered;
+  } call = {work, {0}};
+  auto enter = [](void* data) {
+    auto* call = (Call*)data;
+    const unsigned control = _mm_getcsr();
+    _mm_setcsr(ROUNDING);
+    call->work(call->entered++);
+    _mm_setcsr(control);
+  };
+  if (threads == 1) return enter(&call);
+  if (parallel && process == getpid()) return parallel(enter, &call, threads, 0);
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; i++) others.emplace_back(enter, &call);
+  enter(&call);
+  for (auto& thread : others) thread.join();
+}
+
+// One pass over sequences from `batch.starts[begin]`, through the blocks from `first` to before `last`: what follows the
+// queries, keys and values of block `first`, up to those of block `last`. They are in `batch.queries`, unless `first` is 0.
+template <Type type> class Pass {
+  const Stack& stack;
+  const Batch& batch;
+  const int64_t begin, first, last, width, attention_width;
+  const int sequences, rows, threads;
+  const bool is_shared;  // whether all threads compute the same rows
+  const int32_t* starts;
+  const float* queries;
+  float *x, *projected, *context;
+  int longest = 0;
+  Arena arena;
+  Inputs inputs;
+  std::vector<std::atomic<int>> counters;
+
+  // What a thread needs to compute a block of rows; one for all if they share the rows.
+  struct Scratch {
+    float *inner, *result, *normalized;
+    Inputs context_inputs, inner_inputs;
+  };
+  std::vector<Scratch> scratches;
+  std::vector<Attention> attentions;  // one for each thread
+
+ public:
+  Pass(const Stack& stack, const Batch& batch, int64_t begin, int64_t end, int64_t first, int64_t last, int threads)
+      : stack(stack), batch(batch), begin(begin), first(first), last(last), width(stack.width),
+        attention_width(stack.attention_width), sequences(end - begin), rows(batch.starts[end] - batch.starts[begin]),
+        threads(threads), is_shared(rows <= ROWS_FOR_ALL), starts(batch.starts + begin),
+        counters(32 * 20 * (last - first + 1)) {
+    const int64_t row = starts[0], own = is_shared ? rows : std::max(ROWS_FOR_ALL, 2 * ROWS_OF_ONE);
+    x = batch.x + row * width;
+    projected = batch.projected ? batch.projected + row * 3 * attention_width : arena.take<float>(3 * rows * attention_width);
+    queries = batch.queries ? batch.queries + row * 3 * attention_width : projected;
+    context = arena.take<float>(rows * attention_width);
+    if (attention_width > stack.heads * stack.head_width) memset(context, 0, rows * attention_width * sizeof(float));
+    inputs = arena.take_inputs(type, rows, width);
+    for (int i = 0; i < sequences; i++) longest = std::max(longest, starts[i + 1] - starts[i]);
+    longest = std::max({int64_t(longest), batch.own.number, batch.source.number});
+    for (int i = 0; i < threads; i++) {
+      attentions.emplace_back(stack, arena.take<float>(Attention::workspace(longest, stack.head_width)), longest);
+      if (i && is_shared) continue;
+      scratches.push_back({arena.take<float>(own * stack.inner), arena.take<float>(own * std::max(width, 3 * attention_width)),
+                           arena.take<float>(own * width), arena.take_inputs(type, own, attention_width),
+                           arena.take_inputs(type, own, stack.inner)});
+      if (type == FLOAT32) scratches.back().inner_inputs.words = (uint32_t*)scratches.back().inner;
+    }
+  }
+
+  void run() {
+    run_threads(threads, [this](int thread) { work(thread); });
+  }
+
+ private:
+  void work(int thread) {
+    configure_tiles();
+    Team together(threads, counters.data()), alone(1, nullptr);
+    Attention& attention = attentions[thread];
+    Scratch& scratch = scratches[is_shared ? 0 : thread];
+    const int units = (rows + UNIT - 1) / UNIT, blocks = std::max(threads, (rows + ROWS_OF_ONE - 1) / ROWS_OF_ONE);
+    for (int64_t i = first; i <= last; i++) {
+      if (i) attend(together, attention, i == first ? queries : projected, 0, batch.own, 0, rows);
+      if (is_shared)
+        compute_rows(i, 0, rows, together, scratch, attention);
+      else
+        together.share(units, [&](int from, int to) {
+          compute_rows(i, from * UNIT, std::min(to * UNIT, rows) - from * UNIT, alone, scratch, attention);
+        }, (blocks + threads - 1) / threads * threads);
+    }
+  }
+
+  // Write the attention heads of `number` rows from `from` to `context`. The first row of `queries` is row `offset`.
+  void attend(Team& team, Attention& attention, const float* queries, int offset, const Keys& keys, int from, int number) {
+    const int64_t query_stride = 3 * attention_width;
+    const int32_t* ends = starts + 1;
+    const int64_t begin_sequence = std::upper_bound(ends, ends + sequences, starts[0] + from) - ends;
+    const int64_t end_sequence = std::lower_bound(starts, starts + sequences, starts[0] + from + number) - starts;
+    const int64_t several = end_sequence - begin_sequence;
+    team.share(several * stack.heads, [&](int first_piece, int last_piece) {
+      for (int each = first_piece; each < last_piece; each++) {
+        const int64_t sequence = begin_sequence + each / stack.heads, head = each % stack.heads * stack.head_width;
+        const int64_t start = starts[sequence] - starts[0], length = ends[sequence] - starts[sequence];
+        const int64_t row = std::max<int64_t>(start, from), end = std::min(start + length, int64_t(from) + number);
+        if (row >= end) continue;
+        const float *key = queries + (start - offset) * query_stride + attention_width + head, *value = key + attention_width;
+        if (keys.keys) {
+          const int64_t place = (begin + sequence) * keys.sequence_stride + head / stack.head_width * keys.head_stride;
+          key = keys.keys + place;
+          value = keys.values + place;
+        }
+        const int64_t keys_of_one = keys.keys ? keys.number : length;
+        attention(queries + (row - offset) * query_stride + head, end - row, length > 1, key, value,
+                  keys.keys ? keys.stride : query_stride, keys_of_one,
+                  keys.is_key ? keys.is_key + (begin + sequence) * keys.number : nullptr,
+                  keys.counts ? keys.counts + starts[0] + row : nullptr, context + row * attention_width + head);
+      }
+    }, several > 1 ? 4 * several : stack.heads);
+  }
+
+  // What follows attention in block i - 1, and the queries, keys and values of block i, of `number` rows from `from`.
+  void compute_rows(int64_t i, int64_t from, int number, Team& team, Scratch& scratch, Attention& attention) {
+    const int words = width / numbers_in_word(type);
+    const Inputs own = {inputs.words + from * words, inputs.scales + from, inputs.zeros + from};
+    float *residual = x + from * width, *attended = context + from * attention_width;
+    auto each_row = [&](auto function) {
+      team.share(number, [&](int begin, int end) { for (int64_t row = begin; row < end; row++) function(row); });
+    };
+    auto to_result = [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
+      store(scratch.result + row * width + column, y);
+    };
+    // x ← norm(x + y), and inputs of the next product; or, pre-norm, x ← x + y, and inputs norm(x).
+    auto end_sublayer = [&](const float* y, const Norm* post_norm, const Norm* pre_norm, const Linear* next) {
+      each_row([&](int64_t row) {
+        float *sum = residual + row * width, *normalized = scratch.normalized + row * width;
+        for (int64_t column = 0; y && column < width; column += 16)
+          store(sum + column, load(sum + column) + load(y + row * width + column));
+        if (y && !stack.norm_first) normalize(sum, stack.hidden, width, *post_norm, stack.epsilon, sum);
+        if (!next) return;
+        if (stack.norm_first) normalize(sum, stack.hidden, width, *pre_norm, stack.epsilon, normalized);
+        const float* next_inputs = stack.norm_first ? normalized : sum;
+        for (int64_t column = 0; next->largest && column < width; column += 16) {
+          const Floats input = load(next_inputs + column), size = maximum(input, all(0) - input);
+          store(next->largest + column,  // and NaN once there was one, or infinity
+                multiply_add(input, all(0), maximum(size, load(next->largest + column))));
+        }
+        convert<type>(next_inputs, width, next->input_factors, own, row);
+      });
+    };
+    auto project_heads = [&](const Linear& output) {
+      each_row([&](int64_t row) {
+        convert<type>(attended + row * attention_width, attention_width, output.input_factors, scratch.context_inputs, row);
+      });
+      multiply<type>(team, scratch.context_inputs, number, output, to_result);
+    };
+    const Block* block = i < stack.number ? stack.blocks + i : nullptr;
+    const Norm* next_norm = block ? &block->attention_norm : nullptr;
+    const Linear* next = block ? &block->query_key_value : nullptr;
+    if (i == 0) {
+      end_sublayer(nullptr, nullptr, next_norm, next);
+    } else {
+      const Block& before = stack.blocks[i - 1];
+      project_heads(before.attention_output);
+      if (batch.source.keys) {
+        end_sublayer(scratch.result, &before.attention_norm, &before.cross_norm, &before.cross_query);
+        multiply<type>(team, own, number, before.cross_query, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
+          store(scratch.result + row * 3 * attention_width + column, y);
+        });
+        attend(team, attention, scratch.result, from, batch.source, from, number);
+        project_heads(before.cross_output);
+        end_sublayer(scratch.result, &before.cross_norm, &before.output_norm, &before.intermediate);
+      } else {
+        end_sublayer(scratch.result, &before.attention_norm, &before.output_norm, &before.intermediate);
+      }
+      multiply<type>(team, own, number, before.intermediate, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
+        store(scratch.inner + row * stack.inner + column, activate(stack.activation, y));
+      });
+      if (type != FLOAT32)
+        each_row([&](int64_t row) {
+          convert<type>(scratch.inner + row * stack.inner, stack.inner, before.output.input_factors, scratch.inner_inputs,
+                        row);
+        });
+      multiply<type>(team, scratch.inner_inputs, number, before.output, to_result);
+      end_sublayer(scratch.result, &before.output_norm, next_norm, next);
+    }
+    if (block)
+      multiply<type>(team, own, number, *next, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
+        store(projected + (from + row) * 3 * attention_width + column, y);
+      });
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ what is exported
+
+inline bool fits(const Linear& linear, int64_t inputs, int64_t outputs, Type type) {
+  const bool is_complete = linear.panels && linear.bias && (type != INT8 || (linear.scales && linear.sums));
+  return is_complete && inputs >= PANEL && inputs % PANEL == 0 && outputs >= PANEL && outputs % PANEL == 0 &&
+         linear.inputs == inputs && linear.outputs == outputs;
+}
+
+inline bool is_valid(const Stack& stack, bool has_source) {
+  const int64_t width = stack.width, inner = stack.inner, attended = stack.attention_width;
+  if (stack.size != sizeof(Stack) || stack.type < FLOAT32 || stack.type > INT8 || stack.number < 0) return false;
+  if (stack.activation < IDENTITY || stack.activation > RELU || stack.hidden < 1 || stack.hidden > width) return false;
+  if (stack.heads < 1 || stack.head_width < 16 || stack.head_width % 16) return false;
+  if (stack.heads * stack.head_width > attended || (stack.number && !stack.blocks)) return false;
+  for (int64_t i = 0; i < stack.number; i++) {
+    const Block& block = stack.blocks[i];
+    if (!fits(block.query_key_value, width, 3 * attended, stack.type)) return false;
+    if (!fits(block.attention_output, attended, width, stack.type)) return false;
+    if (has_source && !fits(block.cross_query, width, attended, stack.type)) return false;
+    if (has_source && !fits(block.cross_output, attended, width, stack.type)) return false;
+    if (!fits(block.intermediate, width, inner, stack.type)) return false;
+    if (!fits(block.output, inner, width, stack.type)) return false;
+  }
+  return true;
+}
+
+inline bool is_valid(const Keys& keys, const Stack& stack, const Batch& batch) {
+  const int64_t last = (batch.sequences - 1) * keys.sequence_stride + (stack.heads - 1) * keys.head_stride +
+                       (keys.number - 1) * keys.stride + stack.head_width;
+  const bool is_positive = keys.sequence_stride >= 0 && keys.head_stride >= 0 && keys.stride >= 0 && keys.number >= 0;
+  if (keys.keys && (!keys.values || !is_positive || (batch.sequences && keys.number && last > keys.size))) return false;
+  for (int64_t i = 0; keys.counts && i < batch.rows; i++)
+    if (keys.counts[i] < 0) return false;
+  for (int64_t i = 0; !keys.keys && keys.is_key && i < batch.sequences; i++)
+    if (batch.starts[i + 1] - batch.starts[i] != keys.number) return false;
+  return true;
+}
+
+inline bool is_valid(const Batch& batch) {
+  if ((batch.rows && !batch.x) || !batch.starts || batch.sequences < 0) return false;
+  if (batch.starts[0] != 0 || batch.starts[batch.sequences] != batch.rows) return false;
+  for (int64_t i = 0; i < batch.sequences; i++)
+    if (batch.starts[i + 1] < batch.starts[i]) return false;
+  return true;
+}
+
+template <Type type> void run(const Stack& stack, const Batch& batch, int64_t first, int64_t last, int threads) {
+  for (int64_t begin = 0, end; begin < batch.sequences; begin = end) {
+    for (end = begin + 1; end < batch.sequences && batch.starts[end + 1] - batch.starts[begin] <= ROWS_OF_PASS;) end++;
+    if (batch.starts[end] > batch.starts[begin]) Pass<type>(stack, batch, begin, end, first, last, threads).run();
+  }
+}
+
+// Return 0, or NO_MEMORY, also for threads.
+template <class Function> int call(Function function) {
+  try {
+    function();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  } catch (const std::system_error&) {
+    return NO_MEMORY;
+  }
+}
+
+// Use the threads of libgomp; `function` is its GOMP_parallel.
+EXPORT void scratchbert_use_threads(Parallel function) {
+  parallel = function;
+  process = getpid();
+}
+
+// Compute what follows the queries, keys and values of block `first` up to those of block `last`; from the start if `first`
+// is 0, and to the end if `last` is the number of blocks. `batch.x` is changed in place.
+EXPORT int scratchbert_run(const Stack* stack, const Batch* batch, int64_t first, int64_t last, int64_t threads) {
+  if (!stack || !batch || !is_valid(*stack, batch->source.keys) || !is_valid(*batch)) return INVALID;
+  if (last > 0 && !is_valid(batch->own, *stack, *batch)) return INVALID;
+  if (batch->source.keys && !is_valid(batch->source, *stack, *batch)) return INVALID;
+  if (first < 0 || last < first || last > stack->number || threads < 1 || (first && !batch->queries)) return INVALID;
+  auto* run_type = stack->type == INT8 ? run<INT8> : stack->type == BFLOAT16 ? run<BFLOAT16> : run<FLOAT32>;
+  return call([&] { run_type(*stack, *batch, first, last, threads); });
+}
+
+template <Type type>
+void multiply_rows(const Linear& linear, Activation activation, const float* x, float* y, int64_t rows, int64_t outputs,
+                   int threads) {
+  const int64_t most = std::min<int64_t>(rows, ROWS_OF_PASS);
+  Arena arena;
+  Inputs inputs = arena.take_inputs(type, most, linear.inputs);
+  for (int64_t first = 0; first < rows; first += most) {
+    const int number = std::min(most, rows - first);
+    std::vector<std::atomic<int>> counters(64);
+    run_threads(threads, [&](int) {
+      configure_tiles();
+      Team team(threads, counters.data());
+      team.share(number, [&](int begin, int end) {
+        for (int64_t row = begin; row < end; row++)
+          convert<type>(x + (first + row) * linear.inputs, linear.inputs, linear.input_factors, inputs, row);
+      });
+      multiply<type>(team, inputs, number, linear, [&](int64_t row, int column, Floats sums) INLINE_LAMBDA {
+        alignas(64) float numbers[16];
+        store(numbers, activate(activation, sums));
+        const int64_t several = std::min<int64_t>(16, outputs - column);
+        if (several > 0) memcpy(y + (first + row) * outputs + column, numbers, several * sizeof(float));
+      });
+    });
+  }
+}
+
+// act(x Wᵀ + b): x is `(rows, linear.inputs)`, and y `(rows, outputs)`, without the zeros at the end of W.
+EXPORT int scratchbert_linear(const Linear* linear, int64_t type, int64_t activation, const float* x, float* y,
+                              int64_t rows, int64_t outputs, int64_t threads) {
+  if (!linear || (rows && (!x || !y)) || rows < 0 || threads < 1 || type < FLOAT32 || type > INT8) return INVALID;
+  if (!fits(*linear, linear->inputs, linear->outputs, Type(type))) return INVALID;
+  if (outputs < 1 || outputs > linear->outputs || activation < IDENTITY || activation > RELU) return INVALID;
+  auto* run = type == INT8       ? multiply_rows<INT8>
+              : type == BFLOAT16 ? multiply_rows<BFLOAT16>
+                                 : multiply_rows<FLOAT32>;
+  return call([&] { run(*linear, Activation(activation), x, y, rows, outputs, threads); });
+}
+
+// The layer norm of rows of `hidden` numbers and zeros, `width` in all, in place; or, without a norm, an activation.
+EXPORT int scratchbert_map(const Norm* norm, double epsilon, int64_t activation, float* x, int64_t rows, int64_t hidden,
+                           int64_t width, int64_t threads) {
+  if ((rows && !x) || rows < 0 || hidden < 1 || hidden > width || width % 16 || threads < 1) return INVALID;
+  if (activation < IDENTITY || activation > RELU || (norm && (!norm->weight || !norm->bias))) return INVALID;
+  std::vector<std::atomic<int>> counters(32);
+  return call([&] {
+    run_threads(threads, [&](int) {
+      Team(threads, counters.data()).share(rows, [&](int begin, int end) {
+        for (float* row = x + begin * width; row < x + end * width; row += width) {
+          if (norm) normalize(row, hidden, width, *norm, epsilon, row);
+          for (int64_t i = 0; !norm && i < width; i += 16) store(row + i, activate(Activation(activation), load(row + i)));
+        }
+      });
+    });
+  });
+}
