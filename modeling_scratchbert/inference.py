@@ -45,17 +45,21 @@ class InferenceMixin(PreTrainedModel):
         error if they are assigned.
 
         The blocks must be as the package makes them: with a hook, a replaced module or method, or a weight of another
-        class, the call raises an error, because the change would have no effect. A model whose device or dtype oneDNN
-        does not support stays an ordinary one, with a warning. CPUs are supported with float32 and often bfloat16.
+        class, the call raises an error, because the change would have no effect. A model in another dtype than float32
+        and bfloat16, or on another device than a CPU, stays an ordinary one, with a warning.
+
+        A library in C++ computes the blocks, if `pip install` could build it; otherwise torch does. `print(model)`
+        shows which. docs/inference.md has the conditions.
 
         With "int8", weights and the inputs of linear layers are rounded to 8 bits, each row with its own scale; the
-        numbers between layers, and layers with fewer than 32 outputs, keep the model's dtype. It requires a CPU with
-        VNNI instructions; on others a warning says so, and the dtype stays the model's own.
+        numbers between layers are float32, and layers of model heads with fewer than 32 outputs keep the model's dtype.
+        It requires the library in C++; without it a warning says so, and the dtype stays the model's own.
 
         A text has the same bits in any batch: in any order, batch size, amount of right padding, number of threads and
-        process, and after any earlier calls, on one machine, with one version of torch. This holds for the last hidden
-        states at non-padding tokens, the pooled output and the logits of encoders and decoders, and for what `generate`
-        returns. docs/determinism.md has the exceptions.
+        process, and after any earlier calls. With the library, in float32 and int8, it has the same bits on other
+        processors and in other versions of torch, too. This holds for the last hidden states at non-padding tokens, the
+        pooled output and the logits of encoders and decoders, and for what `generate` returns. docs/determinism.md has
+        the exceptions.
 
         Args:
             dtype: torch.float32, torch.bfloat16, "int8", or None for the model's own.
