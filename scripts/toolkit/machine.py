@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from modeling_scratchbert.cpu.library import find_library
 from toolkit import cli
 from toolkit.files import ROOT
 
@@ -62,9 +63,12 @@ def commit() -> str:
 
 
 def identity() -> dict:
-    """The processor, its cores, the commit, and the versions of Python and of `LIBRARIES`, None where there is none."""
+    """The processor, its cores, what computes optimised models, the commit, and the versions of Python and of
+    `LIBRARIES`, None where there is none."""
+    found = find_library()
     return {
         **processor(),
+        "engine": f"the library for {found[0]}" if found else "torch",
         "cores": os.cpu_count(),
         "commit": commit(),
         "python": platform.python_version(),
@@ -79,6 +83,7 @@ def lines(machine: dict) -> list[str]:
     flags, missing = (", ".join(machine[name]) for name in ("flags", "missing_flags"))
     return [
         f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
+        f"optimised models are computed by {machine['engine']}",
         f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
         f"Python {machine['python']}, {libraries}; commit {machine['commit'] or 'unknown'}",
     ]

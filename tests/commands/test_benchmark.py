@@ -35,6 +35,7 @@ MACHINE = {
     "stepping": None,
     "flags": ["avx2"],
     "missing_flags": ["amx_tile"],
+    "engine": "torch",
     "cores": 1,
     "threads": 1,
     "gflops": {"float32": 100.0, "bfloat16": 200.0},
