@@ -120,7 +120,7 @@ def open_library(path: str) -> ctypes.CDLL:
     for function, types in FUNCTIONS.items():
         getattr(library, f"scratchbert_{function}").argtypes = types
     # Of libgomp, which is loaded with torch.
-    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", 0)
     library.scratchbert_use_threads(ctypes.cast(parallel, ctypes.c_void_p))
     return library
 

@@ -601,7 +601,9 @@ def test_decoding_in_every_precision(folder):
     assert models["ours-bf16"].dtype == torch.bfloat16
     if "ours-int8" in models:
         layers = models["ours-int8"].modules()
-        assert any(matrix.is_int8 for layer in layers if hasattr(layer, "matrices") for matrix in layer.matrices())
+        assert any(
+            matrix.dtype == torch.int8 for layer in layers if hasattr(layer, "matrices") for matrix in layer.matrices()
+        )
 
 
 def test_the_share_of_equal_tokens_is_without_the_start():
