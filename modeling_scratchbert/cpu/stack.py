@@ -5,6 +5,7 @@ whatever the others are. `fallback` has the same functions in torch's operators.
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ from .matrices import BY_KEY, Keyed, Matrix, TorchMatrix, is_compiling, multiply
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
 DEFAULTS = {"output_attentions": False}
 OptionalTensor = Tensor | None
+PROCESS = os.getpid()
 
 
 class Block:
@@ -115,9 +117,15 @@ class OptimizedStack(PrepackedModule, Keyed):
 
         Raises:
             RuntimeError: another attention implementation, attention weights, a full mask, or an argument of the
-                attention function is requested.
+                attention function is requested; or the process was forked, where torch would wait for its threads
+                for ever.
             ValueError: the pooler would read padding.
         """
+        if os.getpid() != PROCESS and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "The process was forked from one with an optimised model; expected one thread, because those of torch "
+                'do not survive a fork. Call torch.set_num_threads(1), or start processes by "spawn".'
+            )
         kernel = model.config._attn_implementation
         if kernel not in (None, "eager", "sdpa"):
             raise unsupported(f"attn_implementation is {kernel!r}", "'sdpa' or 'eager'")
