@@ -90,19 +90,18 @@ def packed_batch(tokens, attention_mask, position_ids, padding_free, records, ea
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     cu_seqlens, max_seqlen, *_ = [options.pop(name, None) for name in names]
     config = model.config
-    reads_lengths = not (config._attn_implementation.startswith("flash") or is_prepacked(model.encoder))
     if cu_seqlens is None:
         has_positions = padding_free and attention_mask is None and position_ids is not None
-        if not has_positions or tokens.shape[0] != 1:
-            return None
-        cu_seqlens = packed_starts(position_ids[0])
+        cu_seqlens = packed_starts(position_ids[0]) if has_positions and tokens.shape[0] == 1 else None
         if cu_seqlens is None:
             return None
     check_packed(cu_seqlens, tokens, attention_mask, position_ids, config)
     sequences = UnpaddedBatch.from_packed(cu_seqlens, max_seqlen, tokens, 0 if records else config.intermediate_size)
     # While tracing, lengths cannot be read; the flash kernels and optimised models need none.
-    can_unpad = config._attn_implementation in UNPADDING_KERNELS and (has_values(cu_seqlens) or not reads_lengths)
-    return sequences if can_unpad and not eager else MaskedSequences(sequences)
+    kernel = config._attn_implementation
+    has_lengths = has_values(cu_seqlens) or kernel.startswith("flash") or is_prepacked(model.encoder)
+    can_unpad = kernel in UNPADDING_KERNELS and has_lengths and not eager
+    return sequences if can_unpad else MaskedSequences(sequences)
 
 
 def packed_starts(positions: torch.Tensor) -> torch.Tensor | None:
