@@ -130,11 +130,13 @@ conformance: $(READY) ## run transformers' own model and configuration tests on 
 lint: $(READY) ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror modeling_scratchbert/cpu/native/*
 	$(BIN)/mypy
 
 format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i modeling_scratchbert/cpu/native/*
 
 record-release: $(READY) ## record the digests of the package's files, as the last step before a release
 	cd scripts && $(abspath $(BIN))/python -c 'from toolkit.remote_code import record_release as r; r("$(VERSION)")'

@@ -1,5 +1,5 @@
-// BERT's stack of blocks (Vaswani et al. 2017, section 3; Devlin et al. 2018): those of an encoder, or of a decoder with
-// caches and cross-attention.
+// BERT's stack of blocks (Vaswani et al. 2017, section 3; Devlin et al. 2018): those of an encoder, or of a decoder
+// with caches and cross-attention.
 //
 // A row of numbers, which belongs to one token, has the same bits in any batch and with any number of threads, because
 // nothing depends on the other rows: every output of a product is one chain of fused multiply-adds over the inputs in
@@ -50,9 +50,9 @@ constexpr int numbers_in_word(Type type) { return type == INT8 ? 4 : type == BFL
 
 // ---------------------------------------------------------------------------------------------- what the caller passes
 
-// W and b of x Wᵀ + b; both widths are multiples of 32, with zeros at the end. For int8: the scale of each output, the sum
-// of its weights, and what inputs are multiplied by. `largest`, if it is not null, receives the largest absolute value of
-// each input.
+// W and b of x Wᵀ + b; both widths are multiples of 32, with zeros at the end. For int8: the scale of each output, the
+// sum of its weights, and what inputs are multiplied by. `largest`, if it is not null, receives the largest absolute
+// value of each input.
 struct Linear {
   int64_t inputs, outputs;
   const uint32_t* panels;
@@ -70,8 +70,8 @@ struct Block {
   Norm attention_norm, cross_norm, output_norm;
 };
 
-// A row of x has `width` numbers, `hidden` and zeros, and one of queries, keys or values `attention_width`: `heads` times
-// `head_width`, and zeros. Scores are multiplied by `scaling`.
+// A row of x has `width` numbers, `hidden` and zeros, and one of queries, keys or values `attention_width`: `heads`
+// times `head_width`, and zeros. Scores are multiplied by `scaling`.
 struct Stack {
   int64_t size;  // of this struct, in bytes
   Type type;
@@ -81,9 +81,9 @@ struct Stack {
   const Block* blocks;
 };
 
-// What the queries of each sequence attend to: `number` keys and values, `is_key[sequence * number + i]` of them, in memory
-// of `size` numbers; or, if `keys` is null, those of the sequence itself. The query in a row attends to the first
-// `counts[row]` of them. Without `is_key` and `counts`, to all.
+// What the queries of each sequence attend to: `number` keys and values, `is_key[sequence * number + i]` of them, in
+// memory of `size` numbers; or, if `keys` is null, those of the sequence itself. The query in a row attends to the
+// first `counts[row]` of them. Without `is_key` and `counts`, to all.
 struct Keys {
   const float *keys, *values;
   int64_t size, sequence_stride, head_stride, stride, number;
@@ -105,21 +105,25 @@ struct Batch {
 // ------------------------------------------------------------------------------------------------------------ products
 
 // Call a function with the constants 0 to n - 1. Unrolled in this way, accumulators stay in registers.
-template <class Function, int... i> INLINE void each(Function function, std::integer_sequence<int, i...>) {
+template <class Function, int... i>
+INLINE void each(Function function, std::integer_sequence<int, i...>) {
   (function(std::integral_constant<int, i>()), ...);
 }
-template <int n, class Function> INLINE void each(Function function) {
+template <int n, class Function>
+INLINE void each(Function function) {
   each(function, std::make_integer_sequence<int, n>());
 }
 
-template <Type type> struct Sum {
+template <Type type>
+struct Sum {
   Floats value = all(0);
   INLINE void add(Ints a, Ints b) {
     value = type == BFLOAT16 ? dot_bfloat16(value, a, b) : multiply_add(as_floats(a), as_floats(b), value);
   }
   INLINE Floats bits() const { return value; }
 };
-template <> struct Sum<INT8> {
+template <>
+struct Sum<INT8> {
   Ints value = all_words(0);
   INLINE void add(Ints a, Ints b) { value = dot_bytes(value, a, b); }
   INLINE Floats bits() const { return as_floats(value); }
@@ -137,7 +141,8 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t str
     each<(rows + 2) / 3>([&](auto i) INLINE_LAMBDA { threes[i] = inputs + 3 * i * stride; });
     for (int64_t word = 0; word < words; word++, weights += PANEL) {
       // Memory is read 16 KB ahead. With few rows, this doubles the speed.
-      for (int line = 0; line < TILE_VECTORS; line++) _mm_prefetch((const char*)(weights + 4096 + 16 * line), _MM_HINT_T0);
+      for (int line = 0; line < TILE_VECTORS; line++)
+        _mm_prefetch((const char*)(weights + 4096 + 16 * line), _MM_HINT_T0);
       Ints columns[TILE_VECTORS];
       each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA { columns[i] = load_words(weights + 16 * i); });
       each<rows>([&](auto row) INLINE_LAMBDA {
@@ -147,9 +152,8 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t str
       each<(rows + 2) / 3>([&](auto i) INLINE_LAMBDA { threes[i]++; });
     }
     each<rows>([&](auto row) INLINE_LAMBDA {
-      each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA {
-        store(outputs + row * output_stride + column + 16 * i, sums[row][i].bits());
-      });
+      each<TILE_VECTORS>(
+          [&](auto i) INLINE_LAMBDA { store(outputs + row * output_stride + column + 16 * i, sums[row][i].bits()); });
     });
   }
 }
@@ -169,11 +173,11 @@ inline void configure_tiles() {
 }
 
 // The product of 16 or, with `is_double`, 32 rows and a panel: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
-#define ADD(sum, input, weights)          \
-  if constexpr (type == INT8) {           \
-    _tile_dpbusd(sum, input, weights);    \
-  } else {                                \
-    _tile_dpbf16ps(sum, input, weights);  \
+#define ADD(sum, input, weights)         \
+  if constexpr (type == INT8) {          \
+    _tile_dpbusd(sum, input, weights);   \
+  } else {                               \
+    _tile_dpbf16ps(sum, input, weights); \
   }
 template <Type type, bool is_double>
 void multiply_amx(const uint32_t* inputs, const uint32_t* panel, int64_t words, float* outputs) {
@@ -205,11 +209,13 @@ inline void configure_tiles() {}
 #endif
 
 using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t);
-template <Type type, int... i> constexpr Tile tile_of(int rows, std::integer_sequence<int, i...>) {
+template <Type type, int... i>
+constexpr Tile tile_of(int rows, std::integer_sequence<int, i...>) {
   constexpr Tile tiles[] = {multiply_tile<type, i + 1>...};
   return tiles[rows - 1];
 }
-template <Type type> INLINE Tile tile_of(int rows) {
+template <Type type>
+INLINE Tile tile_of(int rows) {
   return tile_of<type>(rows, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
@@ -220,8 +226,8 @@ struct Inputs {
   int32_t* zeros;
 };
 
-// Threads share the work of a phase in pieces. Whichever thread is free claims the next one, so that no thread waits for
-// another that the operating system has stopped, unless that one holds a piece. Each phase has counters of its own.
+// Threads share the work of a phase in pieces. Whichever thread is free claims the next one, so that no thread waits
+// for another that the operating system has stopped, unless that one holds a piece. Each phase has counters of its own.
 class Team {
   int threads;
   std::atomic<int>* counters;
@@ -229,7 +235,8 @@ class Team {
  public:
   Team(int threads, std::atomic<int>* counters) : threads(threads), counters(counters) {}
 
-  template <class Work> void share(int count, Work work, int pieces = 0) {
+  template <class Work>
+  void share(int count, Work work, int pieces = 0) {
     pieces = std::min(count, pieces ? pieces : threads == 1 ? 1 : 4 * threads);
     auto compute = [&](int piece) { work(int64_t(count) * piece / pieces, int64_t(count) * (piece + 1) / pieces); };
     if (threads == 1) {
@@ -244,7 +251,8 @@ class Team {
 };
 
 // x Wᵀ + b of `rows` rows; `use(row, column, sixteen numbers)` takes the results.
-template <Type type, class Use> void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, Use use) {
+template <Type type, class Use>
+void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, Use use) {
   const int64_t words = linear.inputs / numbers_in_word(type);
   // AMX has no float32, and its tiles are 16 words wide. With int8, all sums are exact.
   const bool has_amx = AMX_ROWS && type != FLOAT32 && words % 16 == 0;
@@ -259,7 +267,8 @@ template <Type type, class Use> void multiply(Team& team, const Inputs& inputs, 
         if (!has_amx) tile_of<type>(number)(from, words, weights, words, results, PANEL);
 #ifdef __AMX_TILE__
         if constexpr (type != FLOAT32)
-          if (has_amx) (number > 16 ? multiply_amx<type, true> : multiply_amx<type, false>)(from, weights, words, results);
+          if (has_amx)
+            (number > 16 ? multiply_amx<type, true> : multiply_amx<type, false>)(from, weights, words, results);
 #endif
         for (int column = 0; column < PANEL; column += 16) {
           const int output = panel * PANEL + column;
@@ -283,16 +292,15 @@ template <Type type, class Use> void multiply(Team& team, const Inputs& inputs, 
 // -------------------------------------------------------------------------------------------------- one row at a time
 
 // Write one row of inputs in the format of a product.
-template <Type type> void convert(const float* x, int64_t width, const float* factors, const Inputs& to, int64_t row) {
+template <Type type>
+void convert(const float* x, int64_t width, const float* factors, const Inputs& to, int64_t row) {
   uint32_t* words = to.words + row * (width / numbers_in_word(type));
   if constexpr (type == FLOAT32) {
     if ((const float*)words != x) memcpy(words, x, width * sizeof(float));
   } else if constexpr (type == BFLOAT16) {
     for (int64_t i = 0; i < width; i += 16) store_bfloat16((uint16_t*)words + i, load(x + i));
   } else {
-    auto scaled = [&](int64_t i) INLINE_LAMBDA {
-      return factors ? load(x + i) * load(factors + i) : load(x + i);
-    };
+    auto scaled = [&](int64_t i) INLINE_LAMBDA { return factors ? load(x + i) * load(factors + i) : load(x + i); };
     Floats low = all(0), high = all(0), not_finite = all(0);
     for (int64_t i = 0; i < width; i += 16) {
       const Floats v = scaled(i);
@@ -355,15 +363,23 @@ INLINE Floats sigmoid(Floats x) { return all(1) / (all(1) + exponential(all(0) -
 
 INLINE Floats activate(Activation activation, Floats x) {
   switch (activation) {
-    case GELU: return gelu(x);
+    case GELU:
+      return gelu(x);
     // x / (1 + exp(-2 sqrt(2 / π) (x + 0.044715 x³))) (Hendrycks & Gimpel 2016)
-    case GELU_TANH: return x * sigmoid(multiply_add(x * x * x, all(0.044715f), x) * all(1.5957691216f));
-    case QUICK_GELU: return x * sigmoid(x * all(1.702f));
-    case SILU: return x * sigmoid(x);
-    case SIGMOID: return sigmoid(x);
-    case TANH: return multiply_add(sigmoid(x + x), all(2), all(-1));
-    case RELU: return maximum(all(0), x);
-    default: return x;
+    case GELU_TANH:
+      return x * sigmoid(multiply_add(x * x * x, all(0.044715f), x) * all(1.5957691216f));
+    case QUICK_GELU:
+      return x * sigmoid(x * all(1.702f));
+    case SILU:
+      return x * sigmoid(x);
+    case SIGMOID:
+      return sigmoid(x);
+    case TANH:
+      return multiply_add(sigmoid(x + x), all(2), all(-1));
+    case RELU:
+      return maximum(all(0), x);
+    default:
+      return x;
   }
 }
 
@@ -385,8 +401,11 @@ class Attention {
   }
 
   Attention(const Stack& stack, float* workspace, int64_t longest)
-      : query_stride(3 * stack.attention_width), to_stride(stack.attention_width), head_width(stack.head_width),
-        value_width((head_width + 31) / PANEL * PANEL), scaling(stack.scaling) {
+      : query_stride(3 * stack.attention_width),
+        to_stride(stack.attention_width),
+        head_width(stack.head_width),
+        value_width((head_width + 31) / PANEL * PANEL),
+        scaling(stack.scaling) {
     const int64_t columns = (longest + PANEL - 1) / PANEL * PANEL + 16;
     keys = workspace;
     values = keys + columns * head_width;
@@ -395,14 +414,15 @@ class Attention {
     places = (int32_t*)(context + TILE_ROWS * value_width);
   }
 
-  // Attend from `rows` queries of a sequence that has one or `has_several` in all, to `number` keys and values, `stride`
-  // numbers apart.
+  // Attend from `rows` queries of a sequence that has one or `has_several` in all, to `number` keys and values,
+  // `stride` numbers apart.
   void operator()(const float* query, int rows, bool has_several, const float* key, const float* value, int64_t stride,
                   int number, const uint8_t* is_key, const int32_t* counts, float* to) {
     length = 0;
     for (int i = 0; i < number; i++)
       if (!is_key || is_key[i]) places[length++] = i;
-    if (!has_several) return attend_from_one(query, key, value, stride, counts ? std::min(*counts, length) : length, to);
+    if (!has_several)
+      return attend_from_one(query, key, value, stride, counts ? std::min(*counts, length) : length, to);
     const int64_t panels = (length + PANEL - 1) / PANEL;
     score_stride = panels * PANEL + 16;
     // Kᵀ in panels of 32 keys, 4 × 4 numbers at a time; keys after the last one are zeros.
@@ -471,8 +491,8 @@ class Attention {
     }
   }
 
-  // Replace the first `count` scores s of a row by exp((s - max s) · scaling), and those after them by zeros, and return the
-  // sum.
+  // Replace the first `count` scores s of a row by exp((s - max s) · scaling), and those after them by zeros, and
+  // return the sum.
   float exponentials(float* row, int count, int longest) {
     const int rounded = (count + 15) / 16 * 16;
     for (int i = count; i < rounded; i++) row[i] = -INFINITY;
@@ -493,7 +513,8 @@ class Arena {
   std::vector<std::unique_ptr<void, decltype(&free)>> pieces;
 
  public:
-  template <class T> T* take(int64_t number) {
+  template <class T>
+  T* take(int64_t number) {
     void* memory = aligned_alloc(64, (number * sizeof(T) + 63) / 64 * 64 + 64);
     if (!memory) throw std::bad_alloc();
     pieces.emplace_back(memory, &free);
@@ -511,7 +532,8 @@ static Parallel parallel = nullptr;
 static pid_t process = 0;  // libgomp does not work in a process that is forked from this one
 
 // Run `work` in several threads, with the number of each.
-template <class Work> void run_threads(int threads, Work work) {
+template <class Work>
+void run_threads(int threads, Work work) {
   struct Call {
     Work& work;
     std::atomic<int> entered;
@@ -531,9 +553,11 @@ template <class Work> void run_threads(int threads, Work work) {
   for (auto& thread : others) thread.join();
 }
 
-// One pass over sequences from `batch.starts[begin]`, through the blocks from `first` to before `last`: what follows the
-// queries, keys and values of block `first`, up to those of block `last`. They are in `batch.queries`, unless `first` is 0.
-template <Type type> class Pass {
+// One pass over sequences from `batch.starts[begin]`, through the blocks from `first` to before `last`: what follows
+// the queries, keys and values of block `first`, up to those of block `last`. They are in `batch.queries`, unless
+// `first` is 0.
+template <Type type>
+class Pass {
   const Stack& stack;
   const Batch& batch;
   const int64_t begin, first, last, width, attention_width;
@@ -557,13 +581,23 @@ template <Type type> class Pass {
 
  public:
   Pass(const Stack& stack, const Batch& batch, int64_t begin, int64_t end, int64_t first, int64_t last, int threads)
-      : stack(stack), batch(batch), begin(begin), first(first), last(last), width(stack.width),
-        attention_width(stack.attention_width), sequences(end - begin), rows(batch.starts[end] - batch.starts[begin]),
-        threads(threads), is_shared(rows <= ROWS_FOR_ALL), starts(batch.starts + begin),
+      : stack(stack),
+        batch(batch),
+        begin(begin),
+        first(first),
+        last(last),
+        width(stack.width),
+        attention_width(stack.attention_width),
+        sequences(end - begin),
+        rows(batch.starts[end] - batch.starts[begin]),
+        threads(threads),
+        is_shared(rows <= ROWS_FOR_ALL),
+        starts(batch.starts + begin),
         counters(32 * 20 * (last - first + 1)) {
     const int64_t row = starts[0], own = is_shared ? rows : std::max(ROWS_FOR_ALL, 2 * ROWS_OF_ONE);
     x = batch.x + row * width;
-    projected = batch.projected ? batch.projected + row * 3 * attention_width : arena.take<float>(3 * rows * attention_width);
+    projected =
+        batch.projected ? batch.projected + row * 3 * attention_width : arena.take<float>(3 * rows * attention_width);
     queries = batch.queries ? batch.queries + row * 3 * attention_width : projected;
     context = arena.take<float>(rows * attention_width);
     if (attention_width > stack.heads * stack.head_width) memset(context, 0, rows * attention_width * sizeof(float));
@@ -573,7 +607,8 @@ template <Type type> class Pass {
     for (int i = 0; i < threads; i++) {
       attentions.emplace_back(stack, arena.take<float>(Attention::workspace(longest, stack.head_width)), longest);
       if (i && is_shared) continue;
-      scratches.push_back({arena.take<float>(own * stack.inner), arena.take<float>(own * std::max(width, 3 * attention_width)),
+      scratches.push_back({arena.take<float>(own * stack.inner),
+                           arena.take<float>(own * std::max(width, 3 * attention_width)),
                            arena.take<float>(own * width), arena.take_inputs(type, own, attention_width),
                            arena.take_inputs(type, own, stack.inner)});
       if (type == FLOAT32) scratches.back().inner_inputs.words = (uint32_t*)scratches.back().inner;
@@ -596,38 +631,47 @@ template <Type type> class Pass {
       if (is_shared)
         compute_rows(i, 0, rows, together, scratch, attention);
       else
-        together.share(units, [&](int from, int to) {
-          compute_rows(i, from * UNIT, std::min(to * UNIT, rows) - from * UNIT, alone, scratch, attention);
-        }, (blocks + threads - 1) / threads * threads);
+        together.share(
+            units,
+            [&](int from, int to) {
+              compute_rows(i, from * UNIT, std::min(to * UNIT, rows) - from * UNIT, alone, scratch, attention);
+            },
+            (blocks + threads - 1) / threads * threads);
     }
   }
 
   // Write the attention heads of `number` rows from `from` to `context`. The first row of `queries` is row `offset`.
-  void attend(Team& team, Attention& attention, const float* queries, int offset, const Keys& keys, int from, int number) {
+  void attend(Team& team, Attention& attention, const float* queries, int offset, const Keys& keys, int from,
+              int number) {
     const int64_t query_stride = 3 * attention_width;
     const int32_t* ends = starts + 1;
     const int64_t begin_sequence = std::upper_bound(ends, ends + sequences, starts[0] + from) - ends;
     const int64_t end_sequence = std::lower_bound(starts, starts + sequences, starts[0] + from + number) - starts;
     const int64_t several = end_sequence - begin_sequence;
-    team.share(several * stack.heads, [&](int first_piece, int last_piece) {
-      for (int each = first_piece; each < last_piece; each++) {
-        const int64_t sequence = begin_sequence + each / stack.heads, head = each % stack.heads * stack.head_width;
-        const int64_t start = starts[sequence] - starts[0], length = ends[sequence] - starts[sequence];
-        const int64_t row = std::max<int64_t>(start, from), end = std::min(start + length, int64_t(from) + number);
-        if (row >= end) continue;
-        const float *key = queries + (start - offset) * query_stride + attention_width + head, *value = key + attention_width;
-        if (keys.keys) {
-          const int64_t place = (begin + sequence) * keys.sequence_stride + head / stack.head_width * keys.head_stride;
-          key = keys.keys + place;
-          value = keys.values + place;
-        }
-        const int64_t keys_of_one = keys.keys ? keys.number : length;
-        attention(queries + (row - offset) * query_stride + head, end - row, length > 1, key, value,
-                  keys.keys ? keys.stride : query_stride, keys_of_one,
-                  keys.is_key ? keys.is_key + (begin + sequence) * keys.number : nullptr,
-                  keys.counts ? keys.counts + starts[0] + row : nullptr, context + row * attention_width + head);
-      }
-    }, several > 1 ? 4 * several : stack.heads);
+    team.share(
+        several * stack.heads,
+        [&](int first_piece, int last_piece) {
+          for (int each = first_piece; each < last_piece; each++) {
+            const int64_t sequence = begin_sequence + each / stack.heads, head = each % stack.heads * stack.head_width;
+            const int64_t start = starts[sequence] - starts[0], length = ends[sequence] - starts[sequence];
+            const int64_t row = std::max<int64_t>(start, from), end = std::min(start + length, int64_t(from) + number);
+            if (row >= end) continue;
+            const float *key = queries + (start - offset) * query_stride + attention_width + head,
+                        *value = key + attention_width;
+            if (keys.keys) {
+              const int64_t place =
+                  (begin + sequence) * keys.sequence_stride + head / stack.head_width * keys.head_stride;
+              key = keys.keys + place;
+              value = keys.values + place;
+            }
+            const int64_t keys_of_one = keys.keys ? keys.number : length;
+            attention(queries + (row - offset) * query_stride + head, end - row, length > 1, key, value,
+                      keys.keys ? keys.stride : query_stride, keys_of_one,
+                      keys.is_key ? keys.is_key + (begin + sequence) * keys.number : nullptr,
+                      keys.counts ? keys.counts + starts[0] + row : nullptr, context + row * attention_width + head);
+          }
+        },
+        several > 1 ? 4 * several : stack.heads);
   }
 
   // What follows attention in block i - 1, and the queries, keys and values of block i, of `number` rows from `from`.
@@ -636,11 +680,12 @@ template <Type type> class Pass {
     const Inputs own = {inputs.words + from * words, inputs.scales + from, inputs.zeros + from};
     float *residual = x + from * width, *attended = context + from * attention_width;
     auto each_row = [&](auto function) {
-      team.share(number, [&](int begin, int end) { for (int64_t row = begin; row < end; row++) function(row); });
+      team.share(number, [&](int begin, int end) {
+        for (int64_t row = begin; row < end; row++) function(row);
+      });
     };
-    auto to_result = [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
-      store(scratch.result + row * width + column, y);
-    };
+    auto to_result = [&](int64_t row, int column, Floats y)
+                         INLINE_LAMBDA { store(scratch.result + row * width + column, y); };
     // x ← norm(x + y), and inputs of the next product; or, pre-norm, x ← x + y, and inputs norm(x).
     auto end_sublayer = [&](const float* y, const Norm* post_norm, const Norm* pre_norm, const Linear* next) {
       each_row([&](int64_t row) {
@@ -661,7 +706,8 @@ template <Type type> class Pass {
     };
     auto project_heads = [&](const Linear& output) {
       each_row([&](int64_t row) {
-        convert<type>(attended + row * attention_width, attention_width, output.input_factors, scratch.context_inputs, row);
+        convert<type>(attended + row * attention_width, attention_width, output.input_factors, scratch.context_inputs,
+                      row);
       });
       multiply<type>(team, scratch.context_inputs, number, output, to_result);
     };
@@ -689,8 +735,8 @@ template <Type type> class Pass {
       });
       if (type != FLOAT32)
         each_row([&](int64_t row) {
-          convert<type>(scratch.inner + row * stack.inner, stack.inner, before.output.input_factors, scratch.inner_inputs,
-                        row);
+          convert<type>(scratch.inner + row * stack.inner, stack.inner, before.output.input_factors,
+                        scratch.inner_inputs, row);
         });
       multiply<type>(team, scratch.inner_inputs, number, before.output, to_result);
       end_sublayer(scratch.result, &before.output_norm, next_norm, next);
@@ -702,7 +748,8 @@ template <Type type> class Pass {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------ what is exported
+// ------------------------------------------------------------------------------------------------------ what is
+// exported
 
 inline bool fits(const Linear& linear, int64_t inputs, int64_t outputs, Type type) {
   const bool is_complete = linear.panels && linear.bias && (type != INT8 || (linear.scales && linear.sums));
@@ -748,7 +795,8 @@ inline bool is_valid(const Batch& batch) {
   return true;
 }
 
-template <Type type> void run(const Stack& stack, const Batch& batch, int64_t first, int64_t last, int threads) {
+template <Type type>
+void run(const Stack& stack, const Batch& batch, int64_t first, int64_t last, int threads) {
   for (int64_t begin = 0, end; begin < batch.sequences; begin = end) {
     for (end = begin + 1; end < batch.sequences && batch.starts[end + 1] - batch.starts[begin] <= ROWS_OF_PASS;) end++;
     if (batch.starts[end] > batch.starts[begin]) Pass<type>(stack, batch, begin, end, first, last, threads).run();
@@ -756,7 +804,8 @@ template <Type type> void run(const Stack& stack, const Batch& batch, int64_t fi
 }
 
 // Return 0, or NO_MEMORY, also for threads.
-template <class Function> int call(Function function) {
+template <class Function>
+int call(Function function) {
   try {
     function();
     return 0;
@@ -773,8 +822,8 @@ EXPORT void scratchbert_use_threads(Parallel function) {
   process = getpid();
 }
 
-// Compute what follows the queries, keys and values of block `first` up to those of block `last`; from the start if `first`
-// is 0, and to the end if `last` is the number of blocks. `batch.x` is changed in place.
+// Compute what follows the queries, keys and values of block `first` up to those of block `last`; from the start if
+// `first` is 0, and to the end if `last` is the number of blocks. `batch.x` is changed in place.
 EXPORT int scratchbert_run(const Stack* stack, const Batch* batch, int64_t first, int64_t last, int64_t threads) {
   if (!stack || !batch || !is_valid(*stack, batch->source.keys) || !is_valid(*batch)) return INVALID;
   if (last > 0 && !is_valid(batch->own, *stack, *batch)) return INVALID;
@@ -816,9 +865,7 @@ EXPORT int scratchbert_linear(const Linear* linear, int64_t type, int64_t activa
   if (!linear || (rows && (!x || !y)) || rows < 0 || threads < 1 || type < FLOAT32 || type > INT8) return INVALID;
   if (!fits(*linear, linear->inputs, linear->outputs, Type(type))) return INVALID;
   if (outputs < 1 || outputs > linear->outputs || activation < IDENTITY || activation > RELU) return INVALID;
-  auto* run = type == INT8       ? multiply_rows<INT8>
-              : type == BFLOAT16 ? multiply_rows<BFLOAT16>
-                                 : multiply_rows<FLOAT32>;
+  auto* run = type == INT8 ? multiply_rows<INT8> : type == BFLOAT16 ? multiply_rows<BFLOAT16> : multiply_rows<FLOAT32>;
   return call([&] { run(*linear, Activation(activation), x, y, rows, outputs, threads); });
 }
 
@@ -833,7 +880,8 @@ EXPORT int scratchbert_map(const Norm* norm, double epsilon, int64_t activation,
       Team(threads, counters.data()).share(rows, [&](int begin, int end) {
         for (float* row = x + begin * width; row < x + end * width; row += width) {
           if (norm) normalize(row, hidden, width, *norm, epsilon, row);
-          for (int64_t i = 0; !norm && i < width; i += 16) store(row + i, activate(Activation(activation), load(row + i)));
+          for (int64_t i = 0; !norm && i < width; i += 16)
+            store(row + i, activate(Activation(activation), load(row + i)));
         }
       });
     });

@@ -1,7 +1,7 @@
 // Sixteen numbers at a time, with AVX-512 or with AVX2: the only file that depends on the processor.
 //
-// Both forms compute the same bits: every operation is rounded once, as IEEE 754 says, and sums over the lanes are added
-// up in the same order. The exception is bfloat16, which the processor's own instruction rounds in its own way.
+// Both forms compute the same bits: every operation is rounded once, as IEEE 754 says, and sums over the lanes are
+// added up in the same order. The exception is bfloat16, which the processor's own instruction rounds in its own way.
 #pragma once
 
 #include <immintrin.h>
@@ -41,7 +41,9 @@ INLINE void store_bytes(uint8_t* to, Ints x) {
   x = _mm512_min_epi32(_mm512_max_epi32(x, _mm512_setzero_si512()), all_words(255));
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(x));
 }
-INLINE void store_bfloat16(uint16_t* to, Floats x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+INLINE void store_bfloat16(uint16_t* to, Floats x) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x));
+}
 
 // A tile of a product: as many accumulators as fit into 32 registers.
 constexpr int TILE_ROWS = 12, TILE_VECTORS = 2;
@@ -100,7 +102,9 @@ INLINE __m256 dot_half(__m256 sum, __m256i a, __m256i b) {
   sum = _mm256_fmadd_ps((__m256)_mm256_slli_epi32(a, 16), (__m256)_mm256_slli_epi32(b, 16), sum);
   return _mm256_fmadd_ps((__m256)_mm256_and_si256(a, upper), (__m256)_mm256_and_si256(b, upper), sum);
 }
-INLINE Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return {dot_half(sum.a, a.a, b.a), dot_half(sum.b, a.b, b.b)}; }
+INLINE Floats dot_bfloat16(Floats sum, Ints a, Ints b) {
+  return {dot_half(sum.a, a.a, b.a), dot_half(sum.b, a.b, b.b)};
+}
 INLINE void store_bytes(uint8_t* to, Ints x) {
   alignas(32) int32_t words[16];
   _mm256_store_si256((__m256i*)words, x.a);
@@ -124,10 +128,10 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;
 #endif
 
 // One number from sixteen, in a fixed order: eight pairs, four, two, one.
-template <class Operation> INLINE float reduce(Floats x, Operation pairwise) {
+template <class Operation>
+INLINE float reduce(Floats x, Operation pairwise) {
   __m256 eight = pairwise(first_half(x), second_half(x));
-  __m128 four = _mm256_castps256_ps128(
-      pairwise(eight, _mm256_permute2f128_ps(eight, eight, 1)));
+  __m128 four = _mm256_castps256_ps128(pairwise(eight, _mm256_permute2f128_ps(eight, eight, 1)));
   __m256 two = pairwise(_mm256_castps128_ps256(four), _mm256_castps128_ps256(_mm_movehl_ps(four, four)));
   __m128 last = _mm256_castps256_ps128(two);
   return _mm_cvtss_f32(_mm256_castps256_ps128(pairwise(two, _mm256_castps128_ps256(_mm_shuffle_ps(last, last, 1)))));
