@@ -83,7 +83,7 @@ def lines(machine: dict) -> list[str]:
     flags, missing = (", ".join(machine[name]) for name in ("flags", "missing_flags"))
     return [
         f"{', '.join([machine['processor'], *numbers])}; {machine['cores']} cores",
-        f"optimised models are computed by {machine['engine']}",
         f"instructions: {flags or 'unknown'}; missing: {missing or 'none'}",
         f"Python {machine['python']}, {libraries}; commit {machine['commit'] or 'unknown'}",
+        f"optimised models are computed by {machine['engine']}",
     ]
