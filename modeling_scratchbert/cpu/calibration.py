@@ -90,8 +90,11 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
 
 @contextmanager
 def evaluated(model, places: dict[tuple[Any, str], nn.Module]) -> Iterator[None]:
-    """Within the `with` block, the model is in evaluation mode, without gradients, with other modules in `places`."""
+    """Within the `with` block, the model is in evaluation mode, without gradients, with other modules in `places`, and
+    with one thread: several would write the same largest inputs."""
     with torch.no_grad(), ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
         for (parent, name), module in places.items():

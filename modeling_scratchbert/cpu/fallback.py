@@ -13,10 +13,9 @@ from transformers.activations import ACT2FN
 
 
 @torch.autocast("cpu", enabled=False)
-def run(stack, x: Tensor, projected: Tensor, starts: Tensor | None, own, source, first: int, last: int):
+def run(stack, x: Tensor, projected: Tensor, starts: Tensor, own, source, first: int, last: int):
     """See `OptimizedStack.run`; `own` and `source` are keys, values, which of them there are, and their counts."""
     shape = x.shape[:2]
-    starts = torch.arange(shape[0] + 1) * shape[1] if starts is None else starts
     sequences = [slice(*pair) for pair in itertools.pairwise(starts.tolist())]
     x, projected = x.flatten(0, 1), None if projected is None else projected.flatten(0, 1)
     for index in range(first, last + 1):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inference import refusal
-from .library import ACTIVATIONS, Norm, address, call, num_threads, spread
+from .library import ACTIVATIONS, Norm, address, call, spread
 from .matrices import Matrix, TorchMatrix, is_compiling, multiply
 
 
@@ -92,7 +92,7 @@ def compute_map(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: 
     rows = spread(x.float().reshape(-1, x.shape[-1])).clone(memory_format=torch.contiguous_format)
     tensors = [None if each is None else spread(each.detach().float()) for each in (weight, bias)]
     norm = Norm(*map(address, tensors))
-    arguments = len(rows), x.shape[-1], rows.shape[1], num_threads(len(rows))
+    arguments = len(rows), x.shape[-1], rows.shape[1], torch.get_num_threads()
     call("map", None if weight is None else ctypes.byref(norm), epsilon, activation, rows.data_ptr(), *arguments)
     return rows[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
 

@@ -39,8 +39,6 @@ ACTIVATIONS: dict[type, int] = {
     nn.Tanh: 6,
     nn.ReLU: 7,
 }
-# One thread reads the weights for so few rows nearly as fast as several do.
-ROWS_OF_ONE_THREAD = 0
 
 
 def fields_of(kind: type, names: str) -> list[tuple[str, type]]:
@@ -92,7 +90,7 @@ class NativeBatch(ctypes.Structure):
 
 FUNCTIONS = {
     "run": [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3],
-    "linear": [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3],
+    "linear": [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3],
     "map": [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4],
 }
 
@@ -145,10 +143,6 @@ def call(function: str, *arguments) -> None:
         raise RuntimeError(
             f"The library in C++ refused {function}(); this is an error of the package. Please report it."
         )
-
-
-def num_threads(rows: int) -> int:
-    return 1 if rows <= ROWS_OF_ONE_THREAD else torch.get_num_threads()
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inference import refusal
-from .library import TYPES, Linear, address, call, library_in_use, num_threads, spread
+from .library import TYPES, Linear, address, call, library_in_use, spread
 
 PANEL = 32
 
@@ -86,16 +86,15 @@ class Matrix(Keyed):
         """x Wᵀ + b, `(…, in)` → `(…, height)`, in float32."""
         rows = spread(x.float()).reshape(-1, self.inputs).contiguous()
         y = rows.new_empty(len(rows), self.height)
-        native, threads = self.linear(), num_threads(len(rows))
-        arguments = TYPES[self.dtype], 0, rows.data_ptr(), y.data_ptr(), len(rows), self.height, threads
-        call("linear", ctypes.byref(native), *arguments)
+        sizes = len(rows), self.height, torch.get_num_threads()
+        call("linear", ctypes.byref(self.linear()), TYPES[self.dtype], rows.data_ptr(), y.data_ptr(), *sizes)
         return y.view(*x.shape[:-1], self.height)
 
 
 class TorchMatrix(Keyed):
     """What `Matrix` is where there is no library: float32 in oneDNN's layout. The arguments are the same."""
 
-    largest = factors = None
+    factors = None
 
     def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None], dtype, factors=None, heads=(1, 1)):
         self.dtype, self.width = dtype, weights[0].shape[1]

@@ -148,14 +148,17 @@ class Prepacker:
         self.matrices: dict[tuple[int, ...], Any] = {}
         self.named: dict[str, Matrix] = {}
 
-    def matrix(self, *layers: nn.Linear, name: str = "", heads: tuple[int, int] = (1, 1)) -> Matrix | TorchMatrix:
-        """The matrix of layers of one input; `name` is that of its int8 factors."""
+    def matrix(
+        self, *layers: nn.Linear, name: str = "", heads: tuple[int, int] = (1, 1), dtype: torch.dtype | None = None
+    ) -> Matrix | TorchMatrix:
+        """The matrix of layers of one input; `name` is that of its int8 factors, and `dtype` another than
+        `self.dtype`."""
         key = tuple(id(tensor) for layer in layers for tensor in layer._parameters.values())
         if key not in self.matrices:
             weights = [layer.weight.detach() for layer in layers]
             biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
             make: Any = Matrix if self.is_native else TorchMatrix
-            self.matrices[key] = make(weights, biases, self.dtype, self.factors.get(name), heads)
+            self.matrices[key] = make(weights, biases, dtype or self.dtype, self.factors.get(name), heads)
             for weight in weights:
                 page_out(weight)
         matrix = self.matrices[key]
@@ -184,11 +187,9 @@ class Prepacker:
             return NativeNorm(layer) if self.is_native else layer
         if not isinstance(layer, nn.Linear):
             return NativeActivation(layer)
-        dtype, is_small = self.dtype, len(layer.weight) < MIN_INT8_OUTPUTS
-        self.dtype = layer.weight.dtype if is_small else dtype
-        matrix = self.matrix(layer)
-        self.dtype = dtype
-        return PrepackedLinear(matrix, layer.weight.dtype)
+        own_dtype = layer.weight.dtype
+        matrix = self.matrix(layer, dtype=own_dtype if len(layer.weight) < MIN_INT8_OUTPUTS else None)
+        return PrepackedLinear(matrix, own_dtype)
 
 
 def _seal_shared(model, prepacked: set[int]) -> None:

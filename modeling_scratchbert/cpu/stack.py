@@ -31,7 +31,6 @@ from .library import (
     call,
     fill,
     library_in_use,
-    num_threads,
 )
 from .matrices import BY_KEY, Keyed, Matrix, TorchMatrix, is_compiling, multiply
 
@@ -39,7 +38,18 @@ from .matrices import BY_KEY, Keyed, Matrix, TorchMatrix, is_compiling, multiply
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
 DEFAULTS = {"output_attentions": False}
 OptionalTensor = Tensor | None
-PROCESS = os.getpid()
+
+# Whether this process was forked from one that had imported this module.
+is_forked = False
+
+
+def _note_fork() -> None:
+    global is_forked
+    is_forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 class Block:
@@ -121,7 +131,7 @@ class OptimizedStack(PrepackedModule, Keyed):
                 for ever.
             ValueError: the pooler would read padding.
         """
-        if os.getpid() != PROCESS and torch.get_num_threads() > 1:
+        if is_forked and torch.get_num_threads() > 1:
             raise RuntimeError(
                 "The process was forked from one with an optimised model; expected one thread, because those of torch "
                 'do not survive a fork. Call torch.set_num_threads(1), or start processes by "spawn".'
@@ -153,7 +163,8 @@ class OptimizedStack(PrepackedModule, Keyed):
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
         own = self._visible_keys(hidden_states, attention_mask, cache)
         sources = None if encoder_attention_mask is None else visible(encoder_attention_mask)[:, -1].contiguous()
-        starts = None if batch is None else batch.cu_seqlens
+        rows, length = hidden_states.shape[:2]
+        starts = torch.arange(rows + 1, dtype=torch.int32) * length if batch is None else batch.cu_seqlens
         depth, width = len(self.blocks), self.config.hidden_size
         # An encoder is one call, unless its hidden states are recorded; a decoder is one for each cache.
         steps = [(0, depth)]
@@ -214,7 +225,7 @@ class OptimizedStack(PrepackedModule, Keyed):
         Args:
             x: `(B, T, C)`, in float32; all tensors of this function may end in zeros, see `spread`.
             projected: the queries, keys and values of block `first`, `(B, T, 3 · C)`, from the call before; or None.
-            starts: of the sequences in `x`, and the end; None for one in each row.
+            starts: of the sequences in `x`, and the end, `(S + 1,)`.
             is_key, counts: see `_visible_keys`.
             key, value: `(B, H, S, D)`, from a cache; None for those in `projected`.
             is_source, source_key, source_value: the same for cross-attention.
@@ -227,18 +238,13 @@ class OptimizedStack(PrepackedModule, Keyed):
             return fallback.run(self, x, projected, starts, own, source, first, last)
         x, (rows, length, _) = x.clone(memory_format=torch.contiguous_format), x.shape
         after = x.new_empty(rows, length, 3 * self.attention_width if last < len(self.blocks) else 0)
-        if starts is None:
-            starts = torch.arange(rows + 1) * length
         starts = starts.to(torch.int32).contiguous()
         own, kept = self._as_keys(key, value, is_key, counts)
         source, also_kept = self._as_keys(source_key, source_value, is_source, None)
         tensors = x, projected, after if after.numel() else None, starts
         batch = NativeBatch(*map(address, tensors), rows * length, len(starts) - 1, own, source)
         native, *_ = self._as_structs()
-        threads = (
-            1 if self.blocks and self.blocks[0].query_key_value.largest is not None else num_threads(rows * length)
-        )
-        call("run", ctypes.byref(native), ctypes.byref(batch), first, last, threads)
+        call("run", ctypes.byref(native), ctypes.byref(batch), first, last, torch.get_num_threads())
         del kept, also_kept  # the library has read them
         return x, after
 
@@ -291,7 +297,7 @@ torch.library.custom_op(
     "scratchbert_cpu::run",
     run_by_key,
     mutates_args=(),
-    schema="(Tensor x, Tensor? projected, Tensor? starts, Tensor? is_key, Tensor? counts, Tensor? key, Tensor? value, "
+    schema="(Tensor x, Tensor? projected, Tensor starts, Tensor? is_key, Tensor? counts, Tensor? key, Tensor? value, "
     "Tensor? is_source, Tensor? source_key, Tensor? source_value, str stack, int first, int last) -> (Tensor, Tensor)",
 ).register_fake(shapes_of_run)
 

@@ -31,9 +31,9 @@ def test_the_compiler_traces_and_the_operator_is_sound(dtype):
 @pytest.mark.parametrize("fields", [{}, {"is_decoder": True}], ids=str)
 def test_the_operator_of_the_stack_is_sound(fields):
     stack = make("Model", **fields).optimize_for_inference().encoder
-    x = torch.randn(2, 3, stack.width)
-    torch.library.opcheck(torch.ops.scratchbert_cpu.run, (x, *[None] * 9, stack.key, 0, 0))
-    torch.library.opcheck(torch.ops.scratchbert_cpu.run, (x, *[None] * 9, stack.key, 0, 2))
+    inputs = torch.randn(2, 3, stack.width), None, torch.tensor([0, 3, 6], dtype=torch.int32), *[None] * 7, stack.key
+    torch.library.opcheck(torch.ops.scratchbert_cpu.run, (*inputs, 0, 0))
+    torch.library.opcheck(torch.ops.scratchbert_cpu.run, (*inputs, 0, 2))
 
 
 def test_a_compiled_model_s_copy_computes_with_its_own_weights():

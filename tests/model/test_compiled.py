@@ -155,6 +155,8 @@ def digests() -> dict[str, str]:
 
 
 def computed(stack, inputs: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    rows, length = inputs.shape[:2]
+    starts = torch.arange(rows + 1, dtype=torch.int32) * length if starts is None else starts
     return stack.run(inputs.float(), None, starts, *[None] * 7, 0, len(stack.blocks))[0]
 
 
@@ -271,14 +273,14 @@ def test_the_library_refuses_other_sizes(kind, field, value, monkeypatch):
         torch.ones(2, 2).int(),
     )
     run = library.library_in_use()[1].scratchbert_run
-    inputs = x, projected, None, is_key, counts, heads, heads, is_key, heads, heads, 1, 2
+    starts = torch.tensor([0, 2, 4], dtype=torch.int32)
+    inputs = x, projected, starts, is_key, counts, heads, heads, is_key, heads, heads, 1, 2
     arguments = list(call_of(stack, "run", lambda stack: stack.run(*inputs), monkeypatch))
     native, batch = (each._obj for each in arguments[:2])
     # The tensors that they point to.
     kept = [stack._as_keys(heads, heads, is_key, counts), x.clone(), torch.zeros(2, 2, 3 * stack.attention_width)]
     batch.own = batch.source = kept[0][0]
     batch.x, batch.projected, batch.queries = kept[1].data_ptr(), kept[2].data_ptr(), projected.data_ptr()
-    starts = torch.tensor([0, 2, 4], dtype=torch.int32)
     batch.starts = starts.data_ptr()
     assert run(*arguments) == 0
     if kind == "arguments":

@@ -1,4 +1,4 @@
-// The encoder with AVX-512 and AMX: products of bfloat16 and int8 in tiles.
+// The library with AVX-512 and AMX: products of bfloat16 and int8 in tiles.
 #include <sys/syscall.h>
 #include <unistd.h>
 

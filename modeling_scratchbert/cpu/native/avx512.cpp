@@ -1,2 +1,2 @@
-// The encoder with AVX-512, VNNI and bfloat16 instructions.
+// The library with AVX-512, VNNI and bfloat16 instructions.
 #include "stack.h"

@@ -46,6 +46,7 @@ constexpr int ROWS_OF_PASS = 2048;
 constexpr int INVALID = 1, NO_MEMORY = 2;
 constexpr unsigned ROUNDING = 0x1f80;  // to nearest, and denormal numbers are kept
 
+constexpr int64_t whole_panels(int64_t number) { return (number + PANEL - 1) / PANEL * PANEL; }
 constexpr int numbers_in_word(Type type) { return type == INT8 ? 4 : type == BFLOAT16 ? 2 : 1; }
 
 // ---------------------------------------------------------------------------------------------- what the caller passes
@@ -396,7 +397,7 @@ class Attention {
 
  public:
   static int64_t workspace(int64_t longest, int64_t head_width) {
-    const int64_t columns = (longest + PANEL - 1) / PANEL * PANEL + 16, value_width = (head_width + 31) / PANEL * PANEL;
+    const int64_t columns = whole_panels(longest) + 16, value_width = whole_panels(head_width);
     return columns * head_width + longest * value_width + TILE_ROWS * (columns + value_width) + longest + 64;
   }
 
@@ -404,9 +405,9 @@ class Attention {
       : query_stride(3 * stack.attention_width),
         to_stride(stack.attention_width),
         head_width(stack.head_width),
-        value_width((head_width + 31) / PANEL * PANEL),
+        value_width(whole_panels(head_width)),
         scaling(stack.scaling) {
-    const int64_t columns = (longest + PANEL - 1) / PANEL * PANEL + 16;
+    const int64_t columns = whole_panels(longest) + 16;
     keys = workspace;
     values = keys + columns * head_width;
     scores = values + longest * value_width;
@@ -423,10 +424,10 @@ class Attention {
       if (!is_key || is_key[i]) places[length++] = i;
     if (!has_several)
       return attend_from_one(query, key, value, stride, counts ? std::min(*counts, length) : length, to);
-    const int64_t panels = (length + PANEL - 1) / PANEL;
-    score_stride = panels * PANEL + 16;
+    const int64_t columns = whole_panels(length);
+    score_stride = columns + 16;
     // Kᵀ in panels of 32 keys, 4 × 4 numbers at a time; keys after the last one are zeros.
-    for (int j = 0; j < panels * PANEL; j += 4)
+    for (int j = 0; j < columns; j += 4)
       for (int d = 0; d < head_width; d += 4) {
         __m128 four[4];
         load_transposed(key + d, stride, j, length, four);
@@ -718,18 +719,18 @@ class Pass {
       end_sublayer(nullptr, nullptr, next_norm, next);
     } else {
       const Block& before = stack.blocks[i - 1];
+      const Norm* norm = &before.attention_norm;
       project_heads(before.attention_output);
       if (batch.source.keys) {
-        end_sublayer(scratch.result, &before.attention_norm, &before.cross_norm, &before.cross_query);
+        end_sublayer(scratch.result, norm, &before.cross_norm, &before.cross_query);
         multiply<type>(team, own, number, before.cross_query, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
           store(scratch.result + row * 3 * attention_width + column, y);
         });
         attend(team, attention, scratch.result, from, batch.source, from, number);
         project_heads(before.cross_output);
-        end_sublayer(scratch.result, &before.cross_norm, &before.output_norm, &before.intermediate);
-      } else {
-        end_sublayer(scratch.result, &before.attention_norm, &before.output_norm, &before.intermediate);
+        norm = &before.cross_norm;
       }
+      end_sublayer(scratch.result, norm, &before.output_norm, &before.intermediate);
       multiply<type>(team, own, number, before.intermediate, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
         store(scratch.inner + row * stack.inner + column, activate(stack.activation, y));
       });
@@ -748,8 +749,7 @@ class Pass {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------ what is
-// exported
+// ------------------------------------------------------------------------------------------------- what is exported
 
 inline bool fits(const Linear& linear, int64_t inputs, int64_t outputs, Type type) {
   const bool is_complete = linear.panels && linear.bias && (type != INT8 || (linear.scales && linear.sums));
@@ -834,8 +834,7 @@ EXPORT int scratchbert_run(const Stack* stack, const Batch* batch, int64_t first
 }
 
 template <Type type>
-void multiply_rows(const Linear& linear, Activation activation, const float* x, float* y, int64_t rows, int64_t outputs,
-                   int threads) {
+void multiply_rows(const Linear& linear, const float* x, float* y, int64_t rows, int64_t outputs, int threads) {
   const int64_t most = std::min<int64_t>(rows, ROWS_OF_PASS);
   Arena arena;
   Inputs inputs = arena.take_inputs(type, most, linear.inputs);
@@ -851,7 +850,7 @@ void multiply_rows(const Linear& linear, Activation activation, const float* x, 
       });
       multiply<type>(team, inputs, number, linear, [&](int64_t row, int column, Floats sums) INLINE_LAMBDA {
         alignas(64) float numbers[16];
-        store(numbers, activate(activation, sums));
+        store(numbers, sums);
         const int64_t several = std::min<int64_t>(16, outputs - column);
         if (several > 0) memcpy(y + (first + row) * outputs + column, numbers, several * sizeof(float));
       });
@@ -859,14 +858,14 @@ void multiply_rows(const Linear& linear, Activation activation, const float* x, 
   }
 }
 
-// act(x Wᵀ + b): x is `(rows, linear.inputs)`, and y `(rows, outputs)`, without the zeros at the end of W.
-EXPORT int scratchbert_linear(const Linear* linear, int64_t type, int64_t activation, const float* x, float* y,
-                              int64_t rows, int64_t outputs, int64_t threads) {
+// x Wᵀ + b: x is `(rows, linear.inputs)`, and y `(rows, outputs)`, without the zeros at the end of W.
+EXPORT int scratchbert_linear(const Linear* linear, int64_t type, const float* x, float* y, int64_t rows,
+                              int64_t outputs, int64_t threads) {
   if (!linear || (rows && (!x || !y)) || rows < 0 || threads < 1 || type < FLOAT32 || type > INT8) return INVALID;
   if (!fits(*linear, linear->inputs, linear->outputs, Type(type))) return INVALID;
-  if (outputs < 1 || outputs > linear->outputs || activation < IDENTITY || activation > RELU) return INVALID;
+  if (outputs < 1 || outputs > linear->outputs) return INVALID;
   auto* run = type == INT8 ? multiply_rows<INT8> : type == BFLOAT16 ? multiply_rows<BFLOAT16> : multiply_rows<FLOAT32>;
-  return call([&] { run(*linear, Activation(activation), x, y, rows, outputs, threads); });
+  return call([&] { run(*linear, x, y, rows, outputs, threads); });
 }
 
 // The layer norm of rows of `hidden` numbers and zeros, `width` in all, in place; or, without a norm, an activation.

@@ -91,8 +91,7 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
             layer.requires_grad_(False).eval().to(device)
             for name, child in layer.named_children():
                 if type(child) is nn.Linear and can_prepack(child.weight):
-                    prepacker = Prepacker(find_library() is not None, child.weight.dtype, {})
-                    setattr(layer, name, prepacker.layer(child))
+                    setattr(layer, name, Prepacker(find_library() is not None, child.weight.dtype, {}).layer(child))
             found.append(layer)
             width = module.fields.get("out_features", width)
     return found, width
