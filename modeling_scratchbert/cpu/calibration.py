@@ -5,10 +5,8 @@ them. SmoothQuant divides the inputs by a factor for each channel, and multiplie
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -20,62 +18,54 @@ from .matrices import Matrix
 from .stack import OptimizedStack
 
 Factors = dict[str, torch.Tensor]
-Groups = dict[str, list[nn.Linear]]
 
 
-def find_factors(groups: Groups, largest: Factors) -> Factors:
-    """Returns the factors of the layers in `groups`, by the names there, from the largest absolute values |x| of their
-    inputs: sqrt(max |x| / max |w|) for each channel, which is SmoothQuant with α = 0.5."""
+def find_factors(model, calibration: Iterable[Mapping] | None, matrices: dict[str, Matrix]) -> Factors:
+    """Run batches, or random token ids, and return the factors of matrices: sqrt(max |x| / max |w|) for each channel,
+    which is SmoothQuant with α = 0.5.
+
+    Args:
+        model: an optimised model with these matrices, in float32; of random token ids, the base model.
+        matrices: by the names of the factors.
+    """
+    for matrix in matrices.values():
+        matrix.largest = torch.zeros(matrix.inputs)
+    collect_inputs(model, random_batches(model.config) if calibration is None else calibration, matrices)
     factors = {}
-    for name, layers in groups.items():
-        of_weights = torch.cat([layer.weight.detach() for layer in layers]).float().abs().amax(dim=0)
-        of_inputs = largest[name][: len(of_weights)]
+    for name, matrix in matrices.items():
+        of_weights = matrix.panels.abs().amax(dim=(0, 2)).flatten()[: matrix.width]
+        of_inputs = matrix.largest[: matrix.width]
         of_inputs = of_inputs if of_inputs.any() else of_weights  # factors of 1 where no batch has an input
         ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
         factors[name] = ratios / ratios.mean()
     return factors
 
 
-def largest_inputs(model, calibration: Iterable[Mapping] | None, matrices: dict[str, Matrix], places) -> Factors:
-    """Runs batches, or random token ids, and returns the largest absolute inputs of matrices, by their names.
-
-    Args:
-        matrices: what collects them.
-        places: the modules with these matrices, by the module and the name in whose place they run.
+@torch.no_grad()
+def collect_inputs(model, batches: Iterable[Mapping], matrices: dict[str, Matrix]) -> None:
+    """Run batches, and collect the largest absolute inputs in `matrix.largest`.
 
     Raises:
         TypeError: a batch is not a mapping of the model's arguments.
-        ValueError: there are no batches, or one has no tokens, NaN or infinity.
+        ValueError: no batch has tokens, or one has NaN or infinity.
     """
-    if calibration is None:
-        model, calibration = model.base_model, random_batches(model.config)
-    found = {name: torch.zeros_like(matrix.largest) for name, matrix in matrices.items()}
-    number = 0
-    with evaluated(model, places):
-        for number, batch in enumerate(calibration, start=1):
-            check_batch(batch, number)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would write the same largest inputs
+    largest = torch.zeros(1)
+    try:
+        for number, batch in enumerate(batches, start=1):
+            if not isinstance(batch, Mapping):
+                fact = f"calibration has a {type(batch).__name__} as batch {number}"
+                raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
             model(**batch)
-            check_inputs(torch.cat([matrix.largest for matrix in matrices.values()]), number)
-            for name, matrix in matrices.items():
-                found[name] = found[name].maximum(matrix.largest)
-            for matrix in matrices.values():  # tied layers share one
-                matrix.largest.zero_()
-    if not number:
-        raise ValueError("calibration has no batches; expected at least one. Pass a few dozen texts.")
-    return found
-
-
-def check_batch(batch: Any, number: int) -> None:
-    if not isinstance(batch, Mapping):
-        fact = f"calibration has a {type(batch).__name__} as batch {number}"
-        raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
-
-
-def check_inputs(largest: torch.Tensor, number: int) -> None:
-    """Raises ValueError if batch `number` has no inputs, or some that are not finite."""
-    if not largest.any() or not largest.isfinite().all():
-        fact = f"calibration has {'NaN or infinity' if largest.any() else 'no tokens'} in batch {number}"
-        raise ValueError(f"{fact}; expected tokens with finite numbers. Leave the batch out.")
+            largest = torch.cat([matrix.largest for matrix in matrices.values()])
+            if not largest.isfinite().all():
+                fact = f"calibration has NaN or infinity in batch {number}"
+                raise ValueError(f"{fact}; expected finite numbers. Leave the batch out.")
+    finally:
+        torch.set_num_threads(threads)
+    if not largest.any():
+        raise ValueError("calibration has no tokens; expected some. Pass a few dozen texts.")
 
 
 def random_batches(config) -> list[dict[str, torch.Tensor]]:
@@ -86,22 +76,6 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
     names = ["input_ids", "decoder_input_ids"] if config.is_encoder_decoder else ["input_ids"]
     ids = [torch.randint(config.vocab_size, (8, length), generator=generator) for _ in range(4)]
     return [dict.fromkeys(names, each) for each in ids]
-
-
-@contextmanager
-def evaluated(model, places: dict[tuple[Any, str], nn.Module]) -> Iterator[None]:
-    """Within the `with` block, the model is in evaluation mode, without gradients, with other modules in `places`, and
-    with one thread: several would write the same largest inputs."""
-    with torch.no_grad(), ExitStack() as undo:
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-        for module in model.modules():
-            undo.callback(setattr, module, "training", module.training)
-        for (parent, name), module in places.items():
-            undo.callback(setattr, parent, name, getattr(parent, name))
-            setattr(parent, name, module)
-        model.eval()
-        yield
 
 
 def save_calibration(model, path: str | os.PathLike) -> None:
@@ -120,7 +94,7 @@ def save_calibration(model, path: str | os.PathLike) -> None:
         save_file(factors, folder / Path(path).name, metadata={"format": "pt"})
 
 
-def load_factors(path: str | os.PathLike, groups: Groups) -> Factors:
+def load_factors(path: str | os.PathLike, layers: Mapping[str, nn.Linear]) -> Factors:
     """Returns the factors that `save_calibration` wrote.
 
     Raises:
@@ -131,9 +105,9 @@ def load_factors(path: str | os.PathLike, groups: Groups) -> Factors:
         factors = load_file(path)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error}); expected calibration factors.") from None
-    for name in sorted(factors.keys() | groups.keys()):
+    for name in sorted(factors.keys() | layers.keys()):
         found = factors.get(name, torch.empty(0))
-        shape = (groups[name][0].in_features,) if name in groups else None
+        shape = (layers[name].in_features,) if name in layers else None
         if found.shape != shape or not ((found > 0) & found.isfinite()).all():
             raise ValueError(
                 f"{path} has missing, unexpected or invalid factors for {name}; expected those of this "

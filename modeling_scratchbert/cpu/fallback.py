@@ -13,19 +13,19 @@ from transformers.activations import ACT2FN
 
 
 @torch.autocast("cpu", enabled=False)
-def run(stack, x: Tensor, projected: Tensor, starts: Tensor, own, source, first: int, last: int):
-    """See `OptimizedStack.run`; `own` and `source` are keys, values, which of them there are, and their counts."""
-    shape = x.shape[:2]
+def run(stack, to: Tensor, after: Tensor, projected: Tensor, starts: Tensor, own, source, first: int, last: int):
+    """See `OptimizedStack.compute`; `own` and `source` are keys, values, which of them there are, and their counts."""
     sequences = [slice(*pair) for pair in itertools.pairwise(starts.tolist())]
-    x, projected = x.flatten(0, 1), None if projected is None else projected.flatten(0, 1)
+    x, projected = to.flatten(0, 1), None if projected is None else projected.flatten(0, 1)
     for index in range(first, last + 1):
         if index:
             x = finish(stack, stack.blocks[index - 1], x, projected, sequences, own, source)
-        projected = x[:, :0]
         if index < len(stack.blocks):
             block = stack.blocks[index]
             projected = block.query_key_value.multiply(prepare(stack, x, block.attention_norm))
-    return x.view(*shape, -1), projected.view(*shape, -1)
+    to.copy_(x.view_as(to))
+    if after.numel():
+        after.copy_(projected.view_as(after))
 
 
 def finish(stack, block, x: Tensor, projected: Tensor, sequences: list[slice], own, source) -> Tensor:

@@ -1,14 +1,20 @@
-"""Layers outside of the stack of blocks: in the embeddings, the pooler and the model heads."""
+"""Modules with prepacked weights, and the layers outside of the stack of blocks: in the embeddings, the pooler and the
+model heads."""
 
-import ctypes
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..inference import refusal
-from .library import ACTIVATIONS, Norm, address, call, spread
-from .matrices import Matrix, TorchMatrix, is_compiling, multiply
+from .library import TYPES, NativeLayer, Norm, address, call, spread
+from .matrices import Matrix, TorchMatrix
+
+# `torch.compile` does not accept the modules below, so its operator looks them up by a key.
+BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class PrepackedModule(nn.Module):
@@ -16,13 +22,27 @@ class PrepackedModule(nn.Module):
 
     Args:
         dtype: of its inputs and results.
+
+    Attributes:
+        compute: a method that writes results, from tensors, some of them None, and numbers.
     """
 
     is_prepacked = True  # by which the code in a saved model recognises this class
+    compute: Callable
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.dtype, self.training = dtype, False
+        self.register()
+
+    def register(self) -> None:
+        """Give the module a key in `BY_KEY`."""
+        self.key = uuid.uuid4().hex
+        BY_KEY[self.key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.register()
 
     def _apply(self, fn, recurse: bool = True):
         after = fn(torch.empty(0, dtype=self.dtype))
@@ -35,16 +55,65 @@ class PrepackedModule(nn.Module):
 
     _load_from_state_dict = _save_to_state_dict
 
+    def run(self, results: list[Tensor], tensors: Sequence[Tensor | None], numbers: Sequence[int] = ()) -> None:
+        """`compute`, also while `torch.compile` traces the call. Raises RuntimeError for gradients and export."""
+        has_gradients = any(each is not None and each.requires_grad for each in [*results, *tensors])
+        if (has_gradients and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
+            raise refusal("computing gradients", "Call the model under torch.no_grad()")
+        if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", bool)():  # not in torch 2.6
+            raise refusal("export")
+        if torch.compiler.is_compiling():
+            torch.ops.scratchbert_cpu.compute(self.key, results, tensors, numbers)
+        else:
+            self.compute(results, tensors, numbers)
 
-class PrepackedLinear(PrepackedModule):
-    """x Wᵀ + b, `(…, in)` → `(…, out)`."""
 
-    def __init__(self, matrix: Matrix | TorchMatrix, dtype: torch.dtype):
+torch.library.custom_op(
+    "scratchbert_cpu::compute",
+    lambda key, results, tensors, numbers: BY_KEY[key].compute(results, tensors, numbers),
+    mutates_args=("results",),
+    schema="(str key, Tensor(a!)[] results, Tensor?[] tensors, int[] numbers) -> ()",
+).register_fake(lambda *_: None)
+
+
+class PrepackedLayer(PrepackedModule):
+    """One layer: linear, `(…, in)` → `(…, out)`, a layer norm, or an activation.
+
+    Args:
+        dtype: of its inputs and results.
+        matrix: of a linear layer.
+        norm: the weight and the bias of a layer norm, and epsilon.
+        activation: the number of an activation.
+    """
+
+    def __init__(self, dtype, matrix: Matrix | TorchMatrix | None = None, norm=(None, None, 0.0), activation=0):
         super().__init__(dtype)
-        self.matrix, self.in_features, self.out_features = matrix, matrix.width, matrix.height
+        self.matrix, self.activation = matrix, activation
+        self.norm = [None if each is None else spread(each.detach().float()) for each in norm[:2]]
+        self.epsilon = norm[2]
 
     def forward(self, x: Tensor) -> Tensor:
-        return multiply(x, self.matrix).to(self.dtype)
+        y = x.new_empty(x.shape if self.matrix is None else (*x.shape[:-1], self.matrix.height), dtype=torch.float32)
+        self.run([y], [x])
+        return y.to(self.dtype)
+
+    def compute(self, results: list[Tensor], tensors: list[Tensor], numbers: Sequence[int]) -> None:
+        """Write the result to the only tensor of `results`."""
+        (y,), (x,) = results, tensors
+        if isinstance(self.matrix, TorchMatrix):
+            y.copy_(self.matrix.multiply(x))
+            return
+        rows = spread(x.float().reshape(-1, x.shape[-1])).contiguous()
+        native = NativeLayer(0, self.activation, y.shape[-1], torch.get_num_threads(), len(rows))
+        native.x, native.y, native.epsilon, native.norm = (
+            address(rows),
+            address(y),
+            self.epsilon,
+            Norm(*map(address, self.norm)),
+        )
+        if self.matrix is not None:
+            native.type, native.linear = TYPES[self.matrix.dtype], self.matrix.linear()
+        call("layer", native)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
@@ -57,49 +126,8 @@ class PrepackedLinear(PrepackedModule):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, prepacked={self.matrix.dtype}"
-
-
-class NativeNorm(nn.LayerNorm):
-    """A layer norm that the library computes, with the same bits on any processor."""
-
-    def __init__(self, norm: nn.LayerNorm):
-        super().__init__(norm.normalized_shape, norm.eps, elementwise_affine=False)
-        self.weight, self.bias = norm.weight, norm.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return map_rows(x, self.weight, self.bias, self.eps, 0)
-
-
-class NativeActivation(nn.Module):
-    """An activation that the library computes, with the same bits in any batch."""
-
-    def __init__(self, activation: nn.Module):
-        super().__init__()
-        self.form = ACTIVATIONS[type(activation)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return map_rows(x, None, None, 0.0, self.form)
-
-
-def map_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, activation: int) -> Tensor:
-    """The layer norm of the rows of `x`, or an activation, in the dtype of `x`."""
-    function = torch.ops.scratchbert_cpu.map_rows if is_compiling(x) else compute_map
-    return function(x, weight, bias, epsilon, activation)
-
-
-def compute_map(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, activation: int) -> Tensor:
-    rows = spread(x.float().reshape(-1, x.shape[-1])).clone(memory_format=torch.contiguous_format)
-    tensors = [None if each is None else spread(each.detach().float()) for each in (weight, bias)]
-    norm = Norm(*map(address, tensors))
-    arguments = len(rows), x.shape[-1], rows.shape[1], torch.get_num_threads()
-    call("map", None if weight is None else ctypes.byref(norm), epsilon, activation, rows.data_ptr(), *arguments)
-    return rows[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
-
-
-torch.library.custom_op(
-    "scratchbert_cpu::map_rows",
-    compute_map,
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, Tensor? bias, float epsilon, int activation) -> Tensor",
-).register_fake(lambda x, *_: torch.empty_like(x))
+        return (
+            ""
+            if self.matrix is None
+            else f"in_features={self.matrix.width}, out_features={self.matrix.height}, prepacked={self.matrix.dtype}"
+        )

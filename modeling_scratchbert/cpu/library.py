@@ -56,6 +56,15 @@ class Norm(ctypes.Structure):
     _fields_ = fields_of(ctypes.c_void_p, "weight bias")
 
 
+class NativeLayer(ctypes.Structure):
+    _fields_ = [
+        *fields_of(ctypes.c_int64, "type activation width threads rows"),
+        *fields_of(ctypes.c_void_p, "x y"),
+        *fields_of(ctypes.c_double, "epsilon"),
+        *[("linear", Linear), ("norm", Norm)],
+    ]
+
+
 class NativeBlock(ctypes.Structure):
     _fields_ = [
         *fields_of(Linear, "query_key_value attention_output cross_query cross_output intermediate output"),
@@ -83,16 +92,9 @@ class NativeKeys(ctypes.Structure):
 class NativeBatch(ctypes.Structure):
     _fields_ = [
         *fields_of(ctypes.c_void_p, "x queries projected starts"),
-        *fields_of(ctypes.c_int64, "rows sequences"),
+        *fields_of(ctypes.c_int64, "rows sequences first last threads"),
         *fields_of(NativeKeys, "own source"),
     ]
-
-
-FUNCTIONS = {
-    "run": [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3],
-    "linear": [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3],
-    "map": [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4],
-}
 
 
 @functools.cache
@@ -115,8 +117,6 @@ def find_library() -> tuple[str, ctypes.CDLL] | None:
 
 def open_library(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
-    for function, types in FUNCTIONS.items():
-        getattr(library, f"scratchbert_{function}").argtypes = types
     # Of libgomp, which is loaded with torch.
     parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", 0)
     library.scratchbert_use_threads(ctypes.cast(parallel, ctypes.c_void_p))
@@ -134,9 +134,9 @@ def library_in_use() -> tuple[str, ctypes.CDLL]:
     return found
 
 
-def call(function: str, *arguments) -> None:
+def call(function: str, *structures: ctypes.Structure) -> None:
     """Call a function of the library."""
-    result = getattr(library_in_use()[1], f"scratchbert_{function}")(*arguments)
+    result = getattr(library_in_use()[1], f"scratchbert_{function}")(*map(ctypes.byref, structures))
     if result == 2:
         raise MemoryError("The library in C++ found no memory. Pass a smaller batch.")
     if result:

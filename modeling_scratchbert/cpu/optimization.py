@@ -1,26 +1,28 @@
 """`optimize_for_inference`: replaces stacks of blocks, and layers outside of them, by prepacked ones."""
 
+import copy
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, FastGELUActivation, GELUActivation, NewGELUActivation
 from transformers.utils import logging
 
 from ..inference import is_prepacked, refusal
-from .calibration import Factors, Groups, find_factors, largest_inputs, load_factors
-from .layers import NativeActivation, NativeNorm, PrepackedLinear
+from .calibration import find_factors, load_factors
+from .layers import PrepackedLayer
 from .library import ACTIVATIONS, find_library, spread
-from .matrices import Matrix, TorchMatrix, can_prepack, page_out
+from .matrices import Matrix, TorchMatrix
 from .stack import Block, OptimizedStack
 from .structure import check_stack, check_unchanged, is_base_model
 
 logger = logging.get_logger(__name__)
 
-# Activations that torch computes in another way at the ends of vectors, which depend on the batch.
-VARYING_ACTIVATIONS = ("gelu_pytorch_tanh", "mish", "quick_gelu", "sigmoid", "silu", "sqrtsoftplus", "swish")
+# Those that torch computes alike in any batch; others differ at the ends of vectors.
+ACTIVATIONS_OF_TORCH = (FastGELUActivation, GELUActivation, NewGELUActivation, nn.ReLU, nn.Tanh)
 # A layer with fewer outputs, as model heads may have, is too small to gain from int8.
 MIN_INT8_OUTPUTS = 32
 # Two threads may optimise the same model.
@@ -31,165 +33,163 @@ Place = tuple[Any, str]
 
 def optimize(model, dtype: Any, calibration: Any) -> None:
     """See `InferenceMixin.optimize_for_inference`."""
+    check_options(dtype, calibration)
     with LOCK:
-        if any(map(is_prepacked, model.modules())):
-            raise refusal("optimize_for_inference()")
-        models = {path: module for path, module in model.named_modules() if is_base_model(module)}
-        is_native = all(supports(each.config) for each in models.values())
-        dtype, calibration = _supported_dtype(model, dtype, calibration, is_native)
-        layers = _layers_outside(model, models)
-        for path, each in models.items():
-            check_stack(_join(path, "encoder"), each.encoder, each.config)
-        for path, (parent, name) in layers.items():
-            check_unchanged(path, getattr(parent, name))
+        layers = _layers_outside(model)
+        check_model(model, layers)
+        if dtype == "int8" and find_library() is None:
+            logger.warning_once(
+                f'dtype "int8" requires the library in C++; the model stays {model.dtype}. See docs/inference.md.'
+            )
+            dtype = None
         if isinstance(dtype, torch.dtype):
             model.to(dtype)
-        if all(can_prepack(weight) for each in models.values() for weight in each.encoder.parameters()):
-            factors = _int8_factors(model, models, calibration) if dtype == "int8" else {}
-            prepacker = Prepacker(is_native, torch.int8 if dtype == "int8" else model.dtype, factors)
-            _replace(model.requires_grad_(False), models, layers, prepacker)
+        if supports(model):
+            factors = _int8_factors(model, calibration) if dtype == "int8" else {}
+            prepacker = Prepacker(torch.int8 if dtype == "int8" else model.dtype, model.dtype, factors)
+            prepacker.replace(model.requires_grad_(False), layers)
         else:
-            fact = f"optimize_for_inference() kept weights dense that are {model.dtype} on {model.device}"
-            logger.warning_once(f"{fact}; prepacking requires a CPU, oneDNN, and float32 or bfloat16.")
+            logger.warning_once(
+                f"The model is {model.dtype} on {model.device} with hidden_act {model.config.hidden_act!r}, and is not "
+                "optimised; expected float32 or bfloat16 on a CPU, and an activation in docs/inference.md."
+            )
         model.eval()
 
 
-def _replace(model, models: dict[str, Any], layers: dict[str, Place], prepacker: "Prepacker") -> None:
-    """Replaces stacks and layers."""
-    for path, each in models.items():
-        each.encoder = prepacker.stack(each, block_names(model, path, each), model.dtype, frees=True)
-    for parent, name in layers.values():
-        setattr(parent, name, prepacker.layer(getattr(parent, name)))
-    _seal_shared(model, {each for key in prepacker.matrices for each in key})
-    if not prepacker.is_native and (name := model.config.hidden_act) in VARYING_ACTIVATIONS:
-        logger.warning_once(
-            f"hidden_act is {name!r}, which torch rounds differently in other batches; a text may "
-            "have other last bits there. See docs/determinism.md."
-        )
-
-
-def supports(config) -> bool:
-    """Whether the library is in use, and supports this configuration."""
-    return type(ACT2FN[config.hidden_act]) in ACTIVATIONS and find_library() is not None
-
-
-def _supported_dtype(model, dtype: Any, calibration: Any, is_native: bool) -> tuple[Any, Any]:
-    """Returns both, or the dtype of the model and None if int8 is not supported. Raises ValueError for an unknown
-    dtype, or for a calibration that has no effect."""
+def check_options(dtype: Any, calibration: Any) -> None:
+    """Raise ValueError for an unknown dtype, or for a calibration that has no effect."""
     if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
         raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
     if calibration is not None and dtype != "int8":
         raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
-    is_supported = is_native and model.dtype in (torch.float32, torch.bfloat16) and model.device.type == "cpu"
-    if dtype != "int8" or is_supported:
-        return dtype, calibration
-    logger.warning_once(
-        f"The model has {model.dtype} weights on {model.device} and hidden_act {model.config.hidden_act!r}, and keeps "
-        "that dtype; int8 requires the library in C++ on a CPU, and an activation that it has. See docs/inference.md."
-    )
-    return model.dtype, None
+
+
+def check_model(model, layers: dict[str, Place]) -> None:
+    """Raise RuntimeError if a model is optimised, or is not as the package makes it."""
+    if any(map(is_prepacked, model.modules())):
+        raise refusal("optimize_for_inference()")
+    for path, each in base_models(model).items():
+        check_stack(_join(path, "encoder"), each.encoder, each.config)
+    for path, (parent, name) in layers.items():
+        check_unchanged(path, getattr(parent, name))
+
+
+def base_models(model) -> dict[str, Any]:
+    """The models without a head in this one, by their paths."""
+    return {path: module for path, module in model.named_modules() if is_base_model(module)}
+
+
+def supports(model) -> bool:
+    """Whether the library computes this model, or torch with the same bits in any batch."""
+    activations = ACTIVATIONS if find_library() else ACTIVATIONS_OF_TORCH
+    return type(ACT2FN[model.config.hidden_act]) in activations and can_prepack(model)
+
+
+def can_prepack(module: nn.Module) -> bool:
+    """Whether the layers of a module, in this dtype and on this device, can be prepacked."""
+    has_products = find_library() is not None or torch.backends.mkldnn.is_available()
+    dtypes = torch.float32, torch.bfloat16
+    return has_products and all(each.dtype in dtypes and each.device.type == "cpu" for each in module.parameters())
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def _layers_outside(model, models: dict[str, Any]) -> dict[str, Place]:
-    """The layers outside of the stacks of `models` that are replaced, by their paths."""
-    stacks = tuple(_join(path, "encoder.") for path in models)
+def _layers_outside(model) -> dict[str, Place]:
+    """The layers outside of the stacks that are replaced, by their paths."""
+    stacks = tuple(_join(path, "encoder.") for path in base_models(model))
     children = {_join(path, name): (parent, name) for path, parent in model.named_modules() for name in parent._modules}
     kinds = {nn.Linear, nn.LayerNorm, *ACTIVATIONS} if find_library() else {nn.Linear}
     layers = {path: place for path, place in children.items() if type(getattr(*place)) in kinds}
     return {path: place for path, place in layers.items() if not path.startswith(stacks)}
 
 
-def block_names(model, path: str, base_model) -> list[str]:
-    """The paths of blocks of the base model at `path`, which are the same with any model head."""
-    prefix = f"{model.base_model_prefix}."
-    names = [_join(path, f"encoder.blocks.{index}") for index in range(len(base_model.encoder.blocks))]
-    return [name.removeprefix(prefix) for name in names]
+def scaled_layers(model) -> dict[str, nn.Linear]:
+    """The layers that follow a layer norm, in whose output a few channels are much larger than the others; by names
+    that are the same with any model head."""
+    layers = {}
+    for path, each in base_models(model).items():
+        for index, block in enumerate(each.encoder.blocks):
+            name = _join(path, f"encoder.blocks.{index}").removeprefix(f"{model.base_model_prefix}.")
+            layers[f"{name}.attention.query"] = block.attention.query
+            layers[f"{name}.feed_forward.intermediate"] = block.feed_forward.intermediate
+    return layers
 
 
-def _int8_factors(model, models: dict[str, Any], calibration: Any) -> Factors:
-    """Returns the factors of the layers that follow a layer norm, in whose output a few channels are much larger than
-    the others. Raises ValueError if a weight is not finite: int8 would turn NaN into a number."""
+def _int8_factors(model, calibration: Any) -> dict[int, torch.Tensor]:
+    """The factors of `scaled_layers`, by the ids of the layers. Raises ValueError if a weight is not finite: int8 would
+    turn NaN into a number."""
     for name in (name for name, weight in model.named_parameters() if not weight.isfinite().all()):
         raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
-    groups: Groups = {}
-    for path, each in models.items():
-        for name, block in zip(block_names(model, path, each), each.encoder.blocks, strict=True):
-            attention = block.attention
-            groups[f"{name}.attention.query"] = [attention.query, attention.key, attention.value]
-            groups[f"{name}.feed_forward.intermediate"] = [block.feed_forward.intermediate]
+    layers = scaled_layers(model)
     if isinstance(calibration, str | os.PathLike):
-        return load_factors(calibration, groups)
-    # The library computes them, so that they are the same on any processor.
-    prepacker = Prepacker(True, torch.float32, {}, collects=True)
-    places: dict[Place, nn.Module] = {}
-    for path, each in models.items():
-        places[each, "encoder"] = prepacker.stack(each, block_names(model, path, each), model.dtype)
-        places[each.embeddings, "norm"] = prepacker.layer(each.embeddings.norm)
-    return find_factors(groups, largest_inputs(model, calibration, prepacker.named, places)) if groups else {}
+        factors = load_factors(calibration, layers)
+    else:
+        # A copy with the same weights, in float32, so that the factors are the same on any processor.
+        tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        trial = copy.deepcopy(model.base_model if calibration is None else model, tensors).eval()
+        trial_layers, prepacker = scaled_layers(trial), Prepacker(torch.float32, model.dtype, {})
+        prepacker.replace(trial, {path: (each.embeddings, "norm") for path, each in base_models(trial).items()})
+        matrices = {name: prepacker.made[id(layer)] for name, layer in trial_layers.items()}
+        factors = find_factors(trial, calibration, matrices) if matrices else {}
+    return {id(layer): factors[name] for name, layer in layers.items()}
 
 
 class Prepacker:
     """Makes the modules of an optimised model. Layers that are tied share a matrix.
 
     Args:
-        is_native: whether the library computes them, or torch.
         dtype: of the products.
-        factors: of int8, by name.
-        collects: whether to collect the largest inputs of the layers that have a name, in `named`.
+        model_dtype: of the inputs and results of modules.
+        factors: of int8, by the ids of layers.
     """
 
-    def __init__(self, is_native: bool, dtype: torch.dtype, factors: Factors, collects: bool = False):
-        self.is_native, self.dtype, self.factors, self.collects = is_native, dtype, factors, collects
+    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype, factors: Mapping[int, torch.Tensor]):
+        self.dtype, self.model_dtype, self.factors, self.is_native = dtype, model_dtype, factors, bool(find_library())
         # From the ids of weights and biases. All were made before the first matrix, so an id means one of them.
         self.matrices: dict[tuple[int, ...], Any] = {}
-        self.named: dict[str, Matrix] = {}
+        self.made: dict[int, Any] = {}  # by the ids of layers
+
+    def replace(self, model, layers: dict[str, Place]) -> None:
+        """Replace the stacks of a model, and layers outside of them. A block is freed when it is prepacked."""
+        for each in base_models(model).values():
+            stack, blocks = each.encoder, []
+            for index in range(len(stack.blocks)):
+                blocks.append(Block(stack.blocks[index], self))
+                stack.blocks[index] = nn.Identity()
+            final_norm = self.layer(stack.final_norm) if each.config.norm_first else None
+            each.encoder = OptimizedStack(each.config, blocks, final_norm, self.is_native, self.model_dtype)
+        for parent, name in layers.values():
+            setattr(parent, name, self.layer(getattr(parent, name)))
+        _seal_shared(model, {each for key in self.matrices for each in key})
 
     def matrix(
-        self, *layers: nn.Linear, name: str = "", heads: tuple[int, int] = (1, 1), dtype: torch.dtype | None = None
+        self, *layers: nn.Linear, heads: tuple[int, int] = (1, 1), dtype: torch.dtype | None = None
     ) -> Matrix | TorchMatrix:
-        """The matrix of layers of one input; `name` is that of its int8 factors, and `dtype` another than
-        `self.dtype`."""
+        """The matrix of layers of one input, with products in `self.dtype` or another."""
         key = tuple(id(tensor) for layer in layers for tensor in layer._parameters.values())
         if key not in self.matrices:
             weights = [layer.weight.detach() for layer in layers]
             biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
             make: Any = Matrix if self.is_native else TorchMatrix
-            self.matrices[key] = make(weights, biases, dtype or self.dtype, self.factors.get(name), heads)
-            for weight in weights:
-                page_out(weight)
-        matrix = self.matrices[key]
-        if name and self.collects:
-            matrix.largest = torch.zeros(matrix.inputs)
-            self.named[name] = matrix
-        return matrix
+            self.matrices[key] = make(weights, biases, dtype or self.dtype, self.factors.get(id(layers[0])), heads)
+        self.made[id(layers[0])] = self.matrices[key]
+        return self.matrices[key]
 
     def norm(self, layer: nn.LayerNorm) -> list[torch.Tensor]:
         tensors = [each.detach().float() for each in (layer.weight, layer.bias)]
         return [spread(each) for each in tensors] if self.is_native else tensors
 
-    def stack(self, base_model, names: list[str], dtype: torch.dtype, frees: bool = False) -> OptimizedStack:
-        """The stack of a base model; `frees` the weights of each block when it is done."""
-        stack, config, blocks = base_model.encoder, base_model.config, []
-        for index, name in enumerate(names):
-            blocks.append(Block(stack.blocks[index], name, self))
-            if frees:
-                stack.blocks[index] = nn.Identity()
-        final_norm = self.layer(stack.final_norm) if config.norm_first else None
-        return OptimizedStack(config, blocks, final_norm, self.is_native, dtype)
-
     def layer(self, layer: nn.Module) -> nn.Module:
         """What takes the place of a layer outside of the stacks."""
         if isinstance(layer, nn.LayerNorm):
-            return NativeNorm(layer) if self.is_native else layer
+            norm = layer.weight, layer.bias, layer.eps
+            return PrepackedLayer(self.model_dtype, norm=norm) if self.is_native else layer
         if not isinstance(layer, nn.Linear):
-            return NativeActivation(layer)
-        own_dtype = layer.weight.dtype
-        matrix = self.matrix(layer, dtype=own_dtype if len(layer.weight) < MIN_INT8_OUTPUTS else None)
-        return PrepackedLinear(matrix, own_dtype)
+            return PrepackedLayer(self.model_dtype, activation=ACTIVATIONS[type(layer)])
+        dtype = layer.weight.dtype if len(layer.weight) < MIN_INT8_OUTPUTS else self.dtype
+        return PrepackedLayer(layer.weight.dtype, self.matrix(layer, dtype=dtype))
 
 
 def _seal_shared(model, prepacked: set[int]) -> None:

@@ -6,18 +6,19 @@ whatever the others are. `fallback` has the same functions in torch's operators.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 from transformers.utils.output_capturing import _active_collector
 
 from ..input_checks import OPTIONS
 from ..unpadding import UnpaddedBatch, is_padding_mask
 from . import fallback
-from .layers import PrepackedModule
+from .layers import PrepackedLayer, PrepackedModule
 from .library import (
     ACTIVATIONS,
     TYPES,
@@ -32,7 +33,7 @@ from .library import (
     fill,
     library_in_use,
 )
-from .matrices import BY_KEY, Keyed, Matrix, TorchMatrix, is_compiling, multiply
+from .matrices import Matrix, TorchMatrix
 
 # Options of a forward pass that the attention functions of transformers and vLLM read.
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
@@ -57,28 +58,27 @@ class Block:
 
     Args:
         block: the block.
-        name: its path in the base model.
         prepacker: returns the matrix of linear layers of one input, and the weight and the bias of a layer norm.
     """
 
-    def __init__(self, block: Any, name: str, prepacker):
+    def __init__(self, block: Any, prepacker):
         attention, network, heads = block.attention, block.feed_forward, block.attention.config.num_attention_heads
-        projections = attention.query, attention.key, attention.value
-        self.query_key_value = prepacker.matrix(*projections, name=f"{name}.attention.query", heads=(heads, 1))
+        self.query_key_value = prepacker.matrix(attention.query, attention.key, attention.value, heads=(heads, 1))
         self.attention_output = prepacker.matrix(attention.output, heads=(1, heads))
         self.attention_norm = prepacker.norm(block.attention_norm)
         if hasattr(block, "cross_attention"):
             attention = block.cross_attention
             self.cross_query = prepacker.matrix(attention.query, heads=(heads, 1))
-            self.cross_key_value = prepacker.matrix(attention.key, attention.value, heads=(heads, 1))
+            key_value = prepacker.matrix(attention.key, attention.value, heads=(heads, 1))
+            self.cross_key_value = PrepackedLayer(torch.float32, key_value)
             self.cross_output = prepacker.matrix(attention.output, heads=(1, heads))
             self.cross_norm = prepacker.norm(block.cross_attention_norm)
-        self.intermediate = prepacker.matrix(network.intermediate, name=f"{name}.feed_forward.intermediate")
+        self.intermediate = prepacker.matrix(network.intermediate)
         self.output = prepacker.matrix(network.output)
         self.feed_forward_norm = prepacker.norm(block.feed_forward_norm)
 
 
-class OptimizedStack(PrepackedModule, Keyed):
+class OptimizedStack(PrepackedModule):
     """What `optimize_for_inference` puts in place of a `TransformerStack`.
 
     Args:
@@ -94,33 +94,21 @@ class OptimizedStack(PrepackedModule, Keyed):
         self.config, self.blocks, self.final_norm, self.is_native = config, blocks, final_norm, is_native
         self.head_width = config.hidden_size // config.num_attention_heads
         # With the zeros that the library expects at the end of rows and of attention heads.
-        self.width, self.attention_width, self.padded_head_width = (
-            config.hidden_size,
-            config.hidden_size,
-            self.head_width,
-        )
-        if is_native:
-            self.width += -self.width % 32
-            self.padded_head_width += -self.head_width % 16
-            self.attention_width = config.num_attention_heads * self.padded_head_width
-            self.attention_width += -self.attention_width % 32
-        self.register()
+        panel, part = (32, 16) if is_native else (1, 1)
+        self.width = _rounded_up(config.hidden_size, panel)
+        self.padded_head_width = _rounded_up(self.head_width, part)
+        self.attention_width = _rounded_up(config.num_attention_heads * self.padded_head_width, panel)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("key", "_native")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.register()
+        return {name: value for name, value in vars(self).items() if name != "_native"}
 
     def extra_repr(self) -> str:
         return f"compiled for {library_in_use()[0]}" if self.is_native else "torch"
 
     def matrices(self) -> list[Matrix | TorchMatrix]:
         """The weights; one that blocks share is there more than once."""
-        return [
-            each for block in self.blocks for each in vars(block).values() if isinstance(each, Matrix | TorchMatrix)
-        ]
+        values = [getattr(each, "matrix", each) for block in self.blocks for each in vars(block).values()]
+        return [each for each in values if isinstance(each, Matrix | TorchMatrix)]
 
     def check_arguments(self, model, attention_mask, encoder_attention_mask, options: dict[str, Any]) -> None:
         """Raise for arguments of `ScratchBertModel.forward` that only a model as loaded supports.
@@ -159,7 +147,6 @@ class OptimizedStack(PrepackedModule, Keyed):
         **options,
     ) -> Tensor:
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerStack.forward`."""
-        run = torch.ops.scratchbert_cpu.run if is_compiling(hidden_states) else run_by_key
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
         own = self._visible_keys(hidden_states, attention_mask, cache)
         sources = None if encoder_attention_mask is None else visible(encoder_attention_mask)[:, -1].contiguous()
@@ -170,14 +157,16 @@ class OptimizedStack(PrepackedModule, Keyed):
         steps = [(0, depth)]
         if self.config.is_decoder or _recorded() is not None:
             steps = [(index, index) for index in range(depth + 1)]
-        x = fill(hidden_states.float(), 32 if self.is_native else 1)
+        x = pad(hidden_states.float(), (0, self.width - width)).contiguous()  # a copy
         projected = None
         keys: tuple = (None, None)
         source: tuple = (None, None)
         for first, last in steps:
-            x, projected = run(x, projected, starts, *own, *keys, sources, *source, self.key, first, last)
+            before = projected
+            projected = x.new_empty(rows, length, 3 * self.attention_width if last < depth else 0)
+            self.run([x, projected], [before, starts, *own, *keys, sources, *source], [first, last])
             if (states := _recorded()) is not None:
-                states.append(x[..., :width].to(self.dtype))
+                states.append(x[..., :width].to(self.dtype, copy=True))
             if last < depth and cache is not None:
                 keys = cache.update(*self._split_heads(projected, 3)[1:], first)
             if last < depth and encoder_hidden_states is not None:
@@ -212,41 +201,38 @@ class OptimizedStack(PrepackedModule, Keyed):
         if cache is not None and cache.is_updated.get(index):
             layer = cache.cross_attention_cache.layers[index]
             return layer.keys, layer.values
-        projected = multiply(encoder_hidden_states, self.blocks[index].cross_key_value)
-        key, value = self._split_heads(projected, 2)
+        key, value = self._split_heads(self.blocks[index].cross_key_value(encoder_hidden_states), 2)
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, index)
             cache.is_updated[index] = True
         return key, value
 
-    def run(self, x, projected, starts, is_key, counts, key, value, is_source, source_key, source_value, first, last):
+    def compute(self, results: list[Tensor], tensors: list[Any], numbers: Sequence[int]) -> None:
         """Compute what follows the queries, keys and values of block `first`, up to those of block `last`.
 
         Args:
-            x: `(B, T, C)`, in float32; all tensors of this function may end in zeros, see `spread`.
-            projected: the queries, keys and values of block `first`, `(B, T, 3 · C)`, from the call before; or None.
-            starts: of the sequences in `x`, and the end, `(S + 1,)`.
-            is_key, counts: see `_visible_keys`.
-            key, value: `(B, H, S, D)`, from a cache; None for those in `projected`.
-            is_source, source_key, source_value: the same for cross-attention.
-
-        Returns:
-            The output of block `last - 1`, and the queries, keys and values of block `last`, if there is one.
+            results: `x`, `(B, T, C)`, in float32, which becomes the output of block `last - 1`; and the queries, keys
+                and values of block `last`, `(B, T, 3 · C)`, if there is one. All tensors may end in zeros, see
+                `spread`.
+            tensors: the queries, keys and values of block `first`, or None; the starts of the sequences in `x`, and
+                the end, `(S + 1,)`; what `_visible_keys` returns; keys and values from a cache, `(B, H, S, D)`, or None
+                for those of the block; and for cross-attention, which keys there are, keys and values.
+            numbers: `first` and `last`.
         """
+        x, after = results
+        projected, starts, is_key, counts, key, value, is_source, source_key, source_value = tensors
         if not self.is_native:
-            own, source = (key, value, is_key, counts), (source_key, source_value, is_source, None)
-            return fallback.run(self, x, projected, starts, own, source, first, last)
-        x, (rows, length, _) = x.clone(memory_format=torch.contiguous_format), x.shape
-        after = x.new_empty(rows, length, 3 * self.attention_width if last < len(self.blocks) else 0)
+            both = (key, value, is_key, counts), (source_key, source_value, is_source, None)
+            fallback.run(self, x, after, projected, starts, *both, *numbers)
+            return
         starts = starts.to(torch.int32).contiguous()
         own, kept = self._as_keys(key, value, is_key, counts)
         source, also_kept = self._as_keys(source_key, source_value, is_source, None)
-        tensors = x, projected, after if after.numel() else None, starts
-        batch = NativeBatch(*map(address, tensors), rows * length, len(starts) - 1, own, source)
+        pointers = map(address, (x, projected, after if after.numel() else None, starts))
+        sizes = x.shape[0] * x.shape[1], len(starts) - 1, *numbers, torch.get_num_threads()
         native, *_ = self._as_structs()
-        call("run", ctypes.byref(native), ctypes.byref(batch), first, last, torch.get_num_threads())
+        call("run", native, NativeBatch(*pointers, *sizes, own, source))
         del kept, also_kept  # the library has read them
-        return x, after
 
     def _as_keys(self, key, value, is_key, counts) -> tuple[NativeKeys, list[Tensor]]:
         """The structure of the library, and the tensors that it points to."""
@@ -273,7 +259,7 @@ class OptimizedStack(PrepackedModule, Keyed):
             inner, heads = config.intermediate_size, config.num_attention_heads
             native = NativeStack(
                 *(ctypes.sizeof(NativeStack), TYPES[dtype], ACTIVATIONS[type(ACT2FN[config.hidden_act])]),
-                *(config.hidden_size, self.width, inner + -inner % 32, heads, self.padded_head_width),
+                *(config.hidden_size, self.width, _rounded_up(inner, 32), heads, self.padded_head_width),
                 *(self.attention_width, config.norm_first, len(array), config.layer_norm_eps, self.head_width**-0.5),
                 ctypes.addressof(array),
             )
@@ -281,25 +267,8 @@ class OptimizedStack(PrepackedModule, Keyed):
         return vars(self)["_native"]
 
 
-def run_by_key(*arguments) -> tuple[Tensor, Tensor]:
-    """`OptimizedStack.run`, with the key of the stack before the last two arguments."""
-    *tensors, key, first, last = arguments
-    return BY_KEY[key].run(*tensors, first, last)
-
-
-def shapes_of_run(x, *arguments) -> tuple[Tensor, Tensor]:
-    stack, last = BY_KEY[arguments[-3]], arguments[-1]
-    width = 3 * stack.attention_width if last < len(stack.blocks) else 0
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(*x.shape[:2], width)
-
-
-torch.library.custom_op(
-    "scratchbert_cpu::run",
-    run_by_key,
-    mutates_args=(),
-    schema="(Tensor x, Tensor? projected, Tensor starts, Tensor? is_key, Tensor? counts, Tensor? key, Tensor? value, "
-    "Tensor? is_source, Tensor? source_key, Tensor? source_value, str stack, int first, int last) -> (Tensor, Tensor)",
-).register_fake(shapes_of_run)
+def _rounded_up(number: int, multiple: int) -> int:
+    return number + -number % multiple
 
 
 def visible(mask: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ def test_it_compiles_whole(head, fields, dynamic):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiler_traces_and_the_operator_is_sound(dtype):
     layer = prepack(nn.Linear(36, 5, dtype=dtype))
-    torch.library.opcheck(torch.ops.scratchbert_cpu.multiply, (torch.randn(2, 3, 36, dtype=dtype), layer.matrix.key))
+    inputs = [torch.randn(2, 3, 36, dtype=dtype)]
+    torch.library.opcheck(torch.ops.scratchbert_cpu.compute, (layer.key, [torch.empty(2, 3, 5)], inputs, []))
     x = torch.randn(3, 2, 36).transpose(0, 1)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
@@ -31,9 +32,11 @@ def test_the_compiler_traces_and_the_operator_is_sound(dtype):
 @pytest.mark.parametrize("fields", [{}, {"is_decoder": True}], ids=str)
 def test_the_operator_of_the_stack_is_sound(fields):
     stack = make("Model", **fields).optimize_for_inference().encoder
-    inputs = torch.randn(2, 3, stack.width), None, torch.tensor([0, 3, 6], dtype=torch.int32), *[None] * 7, stack.key
-    torch.library.opcheck(torch.ops.scratchbert_cpu.run, (*inputs, 0, 0))
-    torch.library.opcheck(torch.ops.scratchbert_cpu.run, (*inputs, 0, 2))
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32)
+    for last, width in ((0, 3 * stack.attention_width), (2, 0)):
+        results = [torch.randn(2, 3, stack.width), torch.empty(2, 3, width)]
+        inputs = stack.key, results, [None, starts, *[None] * 7], [0, last]
+        torch.library.opcheck(torch.ops.scratchbert_cpu.compute, inputs)
 
 
 def test_a_compiled_model_s_copy_computes_with_its_own_weights():

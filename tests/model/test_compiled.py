@@ -1,6 +1,7 @@
 """The library in C++, beside `BertModel`, beside itself in other batches, and on other kinds of processors."""
 
 import copy
+import ctypes
 import hashlib
 import json
 import os
@@ -157,7 +158,15 @@ def digests() -> dict[str, str]:
 def computed(stack, inputs: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     rows, length = inputs.shape[:2]
     starts = torch.arange(rows + 1, dtype=torch.int32) * length if starts is None else starts
-    return stack.run(inputs.float(), None, starts, *[None] * 7, 0, len(stack.blocks))[0]
+    return run(stack, inputs.float(), None, starts, *[None] * 7, 0, len(stack.blocks))
+
+
+def run(stack, x: torch.Tensor, *arguments) -> torch.Tensor:
+    *tensors, first, last = arguments
+    after = x.new_empty(*x.shape[:2], 3 * stack.attention_width if last < len(stack.blocks) else 0)
+    x = x.clone()
+    stack.run([x, after], tensors, [first, last])
+    return x
 
 
 def test_other_processors_compute_the_same_bits():
@@ -256,10 +265,12 @@ CHANGES = {
         *(("size", 8), ("type", 3), ("activation", 8), ("hidden", 97), ("hidden", 0), ("width", 80), ("inner", 150)),
         *(("heads", 0), ("heads", 99), ("head_width", 24), ("attention_width", 64), ("number", -1), ("blocks", None)),
     ],
-    "batch": [*(("x", None), ("queries", None), ("starts", None), ("rows", 5), ("rows", 3), ("sequences", -1))],
+    "batch": [
+        *(("x", None), ("queries", None), ("starts", None), ("rows", 5), ("rows", 3), ("sequences", -1)),
+        *(("first", -1), ("first", 3), ("last", 4), ("threads", 0)),
+    ],
     "own": [("number", 99), ("stride", -1), ("values", None), ("size", 5), ("head_stride", 10**9)],
     "source": [("number", 99), ("size", 5)],
-    "arguments": [(2, -1), (2, 3), (3, 4), (4, 0)],
 }
 
 
@@ -272,29 +283,26 @@ def test_the_library_refuses_other_sizes(kind, field, value, monkeypatch):
         torch.ones(2, 7).bool(),
         torch.ones(2, 2).int(),
     )
-    run = library.library_in_use()[1].scratchbert_run
+    run_library = library.library_in_use()[1].scratchbert_run
     starts = torch.tensor([0, 2, 4], dtype=torch.int32)
     inputs = x, projected, starts, is_key, counts, heads, heads, is_key, heads, heads, 1, 2
-    arguments = list(call_of(stack, "run", lambda stack: stack.run(*inputs), monkeypatch))
-    native, batch = (each._obj for each in arguments[:2])
+    native, batch = call_of(stack, "run", lambda stack: run(stack, *inputs), monkeypatch)
     # The tensors that they point to.
     kept = [stack._as_keys(heads, heads, is_key, counts), x.clone(), torch.zeros(2, 2, 3 * stack.attention_width)]
     batch.own = batch.source = kept[0][0]
     batch.x, batch.projected, batch.queries = kept[1].data_ptr(), kept[2].data_ptr(), projected.data_ptr()
     batch.starts = starts.data_ptr()
-    assert run(*arguments) == 0
-    if kind == "arguments":
-        arguments[field] = value
-    else:
-        setattr({"stack": native, "batch": batch, "own": batch.own, "source": batch.source}[kind], field, value)
-    assert run(*arguments) == 1
+    pointers = ctypes.byref(native), ctypes.byref(batch)
+    assert run_library(*pointers) == 0
+    setattr({"stack": native, "batch": batch, "own": batch.own, "source": batch.source}[kind], field, value)
+    assert run_library(*pointers) == 1
 
 
 @pytest.mark.parametrize("starts", [[1, 4], [0, 3], [0, 3, 2, 4], [0, 5]])
 def test_the_library_refuses_other_sequences(starts, optimised):
     stack = optimised["float32"].encoder
     with pytest.raises(RuntimeError, match="refused run"):
-        stack.run(torch.zeros(1, 4, 96), None, torch.tensor(starts), *[None] * 7, 0, 3)
+        run(stack, torch.zeros(1, 4, 96), None, torch.tensor(starts), *[None] * 7, 0, 3)
 
 
 def test_an_unknown_library_is_refused(monkeypatch):

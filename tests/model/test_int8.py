@@ -17,10 +17,9 @@ from transformers.utils import logging
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 from modeling_scratchbert.cpu import optimization
 from modeling_scratchbert.cpu.library import find_library
-from modeling_scratchbert.cpu.matrices import Matrix
 from support.comparison import assert_same_tensors
 from support.models import inputs_for
-from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make, matrices_of
+from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make, matrices_of, product
 
 pytestmark = pytest.mark.skipif(not find_library(), reason="the library in C++ is not in use")
 
@@ -61,9 +60,9 @@ def test_the_formula(rows, width, heights, is_smoothed, seed):
     weights = [torch.randn(height, width, generator=generator) for height in heights]
     bias = torch.randn(sum(heights), generator=generator)
     factors = torch.rand(width, generator=generator) + 0.5 if is_smoothed else None
-    matrix = Matrix(weights, bias.split(heights), torch.int8, factors)
+    matrix = product(weights, bias.split(heights), torch.int8, factors)
     used = torch.cat([torch.arange(h) + start for h, start in zip(heights, starts_of(heights), strict=True)])
-    actual = matrix.multiply(x)[..., used]
+    actual = matrix(x)[..., used]
     expected = fake_quantized(x, torch.cat(weights), bias, factors)
     # Where a number lies between two steps, float32 may round it to the other one.
     step = x.abs().amax() * 2 / 255 * torch.cat(weights).abs().amax()
@@ -71,28 +70,28 @@ def test_the_formula(rows, width, heights, is_smoothed, seed):
     assert (actual - expected).abs().mean() <= 0.05 * step
     exact = nn.functional.linear(x, torch.cat(weights), bias)
     assert (actual - exact).abs().max() <= width * step
-    assert torch.equal(pickle.loads(pickle.dumps(matrix)).multiply(x)[..., used], actual)
+    assert torch.equal(pickle.loads(pickle.dumps(matrix))(x)[..., used], actual)
 
 
 @pytest.mark.parametrize("width", [36, 37, 38, 39])
 @pytest.mark.parametrize("shape", [(0,), (), (1, 1), (2, 0), (300,)])
 def test_any_shape(shape, width):
-    matrix, x = Matrix([torch.randn(5, width)], [None], torch.int8), torch.randn(*shape, width)
-    assert matrix.multiply(x).shape == (*shape, 5)
+    matrix, x = product([torch.randn(5, width)], [None], torch.int8), torch.randn(*shape, width)
+    assert matrix(x).shape == (*shape, 5)
     transposed = torch.randn(*shape, width, 3).transpose(-1, -2)
-    by_row = [matrix.multiply(row.clone()) for row in transposed.reshape(-1, transposed.shape[-1])]
-    assert torch.equal(matrix.multiply(transposed).reshape(-1, 5), torch.stack([*by_row, torch.ones(5)])[:-1])
+    by_row = [matrix(row.clone()) for row in transposed.reshape(-1, transposed.shape[-1])]
+    assert torch.equal(matrix(transposed).reshape(-1, 5), torch.stack([*by_row, torch.ones(5)])[:-1])
 
 
 def test_rows_that_are_constant_zero_or_no_numbers():
     weight, bias = torch.randn(40, 8), torch.randn(40)
-    matrix = Matrix([weight], [bias], torch.int8)
+    matrix = product([weight], [bias], torch.int8)
     rows = torch.tensor([[0.0] * 8, [3.0] * 8, [-1e-30] * 8])
-    torch.testing.assert_close(matrix.multiply(rows), nn.functional.linear(rows, weight, bias), rtol=0, atol=0.2)
+    torch.testing.assert_close(matrix(rows), nn.functional.linear(rows, weight, bias), rtol=0, atol=0.2)
     for value in (float("nan"), float("inf")):
-        assert not matrix.multiply(torch.full((1, 8), value)).isfinite().all()
-    assert matrix.multiply(rows[:1])[0].allclose(bias)
-    assert Matrix([torch.zeros(40, 8)], [bias], torch.int8).multiply(rows).allclose(bias)
+        assert not matrix(torch.full((1, 8), value)).isfinite().all()
+    assert matrix(rows[:1])[0].allclose(bias)
+    assert product([torch.zeros(40, 8)], [bias], torch.int8)(rows).allclose(bias)
 
 
 @every_model
@@ -274,7 +273,7 @@ def test_calibration_helps_where_one_channel_is_large():
     x[::2, 5] *= -1
     exact = nn.functional.linear(x, weight)
     factors = (x.abs().amax(0) / weight.abs().amax(0)).sqrt()
-    errors = [(Matrix([weight], [None], torch.int8, each).multiply(x) - exact).norm() for each in (None, factors)]
+    errors = [(product([weight], [None], torch.int8, each)(x) - exact).norm() for each in (None, factors)]
     assert errors[1] < 0.5 * errors[0]
 
 
@@ -316,9 +315,9 @@ def test_bad_calibration_is_refused_before_anything_changed(tmp_path):
     model.encoder.blocks[1].eval()
     training = [module.training for module in model.modules()]
     for calibration, error, match in [
-        ([], ValueError, "calibration has no batches"),
+        ([], ValueError, "calibration has no tokens"),
         ([inputs, ["a text"]], TypeError, "calibration has a list as batch 2"),
-        ([inputs, empty], ValueError, "no tokens in batch 2"),
+        ([empty], ValueError, "calibration has no tokens"),
         ([inputs, nan], ValueError, "NaN or infinity in batch 2"),
         ([{"input_ids": torch.tensor([[999]])}], ValueError, "999"),
         *((tmp_path / str(value), ValueError, f"invalid factors for {name}") for value in ("nan", "inf", 0.0)),

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.cpu.layers import PrepackedLinear, PrepackedModule
+from modeling_scratchbert.cpu.layers import PrepackedLayer, PrepackedModule
 from modeling_scratchbert.cpu.library import find_library
+from modeling_scratchbert.cpu.matrices import Matrix
 from modeling_scratchbert.cpu.optimization import Prepacker
 from modeling_scratchbert.cpu.stack import OptimizedStack
 from support.comparison import flat
@@ -41,15 +42,20 @@ def layers(model):
 
 def matrices_of(model):
     found = [layer.matrices() if isinstance(layer, OptimizedStack) else [layer.matrix] for layer in layers(model)]
-    return set(chain.from_iterable(found))
+    return set(chain.from_iterable(found)) - {None}
 
 
 def all_prepacked(model):
     return bool(layers(model)) and not any(type(module) is nn.Linear for module in model.modules())
 
 
-def prepack(layer: nn.Linear) -> PrepackedLinear:
-    return Prepacker(find_library() is not None, layer.weight.dtype, {}).layer(layer)
+def prepack(layer: nn.Linear) -> PrepackedLayer:
+    return Prepacker(layer.weight.dtype, layer.weight.dtype, {}).layer(layer)
+
+
+def product(*arguments, kind=Matrix) -> PrepackedLayer:
+    """x Wᵀ + b with a matrix of these arguments."""
+    return PrepackedLayer(torch.float32, kind(*arguments))
 
 
 def compute(model, inputs):

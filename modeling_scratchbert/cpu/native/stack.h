@@ -92,15 +92,31 @@ struct Keys {
   const int32_t* counts;
 };
 
-// Sequences: the rows `starts[i]` to `starts[i + 1]` of `x`, `(rows, width)`. `queries` and `projected`, `(rows, 3 *
-// attention_width)`, are those of the first block, and for the one after the last. `source` is for cross-attention.
+// Sequences: the rows `starts[i]` to `starts[i + 1]` of `x`, `(rows, width)`. What is computed is what follows the
+// queries, keys and values of block `first`, up to those of block `last`; from the start if `first` is 0, and to the
+// end if `last` is the number of blocks. `queries` and `projected`, `(rows, 3 * attention_width)`, are those of the
+// first and of the last block. `x` is changed in place. `source` is for cross-attention.
 struct Batch {
   float* x;
   const float* queries;
   float* projected;
   const int32_t* starts;
-  int64_t rows, sequences;
+  int64_t rows, sequences, first, last, threads;
   Keys own, source;
+};
+
+// A layer outside of the stack, from `(rows, linear.inputs)` to `(rows, width)`: x Wᵀ + b, whose W may have more
+// outputs than `width`, with zeros; or, if there are no panels, a layer norm; or else an activation. The rows of these
+// two have `width` numbers, and zeros up to a multiple of 32.
+struct Layer {
+  Type type;
+  Activation activation;
+  int64_t width, threads, rows;
+  const float* x;
+  float* y;
+  double epsilon;
+  Linear linear;
+  Norm norm;
 };
 
 // ------------------------------------------------------------------------------------------------------------ products
@@ -581,17 +597,17 @@ class Pass {
   std::vector<Attention> attentions;  // one for each thread
 
  public:
-  Pass(const Stack& stack, const Batch& batch, int64_t begin, int64_t end, int64_t first, int64_t last, int threads)
+  Pass(const Stack& stack, const Batch& batch, int64_t begin, int64_t end)
       : stack(stack),
         batch(batch),
         begin(begin),
-        first(first),
-        last(last),
+        first(batch.first),
+        last(batch.last),
         width(stack.width),
         attention_width(stack.attention_width),
         sequences(end - begin),
         rows(batch.starts[end] - batch.starts[begin]),
-        threads(threads),
+        threads(batch.threads),
         is_shared(rows <= ROWS_FOR_ALL),
         starts(batch.starts + begin),
         counters(32 * 20 * (last - first + 1)) {
@@ -787,8 +803,9 @@ inline bool is_valid(const Keys& keys, const Stack& stack, const Batch& batch) {
   return true;
 }
 
-inline bool is_valid(const Batch& batch) {
-  if ((batch.rows && !batch.x) || !batch.starts || batch.sequences < 0) return false;
+inline bool is_valid(const Batch& batch, const Stack& stack) {
+  if (batch.first < 0 || batch.last < batch.first || batch.last > stack.number || batch.threads < 1) return false;
+  if ((batch.first && !batch.queries) || (batch.rows && !batch.x) || !batch.starts || batch.sequences < 0) return false;
   if (batch.starts[0] != 0 || batch.starts[batch.sequences] != batch.rows) return false;
   for (int64_t i = 0; i < batch.sequences; i++)
     if (batch.starts[i + 1] < batch.starts[i]) return false;
@@ -796,18 +813,62 @@ inline bool is_valid(const Batch& batch) {
 }
 
 template <Type type>
-void run(const Stack& stack, const Batch& batch, int64_t first, int64_t last, int threads) {
+void run(const Stack& stack, const Batch& batch) {
   for (int64_t begin = 0, end; begin < batch.sequences; begin = end) {
     for (end = begin + 1; end < batch.sequences && batch.starts[end + 1] - batch.starts[begin] <= ROWS_OF_PASS;) end++;
-    if (batch.starts[end] > batch.starts[begin]) Pass<type>(stack, batch, begin, end, first, last, threads).run();
+    if (batch.starts[end] > batch.starts[begin]) Pass<type>(stack, batch, begin, end).run();
   }
 }
 
+// One pass over rows of a linear layer, of which `share` gives each thread some.
+template <Type type>
+void multiply_rows(const Layer& layer) {
+  const Linear& linear = layer.linear;
+  const int64_t most = std::min<int64_t>(layer.rows, ROWS_OF_PASS);
+  Arena arena;
+  Inputs inputs = arena.take_inputs(type, most, linear.inputs);
+  for (int64_t first = 0; first < layer.rows; first += most) {
+    const int number = std::min(most, layer.rows - first);
+    std::vector<std::atomic<int>> counters(64);
+    run_threads(layer.threads, [&](int) {
+      configure_tiles();
+      Team team(layer.threads, counters.data());
+      team.share(number, [&](int begin, int end) {
+        for (int64_t row = begin; row < end; row++)
+          convert<type>(layer.x + (first + row) * linear.inputs, linear.inputs, linear.input_factors, inputs, row);
+      });
+      multiply<type>(team, inputs, number, linear, [&](int64_t row, int column, Floats sums) INLINE_LAMBDA {
+        alignas(64) float numbers[16];
+        store(numbers, sums);
+        const int64_t several = std::min<int64_t>(16, layer.width - column);
+        if (several > 0) memcpy(layer.y + (first + row) * layer.width + column, numbers, several * sizeof(float));
+      });
+    });
+  }
+}
+
+inline void map_rows(const Layer& layer) {
+  const int64_t width = whole_panels(layer.width);
+  std::vector<std::atomic<int>> counters(32);
+  run_threads(layer.threads, [&](int) {
+    Team(layer.threads, counters.data()).share(layer.rows, [&](int begin, int end) {
+      std::vector<float> result(width);
+      for (int64_t row = begin; row < end; row++) {
+        const float* x = layer.x + row * width;
+        if (layer.norm.weight) normalize(x, layer.width, width, layer.norm, layer.epsilon, result.data());
+        for (int64_t i = 0; !layer.norm.weight && i < width; i += 16)
+          store(&result[i], activate(layer.activation, load(x + i)));
+        memcpy(layer.y + row * layer.width, result.data(), layer.width * sizeof(float));
+      }
+    });
+  });
+}
+
 // Return 0, or NO_MEMORY, also for threads.
-template <class Function>
-int call(Function function) {
+template <class Function, class... Arguments>
+int call(Function function, const Arguments&... arguments) {
   try {
-    function();
+    function(arguments...);
     return 0;
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
@@ -822,67 +883,24 @@ EXPORT void scratchbert_use_threads(Parallel function) {
   process = getpid();
 }
 
-// Compute what follows the queries, keys and values of block `first` up to those of block `last`; from the start if
-// `first` is 0, and to the end if `last` is the number of blocks. `batch.x` is changed in place.
-EXPORT int scratchbert_run(const Stack* stack, const Batch* batch, int64_t first, int64_t last, int64_t threads) {
-  if (!stack || !batch || !is_valid(*stack, batch->source.keys) || !is_valid(*batch)) return INVALID;
-  if (last > 0 && !is_valid(batch->own, *stack, *batch)) return INVALID;
+EXPORT int scratchbert_run(const Stack* stack, const Batch* batch) {
+  if (!is_valid(*stack, batch->source.keys) || !is_valid(*batch, *stack)) return INVALID;
+  if (batch->last > 0 && !is_valid(batch->own, *stack, *batch)) return INVALID;
   if (batch->source.keys && !is_valid(batch->source, *stack, *batch)) return INVALID;
-  if (first < 0 || last < first || last > stack->number || threads < 1 || (first && !batch->queries)) return INVALID;
   auto* run_type = stack->type == INT8 ? run<INT8> : stack->type == BFLOAT16 ? run<BFLOAT16> : run<FLOAT32>;
-  return call([&] { run_type(*stack, *batch, first, last, threads); });
+  return call(run_type, *stack, *batch);
 }
 
-template <Type type>
-void multiply_rows(const Linear& linear, const float* x, float* y, int64_t rows, int64_t outputs, int threads) {
-  const int64_t most = std::min<int64_t>(rows, ROWS_OF_PASS);
-  Arena arena;
-  Inputs inputs = arena.take_inputs(type, most, linear.inputs);
-  for (int64_t first = 0; first < rows; first += most) {
-    const int number = std::min(most, rows - first);
-    std::vector<std::atomic<int>> counters(64);
-    run_threads(threads, [&](int) {
-      configure_tiles();
-      Team team(threads, counters.data());
-      team.share(number, [&](int begin, int end) {
-        for (int64_t row = begin; row < end; row++)
-          convert<type>(x + (first + row) * linear.inputs, linear.inputs, linear.input_factors, inputs, row);
-      });
-      multiply<type>(team, inputs, number, linear, [&](int64_t row, int column, Floats sums) INLINE_LAMBDA {
-        alignas(64) float numbers[16];
-        store(numbers, sums);
-        const int64_t several = std::min<int64_t>(16, outputs - column);
-        if (several > 0) memcpy(y + (first + row) * outputs + column, numbers, several * sizeof(float));
-      });
-    });
-  }
-}
-
-// x Wᵀ + b: x is `(rows, linear.inputs)`, and y `(rows, outputs)`, without the zeros at the end of W.
-EXPORT int scratchbert_linear(const Linear* linear, int64_t type, const float* x, float* y, int64_t rows,
-                              int64_t outputs, int64_t threads) {
-  if (!linear || (rows && (!x || !y)) || rows < 0 || threads < 1 || type < FLOAT32 || type > INT8) return INVALID;
-  if (!fits(*linear, linear->inputs, linear->outputs, Type(type))) return INVALID;
-  if (outputs < 1 || outputs > linear->outputs) return INVALID;
-  auto* run = type == INT8 ? multiply_rows<INT8> : type == BFLOAT16 ? multiply_rows<BFLOAT16> : multiply_rows<FLOAT32>;
-  return call([&] { run(*linear, x, y, rows, outputs, threads); });
-}
-
-// The layer norm of rows of `hidden` numbers and zeros, `width` in all, in place; or, without a norm, an activation.
-EXPORT int scratchbert_map(const Norm* norm, double epsilon, int64_t activation, float* x, int64_t rows, int64_t hidden,
-                           int64_t width, int64_t threads) {
-  if ((rows && !x) || rows < 0 || hidden < 1 || hidden > width || width % 16 || threads < 1) return INVALID;
-  if (activation < IDENTITY || activation > RELU || (norm && (!norm->weight || !norm->bias))) return INVALID;
-  std::vector<std::atomic<int>> counters(32);
-  return call([&] {
-    run_threads(threads, [&](int) {
-      Team(threads, counters.data()).share(rows, [&](int begin, int end) {
-        for (float* row = x + begin * width; row < x + end * width; row += width) {
-          if (norm) normalize(row, hidden, width, *norm, epsilon, row);
-          for (int64_t i = 0; !norm && i < width; i += 16)
-            store(row + i, activate(Activation(activation), load(row + i)));
-        }
-      });
-    });
-  });
+EXPORT int scratchbert_layer(const Layer* layer) {
+  const Type type = layer->type;
+  if (type < FLOAT32 || type > INT8 || layer->activation < IDENTITY || layer->activation > RELU) return INVALID;
+  if (layer->width < 1 || layer->threads < 1 || layer->rows < 0 || (layer->rows && (!layer->x || !layer->y)))
+    return INVALID;
+  const Linear& linear = layer->linear;
+  if (!linear.panels) return layer->norm.weight && !layer->norm.bias ? INVALID : call(map_rows, *layer);
+  if (!fits(linear, linear.inputs, linear.outputs, type) || layer->width > linear.outputs) return INVALID;
+  auto* run_type = type == INT8       ? multiply_rows<INT8>
+                   : type == BFLOAT16 ? multiply_rows<BFLOAT16>
+                                      : multiply_rows<FLOAT32>;
+  return call(run_type, *layer);
 }

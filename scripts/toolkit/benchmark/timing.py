@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from modeling_scratchbert.cpu.library import find_library
-from modeling_scratchbert.cpu.matrices import Matrix, TorchMatrix
+from modeling_scratchbert.cpu.optimization import Prepacker
 from toolkit.machine import identity
 
 # Seconds before each measurement of several runtimes: threads of the one that was timed last spin for a while.
@@ -46,8 +45,10 @@ def bandwidth(size: int = 2**28) -> float:
 
 def linear_layers(weight: torch.Tensor, bias: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """The linear layer as torch computes it by default, and with its weight prepacked."""
-    matrix = (Matrix if find_library() else TorchMatrix)([weight], [bias], weight.dtype)
-    return [partial(nn.functional.linear, weight=weight, bias=bias), matrix.multiply]
+    layer = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+    prepacked = Prepacker(weight.dtype, weight.dtype, {}).layer(layer)
+    return [partial(nn.functional.linear, weight=weight, bias=bias), prepacked]
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:

@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from modeling_scratchbert.bert.files import read_tensors
-from modeling_scratchbert.cpu.library import find_library
-from modeling_scratchbert.cpu.matrices import can_prepack
-from modeling_scratchbert.cpu.optimization import Prepacker
+from modeling_scratchbert.cpu.optimization import Prepacker, can_prepack
 from toolkit.corpus.sentence_folder import MODULE_WEIGHTS, Module
 from toolkit.remote_code import find
 
@@ -90,8 +88,8 @@ def open_modules(source: str, modules: list[Module], width: int, device: torch.d
             layer.load_state_dict(read_weights(source, module.folder))
             layer.requires_grad_(False).eval().to(device)
             for name, child in layer.named_children():
-                if type(child) is nn.Linear and can_prepack(child.weight):
-                    setattr(layer, name, Prepacker(find_library() is not None, child.weight.dtype, {}).layer(child))
+                if type(child) is nn.Linear and can_prepack(child):
+                    setattr(layer, name, Prepacker(torch.float32, torch.float32, {}).layer(child))
             found.append(layer)
             width = module.fields.get("out_features", width)
     return found, width
