@@ -20,8 +20,6 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,12 +35,12 @@ constexpr int PANEL = 32;
 // One block of rows for all threads together, up to this number of rows; or blocks of so many rows for each thread.
 // Blocks are whole units.
 #ifdef __AMX_TILE__
-constexpr int ROWS_FOR_ALL = 128, ROWS_OF_ONE = 64, UNIT = 32;
+constexpr int ROWS_FOR_ALL = 128, ROWS_OF_ONE = 96, UNIT = 32;
 #else
-constexpr int ROWS_FOR_ALL = 96, ROWS_OF_ONE = 48, UNIT = 1;
+constexpr int ROWS_FOR_ALL = 96, ROWS_OF_ONE = 96, UNIT = 1;
 #endif
 // Sequences that are computed in one pass, whose intermediate results stay in the cache.
-constexpr int ROWS_OF_PASS = 2048;
+constexpr int ROWS_OF_PASS = 2048, ROWS_OF_LAYER = 256;
 constexpr int INVALID = 1, NO_MEMORY = 2;
 constexpr unsigned ROUNDING = 0x1f80;  // to nearest, and denormal numbers are kept
 
@@ -146,10 +144,22 @@ struct Sum<INT8> {
   INLINE Floats bits() const { return as_floats(value); }
 };
 
+// Memory that a product reads into the cache for a later one: with each word of a row, `step` bytes.
+struct Ahead {
+  const void* from;
+  int64_t step;
+
+  INLINE void read(int64_t words = 1) {
+    for (int64_t i = 0; i < std::max<int64_t>(128, words * step); i += 64)
+      _mm_prefetch((const char*)from + i, _MM_HINT_T1);
+    from = (const char*)from + words * step;
+  }
+};
+
 // A tile of a product: `rows` rows of inputs, `stride` words apart, times a panel.
 template <Type type, int rows>
 __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t stride, const uint32_t* panel,
-                                             int64_t words, float* outputs, int64_t output_stride) {
+                                             int64_t words, float* outputs, int64_t output_stride, Ahead ahead) {
   for (int column = 0; column < PANEL; column += 16 * TILE_VECTORS) {
     Sum<type> sums[rows][TILE_VECTORS];
     const uint32_t* weights = panel + column;
@@ -157,9 +167,7 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t str
     const uint32_t* threes[(rows + 2) / 3];
     each<(rows + 2) / 3>([&](auto i) INLINE_LAMBDA { threes[i] = inputs + 3 * i * stride; });
     for (int64_t word = 0; word < words; word++, weights += PANEL) {
-      // Memory is read 16 KB ahead. With few rows, this doubles the speed.
-      for (int line = 0; line < TILE_VECTORS; line++)
-        _mm_prefetch((const char*)(weights + 4096 + 16 * line), _MM_HINT_T0);
+      ahead.read();
       Ints columns[TILE_VECTORS];
       each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA { columns[i] = load_words(weights + 16 * i); });
       each<rows>([&](auto row) INLINE_LAMBDA {
@@ -197,12 +205,13 @@ inline void configure_tiles() {
     _tile_dpbf16ps(sum, input, weights); \
   }
 template <Type type, bool is_double>
-void multiply_amx(const uint32_t* inputs, const uint32_t* panel, int64_t words, float* outputs) {
+void multiply_amx(const uint32_t* inputs, const uint32_t* panel, int64_t words, float* outputs, Ahead ahead) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t word = 0; word < words; word += 16) {
+    ahead.read(16);
     _tile_loadd(6, panel + word * PANEL, PANEL * 4);
     _tile_loadd(7, panel + word * PANEL + 16, PANEL * 4);
     _tile_loadd(4, inputs + word, words * 4);
@@ -225,7 +234,7 @@ constexpr int AMX_ROWS = 0;
 inline void configure_tiles() {}
 #endif
 
-using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t);
+using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t, Ahead);
 template <Type type, int... i>
 constexpr Tile tile_of(int rows, std::integer_sequence<int, i...>) {
   constexpr Tile tiles[] = {multiply_tile<type, i + 1>...};
@@ -281,11 +290,14 @@ void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, 
         const int start = has_amx ? tile * AMX_ROWS : int64_t(rows) * tile / tiles;
         const int number = has_amx ? std::min(AMX_ROWS, rows - start) : int64_t(rows) * (tile + 1) / tiles - start;
         const uint32_t *from = inputs.words + start * words, *weights = linear.panels + panel * words * PANEL;
-        if (!has_amx) tile_of<type>(number)(from, words, weights, words, results, PANEL);
+        // With one tile, 16 KB ahead, which doubles the speed; or else each tile reads its part of the next panel.
+        const uint32_t* next = tiles == 1 ? weights + 4096 : weights + words * PANEL * (tiles + tile) / tiles;
+        const Ahead ahead = {next, std::max(1, 128 / tiles)};
+        if (!has_amx) tile_of<type>(number)(from, words, weights, words, results, PANEL, ahead);
 #ifdef __AMX_TILE__
         if constexpr (type != FLOAT32)
           if (has_amx)
-            (number > 16 ? multiply_amx<type, true> : multiply_amx<type, false>)(from, weights, words, results);
+            (number > 16 ? multiply_amx<type, true> : multiply_amx<type, false>)(from, weights, words, results, ahead);
 #endif
         for (int column = 0; column < PANEL; column += 16) {
           const int output = panel * PANEL + column;
@@ -477,12 +489,12 @@ class Attention {
     const Tile multiply = tile_of<FLOAT32>(rows);
     for (int64_t panel = 0; panel * PANEL < longest; panel++)
       multiply((const uint32_t*)query, query_stride, (const uint32_t*)keys + panel * head_width * PANEL, head_width,
-               scores + panel * PANEL, score_stride);
+               scores + panel * PANEL, score_stride, {keys, 0});
     float totals[TILE_ROWS];
     for (int row = 0; row < rows; row++) totals[row] = exponentials(scores + row * score_stride, lengths[row], longest);
     for (int64_t d = 0; d < value_width; d += PANEL)
       multiply((const uint32_t*)scores, score_stride, (const uint32_t*)values + d * length, longest, context + d,
-               value_width);
+               value_width, {values, 0});
     for (int row = 0; row < rows; row++)
       for (int64_t d = 0; d < head_width; d += 16)
         store(to + row * to_stride + d,
@@ -548,7 +560,7 @@ using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 static Parallel parallel = nullptr;
 static pid_t process = 0;  // libgomp does not work in a process that is forked from this one
 
-// Run `work` in several threads, with the number of each.
+// Run `work` in several threads, with the number of each; or in one, if there is no libgomp.
 template <class Work>
 void run_threads(int threads, Work work) {
   struct Call {
@@ -562,12 +574,8 @@ void run_threads(int threads, Work work) {
     call->work(call->entered++);
     _mm_setcsr(control);
   };
-  if (threads == 1) return enter(&call);
-  if (parallel && process == getpid()) return parallel(enter, &call, threads, 0);
-  std::vector<std::thread> others;
-  for (int i = 1; i < threads; i++) others.emplace_back(enter, &call);
+  if (threads > 1 && parallel && process == getpid()) return parallel(enter, &call, threads, 0);
   enter(&call);
-  for (auto& thread : others) thread.join();
 }
 
 // One pass over sequences from `batch.starts[begin]`, through the blocks from `first` to before `last`: what follows
@@ -824,7 +832,7 @@ void run(const Stack& stack, const Batch& batch) {
 template <Type type>
 void multiply_rows(const Layer& layer) {
   const Linear& linear = layer.linear;
-  const int64_t most = std::min<int64_t>(layer.rows, ROWS_OF_PASS);
+  const int64_t most = std::min<int64_t>(layer.rows, ROWS_OF_LAYER);
   Arena arena;
   Inputs inputs = arena.take_inputs(type, most, linear.inputs);
   for (int64_t first = 0; first < layer.rows; first += most) {
@@ -864,15 +872,13 @@ inline void map_rows(const Layer& layer) {
   });
 }
 
-// Return 0, or NO_MEMORY, also for threads.
+// Return 0, or NO_MEMORY.
 template <class Function, class... Arguments>
 int call(Function function, const Arguments&... arguments) {
   try {
     function(arguments...);
     return 0;
   } catch (const std::bad_alloc&) {
-    return NO_MEMORY;
-  } catch (const std::system_error&) {
     return NO_MEMORY;
   }
 }
