@@ -18,7 +18,7 @@ import check_determinism
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
-from toolkit.training import command_line, task_settings
+from toolkit.finetuning import command_line, task_settings
 
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
 TRAINING = {
