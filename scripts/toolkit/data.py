@@ -372,21 +372,22 @@ class Source:
             try:
                 fields = read(usable(row.content))
             except ValueError as error:
-                bad.append(f"{row.place}: {error}")
                 if on_bad_row == "stop":
-                    raise ValueError(bad[-1]) from None
+                    raise ValueError(f"{row.place}: {error}") from None
+                bad.append(f"{row.place}: {error}")
                 continue
             yield {**fields, "place": row.place}
             used += 1
             if used == self.limit:
                 break
-        if used == 0:
-            raise ValueError(f"{self.flag} {self}: no row can be used; the first is {bad[0]}")
         if bad:
             report(skipped_rows(bad, used + len(bad)))
 
 
 def skipped_rows(problems: list[str], total: int) -> str:
+    """A report on rows that are skipped. Raises ValueError if all are."""
+    if len(problems) == total:
+        raise ValueError(f"no row can be used; the first is {problems[0]}")
     more = [f"and {len(problems) - LISTED_ROWS} more"] if len(problems) > LISTED_ROWS else []
     first = f"{len(problems)} of {total} rows cannot be used and are skipped:"
     return "\n  ".join([first, *problems[:LISTED_ROWS], *more])

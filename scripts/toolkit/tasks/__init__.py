@@ -1,0 +1,18 @@
+"""What a task is, once: its arguments, columns, encoding, loss, metrics and predictions. One module for each task.
+
+This file and `arguments` import neither torch nor transformers' models, so that `--help` answers at once.
+"""
+
+import importlib
+
+from toolkit.tasks.arguments import ClassificationArguments, TaskArguments
+
+# From the name of a task on the command line to its arguments and its class.
+ARGUMENTS: dict[str, type[TaskArguments]] = {"classification": ClassificationArguments}
+CLASSES = {"classification": "classification:Classification"}
+
+
+def task_class(name: str) -> type:
+    """The class of a task. Imports torch."""
+    module, _, cls = CLASSES[name].partition(":")
+    return getattr(importlib.import_module(f"toolkit.tasks.{module}"), cls)
