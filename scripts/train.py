@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Trains a BERT for a task: classification.
+"""Trains a BERT for a task: classification, tagging, question-answering, seq2seq or masked-lm.
 
     train.py TASK [recipe.yaml] --model MODEL --train_file train.csv --output_dir FOLDER
     train.py classification configuration/recipes/movie_reviews.yaml --model MODEL --output_dir reviews
@@ -164,7 +164,12 @@ def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
     yield from arguments.problems()
     has_validation = bool(data.validation_file or data.validation_split or data.validation_fraction)
     has_test = bool(data.test_file or data.test_split)
-    yield data.model is None, "--model is missing; expected a folder or a hub id."
+    is_new = getattr(data, "config_name", None) is not None
+    yield data.model is None and not is_new, "--model is missing; expected a folder or a hub id."
+    yield (
+        is_new and bool(arguments.freeze or arguments.lora_rank),
+        ("--freeze or --lora_rank is given with --config_name, whose weights are random; expected --model."),
+    )
     yield (
         not (data.train_file or data.dataset or arguments.evaluate_only),
         ("--train_file is missing; expected files, or --dataset."),
@@ -176,6 +181,11 @@ def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
     yield (
         arguments.evaluate_only and data.validation_fraction is not None,
         ("--validation_fraction is given with --evaluate_only; expected --validation_file or --test_file."),
+    )
+    smooths = data.smooths_labels and getattr(data, "problem", "single_label") == "single_label"
+    yield (
+        arguments.label_smoothing_factor > 0 and not smooths,
+        ("--label_smoothing_factor is given; expected a task with one label for each text, word or token."),
     )
     for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
         yield (
@@ -330,17 +340,15 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     import transformers
     from accelerate.utils import set_seed
 
-    from toolkit.hub import check_source
-
     check_output(arguments)
     accelerator = make_accelerator(arguments)
     set_seed(arguments.seed)  # the weights that --model lacks
     transformers.logging.disable_progress_bar()
-    with about(f"--model {data.model}"):
-        check_source(data.model)
+    check_sources(data)
     task = task_class(task_name)(data)
     if arguments.evaluate_only:
         task.restore()
+    task.say = accelerator.print
     task.label_smoothing = arguments.label_smoothing_factor
     rows = read_rows(task, arguments, accelerator.print)
     examples = {split: task.encode(own) for split, own in rows.items()}
@@ -360,6 +368,16 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
             write_recipe(this)
             train(this)
         finish(this)
+
+
+def check_sources(data: TaskArguments) -> None:
+    """Raises CommandError unless model and tokenizer can be opened, without code from elsewhere."""
+    from toolkit.hub import check_source
+
+    for name in ("model", "tokenizer_name"):
+        if source := getattr(data, name, None):
+            with about(f"--{name} {source}"):
+                check_source(source)
 
 
 def check_output(arguments: TrainingArguments) -> None:
@@ -810,9 +828,13 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     run.model.train(was_training)
     in_order = dict(gather_object(found))
     losses, counts = zip(*gather_object(sums), strict=True)
-    predictions = task.decode(run.rows[split], examples, [in_order[i] for i in range(len(examples))])
+    outputs = [in_order[i] for i in range(len(examples))]
+    if split == "validation":
+        task.tune(run.rows[split], examples, outputs)
+    predictions = task.decode(run.rows[split], examples, outputs)
     loss = math.fsum(losses) / (math.fsum(counts) or 1)
-    return {"loss": loss, **task.metrics(run.rows[split], predictions)}, predictions
+    perplexity = {"perplexity": math.exp(min(loss, 700))} if task.is_language_model else {}
+    return {"loss": loss, **perplexity, **task.metrics(run.rows[split], predictions)}, predictions
 
 
 def evaluate_between(run: Run, bar) -> bool:
@@ -897,14 +919,17 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
 
     output, task = run.output, run.task
     for split, (_, predictions) in evaluations.items():
-        write_predictions(run, split, predictions)
+        if predictions:
+            write_predictions(run, split, predictions)
     metrics = {split: {**own, "rows": len(run.rows[split])} for split, (own, _) in evaluations.items()}
     if run.progress is not None:
         model = merged(run.accelerator.unwrap_model(run.model))
+        task.save_settings(model.config)
         model.save_pretrained(output, state_dict=state)
+        task.tokenizer.backend_tokenizer.no_truncation()  # else the saved one cuts texts unasked
         task.tokenizer.save_pretrained(output)
         plot_curves(output / "curves.png", run.progress.history, [run.metric])
-        if task.labels and evaluations and run.data.problem == "single_label":
+        if evaluations and getattr(run.data, "problem", None) == "single_label":
             split = list(evaluations)[-1]
             references = [row["label"] for row in run.rows[split]]
             found = [row["prediction"] for row in evaluations[split][1]]

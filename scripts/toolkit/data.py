@@ -22,6 +22,8 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
+from toolkit.tasks.arguments import NUMBER
+
 FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".conll")
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 DELIMITERS = ";\t|,"
@@ -36,7 +38,6 @@ ROWS_WITH_COLUMNS = 100
 LISTED_ROWS = 5  # in the report on skipped rows
 LISTED_LABELS = 20
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MISSING_VALUES = {"", "na", "n/a", "nan", "none", "null"}
 INVISIBLE = re.compile("[\u200b-\u200f\u2060\ufeff]")
 

@@ -22,7 +22,7 @@ def argv(model, tmp_path):
     """The command line of a run on eight texts, with changed arguments; None removes one."""
     rows = write_rows(tmp_path / "rows.jsonl", reviews(8))
 
-    def make(**changed) -> list[str]:
+    def make(task="classification", **changed) -> list[str]:
         given = {
             "model": model,
             "train_file": rows,
@@ -32,7 +32,7 @@ def argv(model, tmp_path):
             "max_length": 12,
             **changed,
         }
-        return ["classification", *(f"--{name}={value}" for name, value in given.items() if value is not None)]
+        return [task, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
 
     return make
 
@@ -210,3 +210,33 @@ def test_kinds_of_classification(changed, rows, metric, argv, tmp_path):
     assert metric in metrics["validation"]
     assert [point["step"] for point in metrics["history"] if "train" in point] == [metrics["steps"]]
     assert Path(tmp_path / "run" / "model.safetensors").exists()
+
+
+SENTENCE = {"tokens": ["Anna", "saw", "Paris"], "tags": ["B-PER", "O", "B-LOC"]}
+ANSWER = {"text": ["Paris"], "answer_start": [8]}
+TASKS = {
+    "entities": ("tagging", {}, [SENTENCE] * 8, {"entity_f1", "tag_accuracy"}),
+    "IOB1": (
+        "tagging",
+        {"scheme": "iob1", "label_all_pieces": True},
+        [{"words": "in Paris", "tags": "O I-LOC"}] * 8,
+        {"entity_f1"},
+    ),
+    "plain tags": ("tagging", {"scheme": "plain"}, [{"words": "a film", "tags": "DET NOUN"}] * 8, {"f1_macro"}),
+    "short windows": ("tagging", {"max_length": 4, "stride": 1}, [SENTENCE] * 8, {"entity_f1"}),
+}
+
+
+@pytest.mark.parametrize(("task", "changed", "rows", "metrics"), TASKS.values(), ids=TASKS)
+def test_tasks(task, changed, rows, metrics, argv, tmp_path):
+    """Each trains, has its metrics, and has the same ones when its saved model is evaluated."""
+    file = write_rows(tmp_path / "task.jsonl", rows)
+    assert run(argv(task, train_file=file, validation_file=file, **changed)) == 0
+    folder = tmp_path / "run"
+    report = json.loads((folder / "metrics.json").read_text())
+    assert metrics | {"loss"} <= report["validation"].keys()
+    evaluated = tmp_path / "evaluated"
+    given = [task, "--evaluate_only", f"--model={folder}", f"--validation_file={file}", f"--output_dir={evaluated}"]
+    assert run(given) == 0
+    again = json.loads((evaluated / "metrics.json").read_text())["validation"]
+    assert again == pytest.approx(report["validation"], abs=1e-6)

@@ -5,11 +5,17 @@ This file and `arguments` import neither torch nor transformers' models, so that
 
 import importlib
 
-from toolkit.tasks.arguments import ClassificationArguments, TaskArguments
+from toolkit.tasks import arguments
 
-# From the name of a task on the command line to its arguments and its class.
-ARGUMENTS: dict[str, type[TaskArguments]] = {"classification": ClassificationArguments}
-CLASSES = {"classification": "classification:Classification"}
+# From the name of a task on the command line to its arguments, and to its module and class.
+ARGUMENTS: dict[str, type[arguments.TaskArguments]] = {
+    "classification": arguments.ClassificationArguments,
+    "tagging": arguments.TaggingArguments,
+}
+CLASSES = {
+    "classification": "classification:Classification",
+    "tagging": "tagging:Tagging",
+}
 
 
 def task_class(name: str) -> type:

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from toolkit.data import (
-    NUMBER,
     find_column,
     label_of,
     label_summary,
@@ -19,7 +18,7 @@ from toolkit.data import (
     text_of,
     value_of,
 )
-from toolkit.tasks.arguments import ClassificationArguments
+from toolkit.tasks.arguments import NUMBER, ClassificationArguments
 from toolkit.tasks.labels import (
     check_known,
     class_weights,
@@ -129,7 +128,7 @@ class Classification(Task):
 
     def encode(self, rows):
         examples: list[dict] = []
-        for chunk in chunks(rows):
+        for _, chunk in chunks(rows):
             texts = [row["text"] for row in chunk]
             pairs = [row["text_pair"] for row in chunk] if self.pair else None
             encoded = tokenize(self.tokenizer, texts, pairs, self.arguments.max_length)

@@ -1,9 +1,10 @@
 """The base class of the tasks: opening the tokenizer and the model, and padding examples into a batch."""
 
 import logging
+import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -27,10 +28,12 @@ class Task(ABC):
         name: of the task on the Hub, such as "text-classification".
         model_class: of this package, without "ScratchBert".
         txt_format: how .txt is read; see `toolkit.data.File`.
+        is_language_model: whether the loss is per token, so that the perplexity is a metric.
         metric: the metric that selects the best model by default.
         lower_is_better: the metrics of which a lower value is better.
         labels: the names of the labels, once `prepare` has been called; None: the task has no labels.
         label_counts: how often each label occurs in the training rows.
+        say: prints a remark.
         label_smoothing: the share of each label's weight that is spread over all labels, in the training.
         new_weights: the parameters that the checkpoint lacks. They are random before the training.
     """
@@ -38,6 +41,7 @@ class Task(ABC):
     name: ClassVar[str]
     model_class: ClassVar[str]
     txt_format: ClassVar[str] = "lines"
+    is_language_model: ClassVar[bool] = False
     metric: str
     lower_is_better: ClassVar[set[str]] = {"loss"}
     labels: list[str] | None = None
@@ -45,7 +49,8 @@ class Task(ABC):
 
     def __init__(self, arguments: TaskArguments):
         self.arguments = arguments
-        self.tokenizer = open_tokenizer(arguments.model)
+        self.say: Callable[[str], None] = print
+        self.tokenizer = open_tokenizer(getattr(arguments, "tokenizer_name", None) or arguments.model)
         self.label_counts: Counter[str] = Counter()
         self.new_weights: set[str] = set()
 
@@ -146,6 +151,12 @@ class Task(ABC):
     def predict(self, model, batch: Batch) -> tuple[list, torch.Tensor]:
         """What `decode` needs of each example, and the loss as `loss` returns it."""
 
+    def tune(self, rows: list[dict], examples: list[dict], outputs: list) -> None:  # noqa: B027
+        """Chooses what depends on the outputs for the validation rows, such as a threshold, before `decode`."""
+
+    def save_settings(self, config) -> None:  # noqa: B027
+        """Adds to the model's configuration what predictions depend on, before the model is saved."""
+
     @abstractmethod
     def decode(self, rows: list[dict], examples: list[dict], outputs: list) -> list[dict]:
         """The prediction of each row, from the outputs of the examples."""
@@ -198,9 +209,22 @@ def tokenize(tokenizer, texts: list[str], pairs: list[str] | None, max_length: i
         yield example
 
 
-def chunks(rows: Sequence[dict]) -> Iterator[Sequence[dict]]:
+def chunks(rows: Sequence[dict]) -> Iterator[tuple[int, Sequence[dict]]]:
+    """Rows that are tokenised together, with the index of the first of them."""
     for start in range(0, len(rows), ROWS_TOGETHER):
-        yield rows[start : start + ROWS_TOGETHER]
+        yield start, rows[start : start + ROWS_TOGETHER]
+
+
+def is_token(batch: Batch) -> torch.Tensor:
+    """Where a batch has a token and no padding, `(B, T)`."""
+    return batch["attention_mask"].bool()
+
+
+def compute(metric: type, predictions: list, references: list) -> dict[str, float]:
+    """The values of a metric of `evaluate`, a class beside its task, without a network or a cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = metric(keep_in_memory=True, cache_dir=folder).compute(predictions=predictions, references=references)
+    return {name: float(value) for name, value in values.items()}
 
 
 def inputs_of(batch: Batch) -> Batch:

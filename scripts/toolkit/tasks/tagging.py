@@ -1,0 +1,297 @@
+"""Tagging the words of texts, such as named entities."""
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import evaluate
+import numpy as np
+import torch
+from datasets import Features, List, Value
+from torch.nn.functional import cross_entropy
+
+from toolkit.data import find_column, label_of, label_summary, label_warnings, sorted_labels, value_of
+from toolkit.tasks.arguments import TaggingArguments
+from toolkit.tasks.labels import (
+    check_known,
+    class_weights,
+    in_saved_order,
+    open_with_labels,
+    saved_labels,
+    table_by_label,
+    trained_labels,
+)
+from toolkit.tasks.task import IGNORED, Task, chunks, compute, filled, inputs_of, is_token
+
+WORDS = ("tokens", "words")
+TAGS = ("tags", "ner_tags", "labels")
+OUTSIDE = "O"
+
+
+class Tagging(Task):
+    """Words and their tags. An example is a window of a text, which shares --stride tokens with the one before it. Each
+    word is tagged in one window, by its first piece."""
+
+    name = "token-classification"
+    model_class = "ForTokenClassification"
+    txt_format = "conll"
+    arguments: TaggingArguments
+
+    def __init__(self, arguments: TaggingArguments):
+        super().__init__(arguments)
+        self.has_entities = arguments.scheme != "plain"
+        self.metric = "entity_f1" if self.has_entities else "f1_macro"
+        self.labels = arguments.labels
+        self.saved = saved_labels(arguments.model)
+        self.weights = torch.ones(())
+
+    # -- data
+
+    def find_columns(self, columns):
+        self.words = find_column(columns, "--words_column", self.arguments.words_column, WORDS)
+        self.tags = find_column(columns, "--tags_column", self.arguments.tags_column, TAGS)
+        return f"the words are {self.words!r}, the tags are {self.tags!r}"
+
+    def read(self, content):
+        words, tags = list_of(content, self.words), [label_of(tag) for tag in list_of(content, self.tags)]
+        if len(words) != len(tags):
+            raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
+        if self.arguments.scheme == "iob1":
+            tags = to_iob2(tags)
+        if self.has_entities:
+            check_iob2(tags)
+        check_known(tags, self.labels)
+        return {"words": words, "tags": tags}
+
+    def group_keys(self, row):
+        return (tuple(row["words"]),)
+
+    def prepare(self, rows):
+        self.label_counts = Counter(tag for row in rows for tag in row["tags"])
+        yield label_summary(self.label_counts)
+        yield from label_warnings(self.label_counts)
+        if self.labels is None:
+            found = iob_tags(self.label_counts) if self.has_entities else sorted_labels(self.label_counts)
+            self.labels = in_saved_order(found, self.saved)
+        if len(self.labels) < 2:
+            raise ValueError(f"the training rows have one tag, {self.labels[0]}; expected two or more.")
+        self.set_weights()
+
+    def restore(self):
+        self.labels, self.label_counts = trained_labels(self.arguments.model)
+        self.set_weights()
+
+    def set_weights(self) -> None:
+        self.weights = class_weights(self.arguments.class_weights, self.labels, self.label_counts)
+        self.numbers = {label: number for number, label in enumerate(self.labels)}
+
+    def encode(self, rows):
+        length, stride = self.arguments.max_length, self.arguments.stride
+        stride = length // 4 if stride is None else stride
+        room = length - self.tokenizer.num_special_tokens_to_add()
+        if room <= stride:
+            raise ValueError(f"--stride is {stride}; expected less than {room}, with --max_length {length}.")
+        examples: list[dict] = []
+        for start, chunk in chunks(rows):
+            encoded = self.tokenizer(
+                [row["words"] for row in chunk],
+                is_split_into_words=True,
+                truncation=True,
+                max_length=length,
+                stride=stride,
+                return_overflowing_tokens=True,
+            )
+            windows = defaultdict(list)
+            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
+                windows[i].append(encoding)
+            for i, row in enumerate(chunk):
+                words = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
+                for encoding, own in zip(windows[i], words, strict=True):
+                    examples.append(self.example(encoding.ids, own, row["tags"], start + i))
+        return examples
+
+    def example(self, ids: list[int], words: list[tuple[int | None, bool]], tags: list[str], row: int) -> dict:
+        """A window with the target of each token.
+
+        Args:
+            words: of each token its word, None for other windows' words, and whether it is the word's first piece.
+        """
+        targets = np.full(len(ids), IGNORED)
+        for i, (word, is_first) in enumerate(words):
+            if word is not None and (is_first or self.arguments.label_all_pieces):
+                inside = tags[word] if is_first else tags[word].replace("B-", "I-", 1)
+                targets[i] = self.numbers.get(inside, self.numbers[tags[word]])
+        first = {word: i for i, (word, is_first) in enumerate(words) if word is not None and is_first}
+        return {
+            "input_ids": np.array(ids, dtype=np.int32),
+            "length": len(ids),
+            "row": row,
+            "cut": 0,
+            "labels": targets,
+            "first_pieces": first,
+        }
+
+    def collate(self, examples, seed=()):
+        batch = super().collate(examples)
+        return batch | {"labels": filled(batch["attention_mask"].bool().numpy(), examples, "labels", IGNORED)}
+
+    # -- model, loss and metrics
+
+    def open_model(self):
+        return open_with_labels(self, self.choose_class().from_pretrained, self.saved)
+
+    def count(self, batch):
+        labels = batch["labels"]
+        return self.weights.to(labels.device)[labels[labels != IGNORED]].sum()
+
+    def loss(self, model, batch):
+        return self.loss_of(model(**inputs_of(batch)).logits.float(), batch["labels"])
+
+    def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(
+            logits.flatten(0, 1),
+            labels.flatten(),
+            self.weights.to(logits.device),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def predict(self, model, batch):
+        logits = model(**inputs_of(batch)).logits.float()
+        rows = zip(logits.argmax(-1), is_token(batch), strict=True)
+        return [row[mask].tolist() for row, mask in rows], self.loss_of(logits, batch["labels"])
+
+    def decode(self, rows, examples, outputs):
+        # Of a word without a token, such as an invisible character.
+        unseen = OUTSIDE if self.has_entities else max(self.labels, key=self.label_counts.__getitem__)
+        tags = [[unseen] * len(row["words"]) for row in rows]
+        for example, numbers in zip(examples, outputs, strict=True):
+            for word, i in example["first_pieces"].items():
+                tags[example["row"]][word] = self.labels[numbers[i]]
+        return [{"predicted_tags": own} for own in tags]
+
+    def metrics(self, rows, predictions):
+        found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
+        if self.has_entities:
+            return {name: value for name, value in compute(Entities, found, right).items() if "/" not in name}
+        from sklearn.metrics import f1_score
+
+        flat_found, flat_right = self.flat(found), self.flat(right)
+        f1 = f1_score(flat_right, flat_found, average="macro", zero_division=0)
+        return {"f1_macro": float(f1), "tag_accuracy": float((flat_found == flat_right).mean())}
+
+    def flat(self, tags: list[list[str]]) -> np.ndarray:
+        return np.array([self.numbers[tag] for row in tags for tag in row])
+
+    def table_by_label(self, rows, predictions):
+        found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
+        if not self.has_entities:
+            return table_by_label(self.labels, self.flat(right), self.flat(found))
+        values = compute(Entities, found, right)
+        types = dict.fromkeys(name.partition("/")[0] for name in values if "/" in name)
+        return [
+            {"label": kind, **{name: values[f"{kind}/{name}"] for name in ("precision", "recall", "f1", "entities")}}
+            for kind in types
+        ]
+
+
+def tagged_words(windows: list[list[int | None]], stride: int) -> list[list[tuple[int | None, bool]]]:
+    """For each window and token, the word that is tagged there, and whether the token is its first piece.
+
+    A word is tagged in the earlier of two windows if its first piece is in the first half of the tokens they share.
+
+    Args:
+        windows: the word of each token of consecutive windows; None for special tokens.
+    """
+    parts = [[word for word in window if word is not None] for window in windows]
+    starts = [0]
+    for part in parts[:-1]:
+        starts.append(starts[-1] + len(part) - stride)
+    bounds = [0, *(start + stride // 2 for start in starts[1:]), starts[-1] + len(parts[-1])]
+    whole = [word for k, part in enumerate(parts) for word in part[stride if k else 0 :]]
+    first = {word: i for i, word in reversed(list(enumerate(whole)))}
+    tagged = []
+    for k, window in enumerate(windows):
+        before = next((i for i, word in enumerate(window) if word is not None), 0)
+        places = [(word, starts[k] + i - before) for i, word in enumerate(window)]
+        tagged.append(
+            [
+                (word, first[word] == i)
+                if word is not None and bounds[k] <= first[word] < bounds[k + 1]
+                else (None, False)
+                for word, i in places
+            ]
+        )
+    return tagged
+
+
+# ---------------------------------------------------------------------------------------------------------------- tags
+
+
+def list_of(content: dict, column: str) -> list:
+    """The words or tags of a row: a list, or a text with spaces."""
+    value: Any = value_of(content, column)
+    if isinstance(value, str) and not value.strip().startswith("["):
+        value = value.split()
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{column!r} is {value!r}; expected a list, or words separated by spaces")
+    for each in value:
+        if not isinstance(each, str) and (type(each) is not int or each < 0):
+            raise ValueError(f"{column!r} has {each!r}; expected a text, or an integer of 0 or more")
+    return [str(each) for each in value]
+
+
+def check_iob2(tags: Sequence[str]) -> None:
+    """Raises ValueError unless every entity begins with B- and continues with I- of its type."""
+    before = OUTSIDE
+    for number, tag in enumerate(tags, 1):
+        if tag != OUTSIDE and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
+            raise ValueError(
+                f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE. Pass --scheme plain for other tags"
+            )
+        if tag.startswith("I-") and before[2:] != tag[2:]:
+            raise ValueError(
+                f"tag {number} is {tag} after {before}; expected B-{tag[2:]}. Pass --scheme iob1 for such tags"
+            )
+        before = tag
+
+
+def to_iob2(tags: Sequence[str]) -> list[str]:
+    """The tags with B- for each I- that begins an entity."""
+    before = [OUTSIDE, *tags[:-1]]
+    return [
+        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+        for last, tag in zip(before, tags, strict=True)
+    ]
+
+
+def iob_tags(tags: Counter[str]) -> list[str]:
+    """O, and both tags of each type that occurs: a longer entity may come later."""
+    types = sorted({tag[2:] for tag in tags if tag != OUTSIDE})
+    return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
+
+
+class Entities(evaluate.Metric):
+    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). An entity is
+    correct if its first word, its last word and its type are. tag_accuracy: the share of words with the correct tag.
+    For each type T: T/precision, T/recall, T/f1 and T/entities, their number."""
+
+    def _info(self):
+        features = Features(dict.fromkeys(("predictions", "references"), List(Value("string"))))
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+
+    def _compute(self, predictions, references):
+        from seqeval.metrics import accuracy_score, classification_report
+
+        with warnings.catch_warnings(action="ignore"):
+            report = classification_report(references, predictions, output_dict=True, zero_division=0)
+        total = report.pop("micro avg")
+        ours = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
+        values = {f"entity_{name}": total[theirs] for name, theirs in ours.items()}
+        values["tag_accuracy"] = accuracy_score(references, predictions)
+        for kind in sorted(report.keys() - {"macro avg", "weighted avg"}):
+            named = {**ours, "entities": "support"}
+            values |= {f"{kind}/{name}": report[kind][theirs] for name, theirs in named.items()}
+        return values
