@@ -224,6 +224,19 @@ TASKS = {
     ),
     "plain tags": ("tagging", {"scheme": "plain"}, [{"words": "a film", "tags": "DET NOUN"}] * 8, {"f1_macro"}),
     "short windows": ("tagging", {"max_length": 4, "stride": 1}, [SENTENCE] * 8, {"entity_f1"}),
+    "answers": (
+        "question-answering",
+        {"max_length": 9, "stride": 1},
+        [{"question": "Paris", "context": "Anna in Paris", "answers": ANSWER} for _ in range(4)]
+        + [{"question": "it", "context": "a film", "answers": {"text": [], "answer_start": []}} for _ in range(4)],
+        {"exact_match", "f1", "has_answer_f1", "no_answer_f1"},
+    ),
+    "best threshold": (
+        "question-answering",
+        {"null_threshold": "best", "stride": 1},
+        [{"question": "Paris", "context": "Anna in Paris", "answers": ANSWER}] * 8,
+        {"f1", "null_threshold"},
+    ),
 }
 
 

@@ -11,10 +11,12 @@ from toolkit.tasks import arguments
 ARGUMENTS: dict[str, type[arguments.TaskArguments]] = {
     "classification": arguments.ClassificationArguments,
     "tagging": arguments.TaggingArguments,
+    "question-answering": arguments.QuestionAnsweringArguments,
 }
 CLASSES = {
     "classification": "classification:Classification",
     "tagging": "tagging:Tagging",
+    "question-answering": "question_answering:QuestionAnswering",
 }
 
 
