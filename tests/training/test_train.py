@@ -237,6 +237,18 @@ TASKS = {
         [{"question": "Paris", "context": "Anna in Paris", "answers": ANSWER}] * 8,
         {"f1", "null_threshold"},
     ),
+    "generation": (
+        "seq2seq",
+        {"max_target_length": 8, "num_beams": 2},
+        [{"source": "good film", "target": "bad film"}] * 8,
+        {"rougeL", "perplexity"},
+    ),
+    "generation without texts": (
+        "seq2seq",
+        {"metrics": "loss", "label_smoothing_factor": 0.1},
+        [{"source": "good film", "target": "bad film"}] * 8,
+        {"perplexity"},
+    ),
 }
 
 
@@ -253,3 +265,19 @@ def test_tasks(task, changed, rows, metrics, argv, tmp_path):
     assert run(given) == 0
     again = json.loads((evaluated / "metrics.json").read_text())["validation"]
     assert again == pytest.approx(report["validation"], abs=1e-6)
+
+
+def test_random_weights(argv, model, tmp_path):
+    """A model of --config_name, with changed fields."""
+    file = write_rows(tmp_path / "pairs.jsonl", [{"source": "good", "target": "bad"}] * 4)
+    overrides = [
+        "hidden_size=16",
+        "num_hidden_layers=1",
+        "num_attention_heads=2",
+        "intermediate_size=16",
+        "norm_first=true",
+    ]
+    new = {"model": None, "config_name": "configuration/tiny.json", "tokenizer_name": model, "train_file": file}
+    assert run([*argv("seq2seq", **new), "--config_overrides", *overrides]) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["hidden_size"], config["norm_first"]) == (16, True)

@@ -12,11 +12,13 @@ ARGUMENTS: dict[str, type[arguments.TaskArguments]] = {
     "classification": arguments.ClassificationArguments,
     "tagging": arguments.TaggingArguments,
     "question-answering": arguments.QuestionAnsweringArguments,
+    "seq2seq": arguments.Seq2SeqArguments,
 }
 CLASSES = {
     "classification": "classification:Classification",
     "tagging": "tagging:Tagging",
     "question-answering": "question_answering:QuestionAnswering",
+    "seq2seq": "seq2seq:Seq2Seq",
 }
 
 
