@@ -249,6 +249,8 @@ TASKS = {
         [{"source": "good film", "target": "bad film"}] * 8,
         {"perplexity"},
     ),
+    "masked words": ("masked-lm", {}, reviews(40), {"perplexity"}),
+    "masked whole lines": ("masked-lm", {"line_by_line": True}, reviews(40), {"perplexity"}),
 }
 
 

@@ -13,12 +13,14 @@ ARGUMENTS: dict[str, type[arguments.TaskArguments]] = {
     "tagging": arguments.TaggingArguments,
     "question-answering": arguments.QuestionAnsweringArguments,
     "seq2seq": arguments.Seq2SeqArguments,
+    "masked-lm": arguments.MaskedLMArguments,
 }
 CLASSES = {
     "classification": "classification:Classification",
     "tagging": "tagging:Tagging",
     "question-answering": "question_answering:QuestionAnswering",
     "seq2seq": "seq2seq:Seq2Seq",
+    "masked-lm": "masked_lm:MaskedLM",
 }
 
 
