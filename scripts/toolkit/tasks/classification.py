@@ -1,34 +1,15 @@
 """Classification of texts or pairs of texts: one label, several labels, or numbers."""
 
-from collections import Counter
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from toolkit.data import (
-    find_column,
-    label_of,
-    label_summary,
-    label_warnings,
-    number_of,
-    sorted_labels,
-    text_of,
-    value_of,
-)
+from toolkit.data import find_column, label_of, number_of, text_of, value_of
 from toolkit.tasks.arguments import NUMBER, ClassificationArguments
-from toolkit.tasks.labels import (
-    check_known,
-    class_weights,
-    in_saved_order,
-    open_with_labels,
-    saved_labels,
-    table_by_label,
-    trained_labels,
-)
-from toolkit.tasks.task import Task, chunks, inputs_of, tokenize
+from toolkit.tasks.labels import LabelTask, check_known, table_by_label
+from toolkit.tasks.task import chunks, tokenize
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
@@ -40,7 +21,7 @@ METRICS = {
 }
 
 
-class Classification(Task):
+class Classification(LabelTask):
     """Texts and their labels."""
 
     name = "text-classification"
@@ -52,9 +33,7 @@ class Classification(Task):
         super().__init__(arguments)
         self.problem = arguments.problem
         self.metric = METRICS[self.problem][0]
-        self.labels = arguments.label_columns or arguments.labels
-        self.saved = None if self.problem == "regression" else saved_labels(arguments.model)
-        self.weights = torch.ones(())
+        self.labels = arguments.label_columns or self.labels
 
     # -- data
 
@@ -102,26 +81,14 @@ class Classification(Task):
 
     def prepare(self, rows):
         if self.problem == "regression":
-            widths = {len(row["label"]) for row in rows}
+            widths = sorted({len(row["label"]) for row in rows})
             if len(widths) > 1:
-                raise ValueError(
-                    f"rows have {' and '.join(map(str, sorted(widths)))} numbers; expected as many in each."
-                )
-            self.labels = [f"LABEL_{i}" for i in range(widths.pop())]
+                raise ValueError(f"rows have {' and '.join(map(str, widths))} numbers; expected as many in each.")
+            self.set_labels([f"LABEL_{i}" for i in range(widths[0])])
             return
-        self.label_counts = Counter(label for row in rows for label in self.labels_of(row))
-        yield label_summary(self.label_counts)
-        yield from label_warnings(self.label_counts)
-        if self.labels is None:
-            self.labels = in_saved_order(sorted_labels(self.label_counts), self.saved)
+        yield from super().prepare(rows)
         if self.problem == "single_label":
             check_labels(self.labels, self.arguments.labels is not None)
-            self.weights = class_weights(self.arguments.class_weights, self.labels, self.label_counts)
-
-    def restore(self):
-        self.labels, self.label_counts = trained_labels(self.arguments.model)
-        if self.problem == "single_label":
-            self.weights = class_weights(self.arguments.class_weights, self.labels, self.label_counts)
 
     def stratum(self, row):
         return row["label"] if self.problem == "single_label" else None
@@ -146,27 +113,21 @@ class Classification(Task):
             return [float(label in row["label"]) for label in self.labels]
         return self.numbers[row["label"]]
 
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        return {label: number for number, label in enumerate(self.labels)}
-
     def collate(self, examples, seed=()):
         return super().collate(examples) | {"labels": torch.tensor([example["labels"] for example in examples])}
 
     # -- model, loss and metrics
 
     def open_model(self):
-        problem = "regression" if self.problem == "regression" else f"{self.problem}_classification"
-        return open_with_labels(self, self.choose_class().from_pretrained, self.saved, problem_type=problem)
+        is_number = self.problem == "regression"
+        return super().open_model(problem_type=self.problem if is_number else f"{self.problem}_classification")
 
     def count(self, batch):
         labels = batch["labels"]
         return self.weights.to(labels.device)[labels].sum() if labels.ndim == 1 else torch.tensor(labels.numel())
 
-    def loss(self, model, batch):
-        return self.loss_of(model(**inputs_of(batch)).logits.float(), batch["labels"])
-
-    def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, logits, batch):
+        labels = batch["labels"]
         if self.problem == "regression":
             return mse_loss(logits, labels, reduction="sum")
         if self.problem == "multi_label":
@@ -174,9 +135,8 @@ class Classification(Task):
         weights = self.weights.to(logits.device)
         return cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
 
-    def predict(self, model, batch):
-        logits = model(**inputs_of(batch)).logits.float()
-        return logits.tolist(), self.loss_of(logits, batch["labels"])
+    def outputs_of(self, logits, batch):
+        return logits.tolist()
 
     def decode(self, rows, examples, outputs):
         logits = torch.tensor(outputs)
@@ -214,8 +174,7 @@ class Classification(Task):
         if self.problem == "multi_label":
             # A last column of zeros, because scikit-learn takes a single column for two labels.
             return np.array([[*(int(label in row[name]) for label in self.labels), 0] for row in rows])
-        numbers = self.numbers
-        return np.array([numbers[row[name]] for row in rows])
+        return np.array([self.numbers[row[name]] for row in rows])
 
     def table_by_label(self, rows, predictions):
         if self.problem == "regression":

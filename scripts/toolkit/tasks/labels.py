@@ -3,34 +3,76 @@
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from toolkit.data import label_summary, label_warnings, sorted_labels
 from toolkit.files import read_json_object
 from toolkit.hub import read_config
+from toolkit.tasks.arguments import LabelArguments
+from toolkit.tasks.task import Task
 
 
-def saved_labels(source: str) -> list[str] | None:
-    """The labels of a checkpoint in the order of its model head; None if they are only numbered."""
-    names = read_config(source).get("id2label")
-    labels = [str(names[number]) for number in sorted(names, key=int)] if isinstance(names, dict) else []
-    return None if all(re.fullmatch(r"LABEL_\d+", label) for label in labels) else labels
+class LabelTask(Task):
+    """A task with labels of texts or words. Their order is that of --labels, of a checkpoint that has the same ones, or
+    sorted.
+
+    Attributes:
+        numbers: of the labels, by name.
+        weights: of the labels in the loss.
+        saved: the labels of the checkpoint; None if they are only numbered.
+    """
+
+    arguments: LabelArguments
+
+    def __init__(self, arguments: LabelArguments):
+        super().__init__(arguments)
+        self.labels = arguments.labels
+        names = saved_labels(arguments.model)
+        self.saved = None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
+
+    def labels_of(self, row: dict) -> list[str]:
+        """The labels of a row."""
+        raise NotImplementedError
+
+    def ordered(self, labels: Iterable[str]) -> list[str]:
+        """The labels to train with, of those that occur."""
+        return sorted_labels(labels)
+
+    def prepare(self, rows):
+        self.label_counts = Counter(label for row in rows for label in self.labels_of(row))
+        yield label_summary(self.label_counts)
+        yield from label_warnings(self.label_counts)
+        found = self.ordered(self.label_counts)
+        if self.labels is None:
+            self.labels = self.saved if sorted(self.saved or []) == sorted(found) else found
+        self.set_labels(self.labels)
+
+    def restore(self):
+        report = Path(self.arguments.model, "metrics.json")
+        self.label_counts = Counter(read_json_object(report).get("label_counts") if report.is_file() else None)
+        self.set_labels(saved_labels(self.arguments.model))
+
+    def set_labels(self, labels: list[str]) -> None:
+        self.labels, self.numbers = labels, {label: number for number, label in enumerate(labels)}
+        self.weights = class_weights(self.arguments.class_weights, labels, self.label_counts)
+
+    def open_model(self, **fields):
+        """The model for the labels. Its head is new if the checkpoint has other labels."""
+        labels = {"id2label": dict(enumerate(self.labels)), "label2id": self.numbers}
+        model = self.load(self.choose_class().from_pretrained, self.arguments.model, **labels, **fields)
+        if self.saved not in (None, self.labels):
+            self.new_weights |= initialise_head(model)
+        return model
 
 
-def trained_labels(source: str) -> tuple[list[str], Counter[str]]:
-    """The labels that a model was trained with, and how often each occurred, as far as its folder has that."""
+def saved_labels(source: str) -> list[str]:
+    """The labels of a checkpoint in the order of its model head."""
     names = read_config(source).get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which config.json does not save
-    report = Path(source, "metrics.json")
-    counts = read_json_object(report).get("label_counts") if report.is_file() else None
-    return [str(names[number]) for number in sorted(names, key=int)], Counter(counts)
-
-
-def in_saved_order(labels: list[str], saved: list[str] | None) -> list[str]:
-    """The labels in the order of a checkpoint that has the same ones, so that its model head fits."""
-    return saved if saved is not None and sorted(saved) == sorted(labels) else labels
+    return [str(names[number]) for number in sorted(names, key=int)]
 
 
 def check_known(labels: Sequence[str], known: list[str] | None) -> None:
@@ -41,16 +83,6 @@ def check_known(labels: Sequence[str], known: list[str] | None) -> None:
             raise ValueError(
                 f"the label is {label!r}; expected one of {shown}. Write labels alike in all files, or pass --labels"
             )
-
-
-def open_with_labels(task, opener, saved: list[str] | None, **fields):
-    """The model for the labels of a task. Its head is new if the checkpoint has other labels."""
-    id2label = dict(enumerate(task.labels))
-    label2id = {label: number for number, label in id2label.items()}
-    model = task.load(opener, task.arguments.model, id2label=id2label, label2id=label2id, **fields)
-    if saved not in (None, task.labels):
-        task.new_weights |= initialise_head(model)
-    return model
 
 
 @torch.no_grad()

@@ -53,9 +53,6 @@ class MaskedLM(Task):
     def read(self, content):
         return {"text": text_of(content, self.text)}
 
-    def restore(self):
-        pass
-
     def encode(self, rows):
         start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         examples = []
@@ -126,16 +123,18 @@ class MaskedLM(Task):
     def count(self, batch):
         return (batch["labels"] != IGNORED).sum()
 
-    def loss(self, model, batch):
-        is_masked = batch["labels"] != IGNORED
+    def logits(self, model, batch):
+        """The scores of the masked words only, `(N, V)`."""
         if self.arguments.implementation == "scratchbert":
-            logits = model(**inputs_of(batch), labels=batch["labels"]).logits
-        else:
-            logits = model(**inputs_of(batch)).logits[is_masked]
-        return cross_entropy(logits.float(), batch["labels"][is_masked], reduction="sum")
+            return model(**inputs_of(batch), labels=batch["labels"]).logits.float()
+        return super().logits(model, batch)[batch["labels"] != IGNORED]
 
-    def predict(self, model, batch):
-        return [None] * len(batch["labels"]), self.loss(model, batch)
+    def loss_of(self, logits, batch):
+        labels = batch["labels"]
+        return cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
+
+    def outputs_of(self, logits, batch):
+        return [None] * len(batch["labels"])
 
     def decode(self, rows, examples, outputs):
         return []

@@ -123,18 +123,14 @@ class QuestionAnswering(Task):
         start, end = (logits.float().masked_fill(padding, float("-inf")) for logits in both)
         return start, end
 
-    def loss(self, model, batch):
-        return self.loss_of(self.logits(model, batch), batch)
-
-    def loss_of(self, logits: tuple[torch.Tensor, torch.Tensor], batch) -> torch.Tensor:
+    def loss_of(self, logits, batch):
         targets = (batch["start_positions"], batch["end_positions"])
         return sum(cross_entropy(*pair, reduction="sum") for pair in zip(logits, targets, strict=True)) / 2
 
-    def predict(self, model, batch):
-        logits = self.logits(model, batch)
+    def outputs_of(self, logits, batch):
         both = torch.stack(logits, 1).double().cpu().numpy()  # in float64 their sums compare exactly
         lengths = batch["attention_mask"].sum(1).tolist()
-        return [own[:, :length] for own, length in zip(both, lengths, strict=True)], self.loss_of(logits, batch)
+        return [own[:, :length] for own, length in zip(both, lengths, strict=True)]
 
     def tune(self, rows, examples, outputs):
         if self.arguments.null_threshold == "best":

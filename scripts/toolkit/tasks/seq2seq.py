@@ -55,9 +55,6 @@ class Seq2Seq(Task):
     def group_keys(self, row):
         return (row["source"],)
 
-    def restore(self):
-        pass
-
     def encode(self, rows):
         examples: list[dict] = []
         for _, chunk in chunks(rows):
@@ -110,25 +107,28 @@ class Seq2Seq(Task):
     def count(self, batch):
         return (batch["labels"] != IGNORED).sum()
 
-    def loss(self, model, batch, smoothing: float | None = None):
-        outputs = model(**inputs_of(batch), decoder_input_ids=batch["decoder_input_ids"], use_cache=False)
-        return cross_entropy(
-            outputs.logits.float().flatten(0, 1),
-            batch["labels"].flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.label_smoothing if smoothing is None else smoothing,
-        )
+    def logits(self, model, batch):
+        inputs = inputs_of(batch) | {"decoder_input_ids": batch["decoder_input_ids"]}
+        return model(**inputs, use_cache=False).logits.float()
+
+    def loss_of(self, logits, batch):
+        labels, smoothing = batch["labels"].flatten(), self.label_smoothing if torch.is_grad_enabled() else 0.0
+        options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
+        return cross_entropy(logits.flatten(0, 1), labels, **options)
+
+    def outputs_of(self, logits, batch):
+        return [None] * len(logits)
 
     def predict(self, model, batch):
-        loss = self.loss(model, batch, smoothing=0.0)
-        if not self.texts:
-            return [None] * len(batch["labels"]), loss
-        whole = getattr(model, "module", model)
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        is_sharded = torch.distributed.is_initialized() and not hasattr(model, "module")
-        ids = whole.generate(**inputs, synced_gpus=is_sharded)
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True), loss
+        texts, loss = super().predict(model, batch)
+        if self.texts:
+            whole = getattr(model, "module", model)
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            is_sharded = torch.distributed.is_initialized() and whole is model
+            texts = self.tokenizer.batch_decode(
+                whole.generate(**inputs, synced_gpus=is_sharded), skip_special_tokens=True
+            )
+        return texts, loss
 
     def decode(self, rows, examples, outputs):
         return [{"prediction": text} for text in outputs] if self.texts else []

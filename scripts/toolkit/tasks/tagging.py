@@ -1,35 +1,26 @@
 """Tagging the words of texts, such as named entities."""
 
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import evaluate
 import numpy as np
-import torch
 from datasets import Features, List, Value
 from torch.nn.functional import cross_entropy
 
-from toolkit.data import find_column, label_of, label_summary, label_warnings, sorted_labels, value_of
+from toolkit.data import find_column, label_of, sorted_labels, value_of
 from toolkit.tasks.arguments import TaggingArguments
-from toolkit.tasks.labels import (
-    check_known,
-    class_weights,
-    in_saved_order,
-    open_with_labels,
-    saved_labels,
-    table_by_label,
-    trained_labels,
-)
-from toolkit.tasks.task import IGNORED, Task, chunks, compute, filled, inputs_of, is_token
+from toolkit.tasks.labels import LabelTask, check_known, table_by_label
+from toolkit.tasks.task import IGNORED, chunks, compute, filled, is_token
 
 WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
 OUTSIDE = "O"
 
 
-class Tagging(Task):
+class Tagging(LabelTask):
     """Words and their tags. An example is a window of a text, which shares --stride tokens with the one before it. Each
     word is tagged in one window, by its first piece."""
 
@@ -42,9 +33,6 @@ class Tagging(Task):
         super().__init__(arguments)
         self.has_entities = arguments.scheme != "plain"
         self.metric = "entity_f1" if self.has_entities else "f1_macro"
-        self.labels = arguments.labels
-        self.saved = saved_labels(arguments.model)
-        self.weights = torch.ones(())
 
     # -- data
 
@@ -67,24 +55,16 @@ class Tagging(Task):
     def group_keys(self, row):
         return (tuple(row["words"]),)
 
+    def labels_of(self, row):
+        return row["tags"]
+
+    def ordered(self, labels):
+        return iob_tags(labels) if self.has_entities else sorted_labels(labels)
+
     def prepare(self, rows):
-        self.label_counts = Counter(tag for row in rows for tag in row["tags"])
-        yield label_summary(self.label_counts)
-        yield from label_warnings(self.label_counts)
-        if self.labels is None:
-            found = iob_tags(self.label_counts) if self.has_entities else sorted_labels(self.label_counts)
-            self.labels = in_saved_order(found, self.saved)
+        yield from super().prepare(rows)
         if len(self.labels) < 2:
             raise ValueError(f"the training rows have one tag, {self.labels[0]}; expected two or more.")
-        self.set_weights()
-
-    def restore(self):
-        self.labels, self.label_counts = trained_labels(self.arguments.model)
-        self.set_weights()
-
-    def set_weights(self) -> None:
-        self.weights = class_weights(self.arguments.class_weights, self.labels, self.label_counts)
-        self.numbers = {label: number for number, label in enumerate(self.labels)}
 
     def encode(self, rows):
         length, stride = self.arguments.max_length, self.arguments.stride
@@ -138,30 +118,22 @@ class Tagging(Task):
 
     # -- model, loss and metrics
 
-    def open_model(self):
-        return open_with_labels(self, self.choose_class().from_pretrained, self.saved)
-
     def count(self, batch):
         labels = batch["labels"]
         return self.weights.to(labels.device)[labels[labels != IGNORED]].sum()
 
-    def loss(self, model, batch):
-        return self.loss_of(model(**inputs_of(batch)).logits.float(), batch["labels"])
-
-    def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, logits, batch):
         return cross_entropy(
             logits.flatten(0, 1),
-            labels.flatten(),
+            batch["labels"].flatten(),
             self.weights.to(logits.device),
             ignore_index=IGNORED,
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
 
-    def predict(self, model, batch):
-        logits = model(**inputs_of(batch)).logits.float()
-        rows = zip(logits.argmax(-1), is_token(batch), strict=True)
-        return [row[mask].tolist() for row, mask in rows], self.loss_of(logits, batch["labels"])
+    def outputs_of(self, logits, batch):
+        return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), is_token(batch), strict=True)]
 
     def decode(self, rows, examples, outputs):
         # Of a word without a token, such as an invisible character.
@@ -267,7 +239,7 @@ def to_iob2(tags: Sequence[str]) -> list[str]:
     ]
 
 
-def iob_tags(tags: Counter[str]) -> list[str]:
+def iob_tags(tags: Iterable[str]) -> list[str]:
     """O, and both tags of each type that occurs: a longer entity may come later."""
     types = sorted({tag[2:] for tag in tags if tag != OUTSIDE})
     return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]

@@ -72,8 +72,7 @@ class Task(ABC):
         """Learns from the training rows what the model depends on, such as the labels. Yields remarks to print."""
         yield from ()
 
-    @abstractmethod
-    def restore(self) -> None:
+    def restore(self) -> None:  # noqa: B027
         """Takes from --model what `prepare` learns otherwise, for an evaluation without training."""
 
     def group_keys(self, row: dict) -> tuple:
@@ -143,13 +142,26 @@ class Task(ABC):
     def count(self, batch: Batch) -> torch.Tensor:
         """The number of labels in a batch, or the sum of their weights. The loss of an update is divided by it."""
 
+    def logits(self, model, batch: Batch) -> Any:
+        """The scores that the loss and the predictions are computed from."""
+        return model(**inputs_of(batch)).logits.float()
+
     @abstractmethod
-    def loss(self, model, batch: Batch) -> torch.Tensor:
+    def loss_of(self, logits, batch: Batch) -> torch.Tensor:
         """The loss, summed over the labels of a batch."""
 
     @abstractmethod
+    def outputs_of(self, logits, batch: Batch) -> list:
+        """What `decode` needs of each example."""
+
+    def loss(self, model, batch: Batch) -> torch.Tensor:
+        """The loss of a batch in the training."""
+        return self.loss_of(self.logits(model, batch), batch)
+
     def predict(self, model, batch: Batch) -> tuple[list, torch.Tensor]:
-        """What `decode` needs of each example, and the loss as `loss` returns it."""
+        """What `decode` needs of each example, and the loss."""
+        logits = self.logits(model, batch)
+        return self.outputs_of(logits, batch), self.loss_of(logits, batch)
 
     def tune(self, rows: list[dict], examples: list[dict], outputs: list) -> None:  # noqa: B027
         """Chooses what depends on the outputs for the validation rows, such as a threshold, before `decode`."""
