@@ -341,6 +341,7 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     from accelerate.utils import set_seed
 
     check_output(arguments)
+    check_hub(arguments)
     accelerator = make_accelerator(arguments)
     set_seed(arguments.seed)  # the weights that --model lacks
     transformers.logging.disable_progress_bar()
@@ -380,6 +381,18 @@ def check_sources(data: TaskArguments) -> None:
                 check_source(source)
 
 
+def check_hub(arguments: TrainingArguments) -> None:
+    """Raises ValueError unless the finished model could be pushed now."""
+    from huggingface_hub import constants, get_token
+
+    if not arguments.push_to_hub:
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("--push_to_hub is given and HF_HUB_OFFLINE is set; expected access to the Hub.")
+    if get_token() is None:
+        raise ValueError("--push_to_hub is given without a token; expected one, by `hf auth login` or HF_TOKEN.")
+
+
 def check_output(arguments: TrainingArguments) -> None:
     """Raises ValueError if the folder holds something else, or a finished run."""
     output = Path(arguments.output_dir)
@@ -415,19 +428,24 @@ def locked(output: Path) -> Iterator[None]:
 def make_accelerator(arguments: TrainingArguments):
     """Devices, processes and precision, as `accelerate launch` and its configuration say."""
     import torch
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
     has_device = torch.accelerator.is_available()
     if arguments.fp16 and not has_device:
         raise ValueError("--fp16 is given without an accelerator device; expected --bf16, or neither.")
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision="bf16" if arguments.bf16 else "fp16" if arguments.fp16 else None,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         log_with=None if arguments.report_to == "none" else arguments.report_to,
         project_config=ProjectConfiguration(arguments.output_dir, logging_dir=arguments.output_dir),
         cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_device,
     )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate disables FSDP on the CPU, where torch supports it.
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    return accelerator
 
 
 # ================================================================================================================ data
@@ -876,6 +894,7 @@ def finish(run: Run) -> None:
     accelerator, progress = run.accelerator, run.progress
     if progress is not None:
         load_best(run)
+        check_weights(run)
     evaluations = {split: evaluated(run, split) for split in ("validation", "test") if split in run.rows}
     state = None
     if progress is not None and accelerator.distributed_type in ("FSDP", "DEEPSPEED") and not run.arguments.lora_rank:
@@ -889,6 +908,14 @@ def finish(run: Run) -> None:
             push(run)
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def check_weights(run: Run) -> None:
+    """Raises TrainingError if a weight is not finite: the loss of the last update is computed before it."""
+    from toolkit.training import TrainingError
+
+    if not all(weight.isfinite().all() for weight in run.model.parameters()):
+        raise TrainingError("weights are not finite after the last update; train anew with a lower --learning_rate.")
 
 
 def load_best(run: Run) -> None:

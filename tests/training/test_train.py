@@ -80,6 +80,8 @@ REFUSED = [
     ({"evaluate_only": True}, "--evaluate_only"),
     ({"train_file": "missing/*.csv"}, "--train_file"),
     ({"encoding": "klingon"}, "klingon"),
+    ({"report_to": "telegraph"}, "telegraph"),
+    ({"problem": "regression", "label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
 ]
 
 
