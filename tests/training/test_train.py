@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 import train
 from support.tiny import reviews, save_tiny, write_rows
+from toolkit.tasks.question_answering import best_match, best_span, best_threshold, positions
+from toolkit.tasks.tagging import tagged_words
 
 pytestmark = pytest.mark.usefixtures("new_accelerator")
 
@@ -285,3 +288,50 @@ def test_random_weights(argv, model, tmp_path):
     assert run([*argv("seq2seq", **new), "--config_overrides", *overrides]) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["hidden_size"], config["norm_first"]) == (16, True)
+
+
+WINDOWS = [
+    ([[None, 0, 0, 1, None]], 1, [{0: 1, 1: 3}]),
+    ([[None, 0, 1, 1, None], [None, 1, 2, 3, None]], 1, [{0: 1, 1: 2}, {2: 2, 3: 3}]),
+    ([[None, 0, 1, 2, 3, None], [None, 2, 3, 4, None]], 2, [{0: 1, 1: 2, 2: 3}, {3: 2, 4: 3}]),
+    ([[None, None]], 1, [{}]),
+]
+
+
+@pytest.mark.parametrize(("windows", "stride", "expected"), WINDOWS)
+def test_each_word_is_tagged_in_one_window(windows, stride, expected):
+    """By its first piece, in the window where that has more context."""
+    assert tagged_words(windows, stride) == expected
+
+
+CONTEXT = "In O\u0304saka, 1970."  # an uncased tokenizer drops the combining mark
+OFFSETS = np.array([(0, 2), (3, 9), (9, 10), (11, 15), (15, 16)])
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [(("1970", 11), (4, 4)), ((" 1970.", 10), (4, 5)), ((CONTEXT, 0), (1, 5)), (("97", 12), (4, 4)), (None, (0, 0))],
+)
+def test_tokens_of_an_answer(answer, expected):
+    assert positions(OFFSETS, answer) == expected
+    assert positions(OFFSETS[:3], ("1970", 11)) == (0, 0)  # not in this window
+
+
+def test_best_span():
+    """The highest sum of a start and a later end within the longest answer."""
+    random = np.random.default_rng(0)
+    for width in (1, 2, 5, 9):
+        start, end = random.normal(size=(2, 7))
+        example = {"first": 2, "offsets": np.array([(i, i + 1) for i in range(4)])}
+        pairs = [(start[2 + i] + end[2 + j], i, j + 1) for i in range(4) for j in range(i, min(i + width, 4))]
+        assert best_span(example, start, end, width) == pytest.approx(max(pairs))
+
+
+def test_squad_and_its_threshold():
+    assert best_match("The  cat.", ["a cat", "dog"]) == (1.0, 1.0)
+    assert best_match("black cat", ["cat"]) == (0.0, pytest.approx(2 / 3))
+    assert best_match("", []) == (1.0, 1.0)
+    answers = [("cat", 3.0), ("dog", 1.0), ("cat", -2.0)]
+    golds = [[("cat", 0)], [], [("cat", 0)]]
+    assert best_threshold(answers[:2], golds[:2]) == 2.0
+    assert best_threshold(answers, golds) in (-3.0, 2.0)

@@ -86,31 +86,27 @@ class Tagging(LabelTask):
             for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
                 windows[i].append(encoding)
             for i, row in enumerate(chunk):
-                words = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
-                for encoding, own in zip(windows[i], words, strict=True):
-                    examples.append(self.example(encoding.ids, own, row["tags"], start + i))
+                first_pieces = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
+                for encoding, own in zip(windows[i], first_pieces, strict=True):
+                    examples.append(self.example(encoding, own, row["tags"], start + i))
         return examples
 
-    def example(self, ids: list[int], words: list[tuple[int | None, bool]], tags: list[str], row: int) -> dict:
+    def example(self, encoding, first_pieces: dict[int, int], tags: list[str], row: int) -> dict:
         """A window with the target of each token.
 
         Args:
-            words: of each token its word, None for other windows' words, and whether it is the word's first piece.
+            first_pieces: of each word that is tagged in this window, the position of its first piece.
         """
-        targets = np.full(len(ids), IGNORED)
-        for i, (word, is_first) in enumerate(words):
-            if word is not None and (is_first or self.arguments.label_all_pieces):
-                inside = tags[word] if is_first else tags[word].replace("B-", "I-", 1)
-                targets[i] = self.numbers.get(inside, self.numbers[tags[word]])
-        first = {word: i for i, (word, is_first) in enumerate(words) if word is not None and is_first}
-        return {
-            "input_ids": np.array(ids, dtype=np.int32),
-            "length": len(ids),
-            "row": row,
-            "cut": 0,
-            "labels": targets,
-            "first_pieces": first,
-        }
+        targets = np.full(len(encoding.ids), IGNORED)
+        for i, word in enumerate(encoding.word_ids):
+            if word in first_pieces and self.arguments.label_all_pieces:
+                inside = tags[word].replace("B-", "I-", 1)
+                targets[i] = self.numbers[inside if inside in self.numbers else tags[word]]
+        for word, i in first_pieces.items():
+            targets[i] = self.numbers[tags[word]]
+        ids = np.array(encoding.ids, dtype=np.int32)
+        example = {"input_ids": ids, "length": len(ids), "row": row, "cut": 0}
+        return example | {"labels": targets, "first_pieces": first_pieces}
 
     def collate(self, examples, seed=()):
         batch = super().collate(examples)
@@ -169,33 +165,25 @@ class Tagging(LabelTask):
         ]
 
 
-def tagged_words(windows: list[list[int | None]], stride: int) -> list[list[tuple[int | None, bool]]]:
-    """For each window and token, the word that is tagged there, and whether the token is its first piece.
-
-    A word is tagged in the earlier of two windows if its first piece is in the first half of the tokens they share.
+def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int, int]]:
+    """For each window the words that are tagged in it, with the position of their first pieces. A word is tagged in the
+    earlier of two windows if its first piece is in the first half of the tokens that they share.
 
     Args:
         windows: the word of each token of consecutive windows; None for special tokens.
+        stride: the tokens that two windows share.
     """
-    parts = [[word for word in window if word is not None] for window in windows]
-    starts = [0]
-    for part in parts[:-1]:
-        starts.append(starts[-1] + len(part) - stride)
-    bounds = [0, *(start + stride // 2 for start in starts[1:]), starts[-1] + len(parts[-1])]
-    whole = [word for k, part in enumerate(parts) for word in part[stride if k else 0 :]]
-    first = {word: i for i, word in reversed(list(enumerate(whole)))}
-    tagged = []
+    before = next((i for i, word in enumerate(windows[0]) if word is not None), 0)  # [CLS]
+    step = max(sum(word is not None for word in windows[0]) - stride, 1)  # a single window may be short
+    first: dict[int, int] = {}  # from a word to its first token in the whole text
     for k, window in enumerate(windows):
-        before = next((i for i, word in enumerate(window) if word is not None), 0)
-        places = [(word, starts[k] + i - before) for i, word in enumerate(window)]
-        tagged.append(
-            [
-                (word, first[word] == i)
-                if word is not None and bounds[k] <= first[word] < bounds[k + 1]
-                else (None, False)
-                for word, i in places
-            ]
-        )
+        for i, word in enumerate(window):
+            if word is not None:
+                first.setdefault(word, k * step + i - before)
+    tagged: list[dict[int, int]] = [{} for _ in windows]
+    for word, token in first.items():
+        k = min(max((token - stride // 2) // step, 0), len(windows) - 1)
+        tagged[k][word] = token - k * step + before
     return tagged
 
 
