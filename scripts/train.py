@@ -310,6 +310,7 @@ class Run:
         rows, examples: of the splits "train", "validation" and "test", as far as there are any.
         stop: the signal that asks the run to stop.
         evaluated: the last evaluation of the validation rows, with its step.
+        saved_step: the step of the model that is saved.
     """
 
     task: Any
@@ -325,6 +326,7 @@ class Run:
     progress: Any = None
     stop: int | None = None
     evaluated: tuple[int, dict, list[dict]] | None = None
+    saved_step: int | None = None
 
     @property
     def output(self) -> Path:
@@ -586,8 +588,10 @@ def make_optimizer_and_checkpoints(run: Run) -> None:
     run.schedule = make_schedule(optimizer, arguments, steps)
     run.model, run.optimizer = accelerator.prepare(run.model, optimizer)
     run.checkpoints = Checkpoints(run.output, accelerator, run.schedule, arguments.save_total_limit)
+    # Where the data are may change: their content is compared.
+    given = asdict(run.data) | asdict(arguments)
     run.progress = Progress(
-        arguments={name: value for name, value in asdict(arguments).items() if name not in FREE_TO_CHANGE},
+        arguments={name: value for name, value in given.items() if name not in FREE_TO_CHANGE | DATA},
         data={split: fingerprint(run.rows[split], run.examples[split]) for split in run.rows},
         processes=accelerator.num_processes,
         steps=steps,
@@ -893,7 +897,7 @@ def finish(run: Run) -> None:
     """Evaluates the model to save, and writes the files of the run."""
     accelerator, progress = run.accelerator, run.progress
     if progress is not None:
-        load_best(run)
+        run.saved_step = load_best(run)
         check_weights(run)
     evaluations = {split: evaluated(run, split) for split in ("validation", "test") if split in run.rows}
     state = None
@@ -918,19 +922,20 @@ def check_weights(run: Run) -> None:
         raise TrainingError("weights are not finite after the last update; train anew with a lower --learning_rate.")
 
 
-def load_best(run: Run) -> None:
-    """Loads the checkpoint of the best evaluation, if it is another one than the last."""
+def load_best(run: Run) -> int:
+    """Loads the checkpoint of the best evaluation, if it is not the last one. Returns the step of the model."""
     progress, arguments = run.progress, run.arguments
     if not arguments.load_best_model_at_end or progress.best_step in (None, progress.step):
-        return
+        return progress.step
     if arguments.save_strategy == "no":
         run.accelerator.print(
             f"the model is that of step {progress.step:,}; the best one, of step {progress.best_step:,}, was not saved "
             "with --save_strategy no"
         )
-        return
+        return progress.step
     run.checkpoints.load(run.checkpoints.path(progress.best_step))
     run.evaluated = None
+    return progress.best_step
 
 
 def evaluated(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
@@ -972,7 +977,7 @@ def run_report(run: Run) -> dict:
         return {"lengths": lengths}
     progress = run.progress
     return {
-        "step": progress.best_step if best_is_saved(run) else progress.step,
+        "step": run.saved_step,
         "steps": progress.step,
         "metric_for_best_model": run.metric,
         "seconds": progress.seconds,
@@ -982,14 +987,6 @@ def run_report(run: Run) -> dict:
         "data": progress.data,
         "history": progress.history,
     }
-
-
-def best_is_saved(run: Run) -> bool:
-    """Whether the saved model is that of the best evaluation."""
-    arguments, best = run.arguments, run.progress.best_step
-    return best == run.progress.step or (
-        best is not None and arguments.load_best_model_at_end and arguments.save_strategy != "no"
-    )
 
 
 def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
@@ -1012,37 +1009,36 @@ def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
 
 def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
     """Writes README.md. It names files and folders by their last part only."""
-    from toolkit.model_card import auto_class, is_own
+    from toolkit.model_card import auto_class
     from toolkit.paths import is_hub_id, public_path, with_paths
     from toolkit.training import write_card
 
-    data, own = run.data, is_own(model_class)
+    data, progress = run.data, run.progress
     given = with_paths(asdict(data) | asdict(run.arguments), public_path)
     defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
-    changed = {name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE}
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "accelerate")]
-    labels = run.task.labels or []
-    more = f" and {len(labels) - 50} more" if len(labels) > 50 else ""
-    values = {
-        "task": run.task.name,
-        "model_name": run.arguments.hub_model_id or run.output.resolve().name,
-        "model_class": model_class,
-        "auto_class": auto_class(model_class),
-        "trust": ", trust_remote_code=True" if own else "",
-        "base": given["model"],
-        "base_model": data.model if data.model and is_hub_id(data.model) else None,
-        "data": given["dataset"] or ", ".join(given["train_file"]),
-        "datasets": [data.dataset] if data.dataset and is_hub_id(data.dataset) else None,
-        "labels": ", ".join(f"`{label}`" for label in labels[:50]) + more,
-        "rows": ", ".join(f"{len(rows):,} {split}" for split, rows in run.rows.items()),
-        "step": run_report(run)["step"],
-        "chosen_by": run.metric if best_is_saved(run) else None,
-        "confusion_matrix": (run.output / "confusion_matrix.png").exists(),
-        "max_length": data.max_length,
-        "settings": "\n".join(f"- {name}: {value}" for name, value in changed.items()),
-        "versions": ", ".join(versions),
-    }
-    write_card(run.output, values, metrics)
+    write_card(
+        run.output,
+        metrics,
+        task=run.task.name,
+        model_name=run.arguments.hub_model_id or run.output.resolve().name,
+        model_class=model_class,
+        auto_class=auto_class(model_class),
+        base=given["model"],
+        base_model=data.model if data.model and is_hub_id(data.model) else None,
+        data=given["dataset"] or ", ".join(given["train_file"]),
+        datasets=[data.dataset] if data.dataset and is_hub_id(data.dataset) else None,
+        labels=run.task.labels or [],
+        rows={split: len(rows) for split, rows in run.rows.items()},
+        step=run.saved_step,
+        chosen_by=run.metric if run.saved_step == progress.best_step else None,
+        has_confusion=(run.output / "confusion_matrix.png").exists(),
+        max_length=data.max_length,
+        settings={
+            name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE
+        },
+        torch=importlib.metadata.version("torch"),
+        transformers=importlib.metadata.version("transformers"),
+    )
 
 
 def push(run: Run) -> None:

@@ -352,22 +352,16 @@ def plot_confusion(path: Path, labels: list[str], references: Sequence[str], pre
     figure.savefig(path, dpi=120)
 
 
-def write_card(folder: Path, values: Mapping, metrics: Mapping[str, Mapping[str, float]]) -> None:
+def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **values) -> None:
     """Writes README.md from the template beside this file.
 
     Args:
-        values: `task`, `model_name`, `base_model`, `datasets`, and what the template shows.
         metrics: of each split.
+        values: what the template and the metadata show.
     """
+    dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
     results = [
-        EvalResult(
-            task_type=values["task"],
-            dataset_type=values["data"],
-            dataset_name=values["data"],
-            dataset_split=split,
-            metric_type=name,
-            metric_value=value,
-        )
+        EvalResult(values["task"], metric_type=name, metric_value=value, dataset_split=split, **dataset)
         for split, own in metrics.items()
         for name, value in own.items()
         if math.isfinite(value)
@@ -381,9 +375,5 @@ def write_card(folder: Path, values: Mapping, metrics: Mapping[str, Mapping[str,
         model_name=values["model_name"] if results else None,
         eval_results=results or None,
     )
-    names = list(dict.fromkeys(name for own in metrics.values() for name in own))
-    lines = [["metric", *metrics], ["---"] * (len(metrics) + 1)]
-    lines += [[name, *(f"{own[name]:.4g}" if name in own else "" for own in metrics.values())] for name in names]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines) if names else ""
-    template = Path(__file__).with_name("training_card.jinja")
-    ModelCard.from_template(data, template_path=str(template), table=table, **values).save(folder / "README.md")
+    template = str(Path(__file__).with_name("training_card.jinja"))
+    ModelCard.from_template(data, template_path=template, metrics=metrics, **values).save(folder / "README.md")

@@ -88,7 +88,7 @@ def test_signals_save_and_stop(number, code, model, tmp_path):
     assert f"step {int(step):,}" in errors.splitlines()[-1]
 
 
-CHANGES = [{"learning_rate": 1e-3}, {"train_file": "changed"}, {"num_train_epochs": 2}]
+CHANGES = [{"learning_rate": 1e-3}, {"train_file": "changed"}, {"num_train_epochs": 2}, {"class_weights": "balanced"}]
 
 
 @pytest.mark.parametrize("changed", CHANGES)
