@@ -557,8 +557,11 @@ def make_model(run: Run) -> None:
     task, arguments = run.task, run.arguments
     model = task.open_model()
     positions = model.config.max_position_embeddings
-    if run.data.max_length > positions:
-        raise ValueError(f"--max_length is {run.data.max_length}; expected at most {positions}, the model's positions.")
+    for name in ("max_length", "max_target_length", "max_new_tokens"):
+        if (getattr(run.data, name, None) or 0) > positions:
+            raise ValueError(
+                f"--{name} is {getattr(run.data, name)}; expected at most {positions}, the model's positions."
+            )
     if task.new_weights:
         new = ", ".join(modules_of(task.new_weights))
         if arguments.evaluate_only:

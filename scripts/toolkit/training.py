@@ -327,7 +327,8 @@ def plot_curves(path: Path, history: Sequence[dict], metrics: Sequence[str]) -> 
             points = [(point["step"], point[key][name]) for point in history if name in point.get(key, {})]
             if points:
                 axis.plot(*zip(*points, strict=True), ".-", label=part)
-        axis.legend(frameon=False)
+        if axis.lines:
+            axis.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -45,8 +45,10 @@ def main(seed: str, kills: str, *argv: str) -> None:
     resumed = [*argv, "--resume_from_checkpoint"]
     codes += [run(resumed, dies_in_save=True)]
     for _ in range(int(kills)):
-        codes.append(run(resumed, seconds=draw.uniform(0.3, 1) * duration))
-    if codes[-1] != 0 and 0 not in codes[1:]:
+        codes.append(run(resumed, seconds=draw.uniform(0.1, 0.4) * duration))
+        if codes[-1] == 0:
+            break
+    else:
         codes.append(run(resumed))
     print(json.dumps(codes))
 

@@ -84,6 +84,10 @@ REFUSED = [
     ({"train_file": "missing/*.csv"}, "--train_file"),
     ({"encoding": "klingon"}, "klingon"),
     ({"report_to": "telegraph"}, "telegraph"),
+    (
+        {"task": "seq2seq", "max_target_length": 65, "source_column": "text", "target_column": "label"},
+        "--max_target_length",
+    ),
     ({"problem": "regression", "label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
 ]
 
@@ -250,7 +254,7 @@ TASKS = {
     ),
     "generation without texts": (
         "seq2seq",
-        {"metrics": "loss", "label_smoothing_factor": 0.1},
+        {"metrics": "loss", "label_smoothing_factor": 0.1, "max_target_length": 12},
         [{"source": "good film", "target": "bad film"}] * 8,
         {"perplexity"},
     ),
@@ -284,7 +288,13 @@ def test_random_weights(argv, model, tmp_path):
         "intermediate_size=16",
         "norm_first=true",
     ]
-    new = {"model": None, "config_name": "configuration/tiny.json", "tokenizer_name": model, "train_file": file}
+    new = {
+        "model": None,
+        "max_target_length": 12,
+        "config_name": "configuration/tiny.json",
+        "tokenizer_name": model,
+        "train_file": file,
+    }
     assert run([*argv("seq2seq", **new), "--config_overrides", *overrides]) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["hidden_size"], config["norm_first"]) == (16, True)
