@@ -2,6 +2,8 @@
 
 forked_runs.py SEED KILLS [arguments of train.py]
 
+It is killed in the saves of steps 4 and 9, and KILLS times at random moments.
+
 Prints a JSON line: the exit code of each child, negative for a signal. The parent imports everything and computes
 nothing, because a forked child of a process with threads of torch hangs.
 """
@@ -24,11 +26,17 @@ for name in CLASSES:
     task_class(name)
 
 
-def run(argv: list[str], seconds: float | None = None, dies_in_save: bool = False) -> int:
-    """The exit code of a child. It is killed after some seconds, or when it has written a checkpoint's files."""
+def run(argv: list[str], seconds: float | None = None, step: int | None = None) -> int:
+    """The exit code of a child. It is killed after some seconds, or within the save of a step."""
     if (child := os.fork()) == 0:
-        if dies_in_save:
-            training.flush_to_disk = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        flush = training.flush_to_disk
+
+        def flush_or_die(folder: Path) -> None:
+            if folder.name.startswith(f".checkpoint-{step}-"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            flush(folder)
+
+        training.flush_to_disk = flush_or_die
         os._exit(train.main(argv))
     if seconds is not None:
         time.sleep(seconds)
@@ -43,7 +51,7 @@ def main(seed: str, kills: str, *argv: str) -> None:
     duration = time.monotonic() - began
     draw = random.Random(int(seed))
     resumed = [*argv, "--resume_from_checkpoint"]
-    codes += [run(resumed, dies_in_save=True)]
+    codes += [run(resumed, step=step) for step in (4, 9)]
     for _ in range(int(kills)):
         codes.append(run(resumed, seconds=draw.uniform(0.1, 0.4) * duration))
         if codes[-1] == 0:
