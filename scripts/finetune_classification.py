@@ -22,8 +22,8 @@ checkpoint was saved: --resume continues.
 import sys
 from functools import partial
 
-from toolkit.training.command_line import train
-from toolkit.training.task_settings import ClassificationSettings
+from toolkit.finetuning.command_line import train
+from toolkit.finetuning.task_settings import ClassificationSettings
 
 main = partial(train, __file__, __doc__, ClassificationSettings)  # of the arguments; returns the exit code
 

@@ -25,8 +25,8 @@ checkpoint was saved: --resume continues.
 import sys
 from functools import partial
 
-from toolkit.training.command_line import train
-from toolkit.training.task_settings import QuestionAnsweringSettings
+from toolkit.finetuning.command_line import train
+from toolkit.finetuning.task_settings import QuestionAnsweringSettings
 
 main = partial(train, __file__, __doc__, QuestionAnsweringSettings)  # of the arguments; returns the exit code
 

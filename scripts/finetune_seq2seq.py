@@ -38,8 +38,8 @@ checkpoint was saved: --resume continues.
 import sys
 from functools import partial
 
-from toolkit.training.command_line import train
-from toolkit.training.task_settings import Seq2SeqSettings
+from toolkit.finetuning.command_line import train
+from toolkit.finetuning.task_settings import Seq2SeqSettings
 
 main = partial(train, __file__, __doc__, Seq2SeqSettings)  # of the arguments; returns the exit code
 

@@ -28,8 +28,8 @@ checkpoint was saved: --resume continues.
 import sys
 from functools import partial
 
-from toolkit.training.command_line import train
-from toolkit.training.task_settings import TokenClassificationSettings
+from toolkit.finetuning.command_line import train
+from toolkit.finetuning.task_settings import TokenClassificationSettings
 
 main = partial(train, __file__, __doc__, TokenClassificationSettings)  # of the arguments; returns the exit code
 

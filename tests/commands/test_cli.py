@@ -18,9 +18,10 @@ import check_determinism
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
-from toolkit.training import command_line, task_settings
+from toolkit.finetuning import command_line, task_settings
 
-COMMANDS = sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
+# `train` has the parser of transformers.
+COMMANDS = sorted({path.stem for path in SCRIPTS.glob("[a-z]*.py")} - {"train"})
 TRAINING = {
     "finetune_classification": task_settings.ClassificationSettings,
     "finetune_question_answering": task_settings.QuestionAnsweringSettings,

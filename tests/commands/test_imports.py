@@ -90,12 +90,12 @@ def test_the_package_does_not_know_the_toolkit(path):
 def test_no_import_of_the_toolkit_is_in_a_cycle(in_functions):
     found = toolkit_imports(in_functions)
     # The `main` of the training commands: it parses the flags before it imports torch.
-    found["toolkit.training.command_line"].discard("toolkit.training.run")
+    found["toolkit.finetuning.command_line"].discard("toolkit.finetuning.run")
     assert len(list(TopologicalSorter(found).static_order())) > 50  # else CycleError
 
 
 def test_what_all_commands_share_does_not_import_training_or_corpus():
-    parts = ("toolkit.training", "toolkit.corpus")
+    parts = ("toolkit.finetuning", "toolkit.corpus")
     found = toolkit_imports(in_functions=False)
     shared = {module for module in found if module.count(".") == 1 and module not in (*parts, "toolkit.benchmark")}
     assert {each for module in shared for each in found[module] if each.startswith(parts)} == set()

@@ -93,6 +93,7 @@ OPENING = {
     "pretrain_mlm": TRAINING,
     "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "sentence_similarity": ["MODEL"],
+    "train": ["classification", "--model", "MODEL", "--output_dir", "NEW", "--train_file", "ROWS"],
 }
 WITHOUT_CHECKPOINT = {"cmudict_pairs", "push_to_hub", "train_tokenizer"}
 

@@ -16,8 +16,8 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 import train_tokenizer
 from support.finetuning import assert_one_line
 from support.folders import SCRIPTS
+from toolkit.finetuning import wordpiece
 from toolkit.inputs import Source, open_files
-from toolkit.training import wordpiece
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -17,8 +17,8 @@ import finetune_seq2seq
 import finetune_token_classification
 import pretrain_mlm
 from support.models import tiny_config
-from toolkit.training.command_line import parse
-from toolkit.training.loop import Training
+from toolkit.finetuning.command_line import parse
+from toolkit.finetuning.loop import Training
 
 WORDS = ["good", "bad", "film", "fun", "a", "very", "."]
 TEXTS = ["good film .", "bad film", "a very good film", "a bad film .", "good fun .", "very bad", "good", "bad ."]

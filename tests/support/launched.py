@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import finetune_classification
-from toolkit.training.loop import Training
+from toolkit.finetuning.loop import Training
 
 
 def main(argv: list[str]) -> int:

@@ -13,8 +13,8 @@ import finetune_seq2seq
 import finetune_token_classification
 import pretrain_mlm
 from support.finetuning import TEXTS, assert_one_line, write_labels, write_rows
-from toolkit.training.settings import EVALUATED_WITH, EVALUATION_OF
-from toolkit.training.task_settings import (
+from toolkit.finetuning.settings import EVALUATED_WITH, EVALUATION_OF
+from toolkit.finetuning.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     QuestionAnsweringSettings,

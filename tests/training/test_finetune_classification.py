@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 from finetune_classification import main
 from support.finetuning import assert_one_line, assert_resumes, make_task, save_tiny
 from support.folders import ROOT
+from toolkit.finetuning.classification import Classification
+from toolkit.finetuning.task_settings import ClassificationSettings
 from toolkit.labels import label_name
-from toolkit.training.classification import Classification
-from toolkit.training.task_settings import ClassificationSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

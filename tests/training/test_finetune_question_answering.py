@@ -13,10 +13,10 @@ import question_answering
 from finetune_question_answering import main
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
+from toolkit.finetuning.question_answering import QuestionAnswering, answers_of, best_threshold, ids_of
+from toolkit.finetuning.task_settings import QuestionAnsweringSettings
 from toolkit.metrics import compute
 from toolkit.spans import Answer, answer
-from toolkit.training.question_answering import QuestionAnswering, answers_of, best_threshold, ids_of
-from toolkit.training.task_settings import QuestionAnsweringSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

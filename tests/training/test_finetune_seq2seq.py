@@ -25,9 +25,9 @@ from support.finetuning import assert_one_line, read_settings
 from support.folders import CONFIGURATION
 from support.generation import answers, generate_text
 from support.models import tiny_config
-from toolkit.training import optimizer
-from toolkit.training.seq2seq import Seq2Seq, items
-from toolkit.training.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
+from toolkit.finetuning import optimizer
+from toolkit.finetuning.seq2seq import Seq2Seq, items
+from toolkit.finetuning.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -14,10 +14,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, BertFor
 import finetune_token_classification as script
 from finetune_token_classification import main
 from support.finetuning import SPECIAL, assert_help_tells, assert_one_line, assert_resumes, make_task, save_tiny
-from toolkit.labels import class_weights
-from toolkit.training.batches import unpadded
-from toolkit.training.task_settings import TokenClassificationSettings
-from toolkit.training.token_classification import (
+from toolkit.finetuning.batches import unpadded
+from toolkit.finetuning.task_settings import TokenClassificationSettings
+from toolkit.finetuning.token_classification import (
     TokenClassification,
     check_iob2,
     iob_tags,
@@ -25,6 +24,7 @@ from toolkit.training.token_classification import (
     to_iob2,
     word_windows,
 )
+from toolkit.labels import class_weights
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

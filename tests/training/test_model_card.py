@@ -1,4 +1,4 @@
-"""toolkit.training.card: the model card of a run reports it, and shows nothing private.
+"""toolkit.finetuning.card: the model card of a run reports it, and shows nothing private.
 
 golden/ has a card of each task. REWRITE_GOLDEN=1 writes them anew.
 """
@@ -19,18 +19,18 @@ import modeling_scratchbert
 from support.finetuning import TASKS, main_of
 from support.golden import assert_golden
 from support.models import tiny_config
-from toolkit.model_card import cell
-from toolkit.paths import FILES, FOLDERS_OR_HUB_IDS, public_path
-from toolkit.training import card as training_card
-from toolkit.training.card import public_settings, write_card
-from toolkit.training.checkpoints import Progress
-from toolkit.training.task_settings import (
+from toolkit.finetuning import card as training_card
+from toolkit.finetuning.card import public_settings, write_card
+from toolkit.finetuning.checkpoints import Progress
+from toolkit.finetuning.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     QuestionAnsweringSettings,
     Seq2SeqSettings,
     TokenClassificationSettings,
 )
+from toolkit.model_card import cell
+from toolkit.paths import FILES, FOLDERS_OR_HUB_IDS, public_path
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -17,8 +17,15 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Bert
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 import pretrain_mlm
-from toolkit.training.masked_lm import Masking, Pretraining, concatenate, generator_of, sentence_pairs, split_sentences
-from toolkit.training.task_settings import PretrainingSettings
+from toolkit.finetuning.masked_lm import (
+    Masking,
+    Pretraining,
+    concatenate,
+    generator_of,
+    sentence_pairs,
+    split_sentences,
+)
+from toolkit.finetuning.task_settings import PretrainingSettings
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

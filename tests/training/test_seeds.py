@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import finetune_classification
 from support.finetuning import assert_one_line, breaking_off, write_labels
+from toolkit.finetuning.report import rank
 from toolkit.publish import survey
-from toolkit.training.report import rank
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "new_accelerator")
 

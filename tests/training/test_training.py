@@ -37,17 +37,17 @@ from support.folders import DATA, ROOT
 from support.models import randomise, tiny_config
 from toolkit import publish
 from toolkit.files import find_shipped
-from toolkit.training import loop as training
-from toolkit.training import run as run_module
-from toolkit.training.checkpoints import Checkpoints, checksums
-from toolkit.training.classification import CLASSES, Classification
-from toolkit.training.optimizer import make_schedule, parameter_groups
-from toolkit.training.output import OutputFolder
-from toolkit.training.recipes import changed_flags, recipe_arguments, recipe_of
-from toolkit.training.run import check_services, check_sources, launched_process, make_accelerator
-from toolkit.training.settings import SCHEDULES, training_flag
-from toolkit.training.task import Evaluation
-from toolkit.training.task_settings import ClassificationSettings, PretrainingSettings, Seq2SeqSettings
+from toolkit.finetuning import loop as training
+from toolkit.finetuning import run as run_module
+from toolkit.finetuning.checkpoints import Checkpoints, checksums
+from toolkit.finetuning.classification import CLASSES, Classification
+from toolkit.finetuning.optimizer import make_schedule, parameter_groups
+from toolkit.finetuning.output import OutputFolder
+from toolkit.finetuning.recipes import changed_flags, recipe_arguments, recipe_of
+from toolkit.finetuning.run import check_services, check_sources, launched_process, make_accelerator
+from toolkit.finetuning.settings import SCHEDULES, training_flag
+from toolkit.finetuning.task import Evaluation
+from toolkit.finetuning.task_settings import ClassificationSettings, PretrainingSettings, Seq2SeqSettings
 
 REVIEWS = DATA / "movie_reviews.csv"
 

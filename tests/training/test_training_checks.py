@@ -23,19 +23,19 @@ import finetune_token_classification
 import pretrain_mlm
 from support.finetuning import ROWS, TASKS, TEXTS, assert_one_line, main_of, read_settings, write_labels, write_rows
 from support.models import tiny_config
-from toolkit.labels import label_name, label_order
-from toolkit.training.classification import Classification
-from toolkit.training.fingerprint import fingerprint
-from toolkit.training.loop import Training
-from toolkit.training.masked_lm import Pretraining
-from toolkit.training.output import LOCK
-from toolkit.training.recipes import changed_flags, recipe_of
-from toolkit.training.task_settings import (
+from toolkit.finetuning.classification import Classification
+from toolkit.finetuning.fingerprint import fingerprint
+from toolkit.finetuning.loop import Training
+from toolkit.finetuning.masked_lm import Pretraining
+from toolkit.finetuning.output import LOCK
+from toolkit.finetuning.recipes import changed_flags, recipe_of
+from toolkit.finetuning.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     Seq2SeqSettings,
     TokenClassificationSettings,
 )
+from toolkit.labels import label_name, label_order
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "new_accelerator")
 

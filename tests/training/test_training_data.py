@@ -1,4 +1,4 @@
-"""toolkit.training.rows and .batches: rows and their places, bad rows, batches that cover every row."""
+"""toolkit.finetuning.rows and .batches: rows and their places, bad rows, batches that cover every row."""
 
 import csv
 import gzip
@@ -31,19 +31,19 @@ from support.finetuning import make_task, read_settings, save_tiny
 from support.models import NO_DROPOUT, randomise, tiny_config
 from toolkit import row_files
 from toolkit.cli import CommandError
-from toolkit.inputs import HubDataset, Source, open_files
-from toolkit.row_files import find_column, text_of
-from toolkit.training.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
-from toolkit.training.recipes import changed_flags, recipe_of
-from toolkit.training.rows import load_rows, stream_rows
-from toolkit.training.run import shared_data
-from toolkit.training.task_settings import (
+from toolkit.finetuning.batches import LengthGroupedBatches, PadOrFlatten, evaluation_batches
+from toolkit.finetuning.recipes import changed_flags, recipe_of
+from toolkit.finetuning.rows import load_rows, stream_rows
+from toolkit.finetuning.run import shared_data
+from toolkit.finetuning.task_settings import (
     ClassificationSettings,
     PretrainingSettings,
     QuestionAnsweringSettings,
     Seq2SeqSettings,
     TokenClassificationSettings,
 )
+from toolkit.inputs import HubDataset, Source, open_files
+from toolkit.row_files import find_column, text_of
 
 COMPRESSED = {".gz": partial(gzip.compress, mtime=0), ".zst": partial(pa.compress, codec="zstd", asbytes=True)}
 

@@ -1,4 +1,4 @@
-"""toolkit.training.report and toolkit.confusion_matrix: the metrics and the pictures of a run."""
+"""toolkit.finetuning.report and toolkit.confusion_matrix: the metrics and the pictures of a run."""
 
 import math
 import sys
@@ -10,15 +10,15 @@ from matplotlib.figure import Figure
 
 from toolkit import pictures
 from toolkit.confusion_matrix import plot_confusion
-from toolkit.metrics import RANGES, main_metrics, metric_range
-from toolkit.training.checkpoints import Progress
-from toolkit.training.report import (
+from toolkit.finetuning.checkpoints import Progress
+from toolkit.finetuning.report import (
     MOST_PANELS,
     checkpoint_in_words,
     headline,
     plot_curves,
 )
-from toolkit.training.task_settings import SEQ2SEQ_METRICS, ClassificationSettings
+from toolkit.finetuning.task_settings import SEQ2SEQ_METRICS, ClassificationSettings
+from toolkit.metrics import RANGES, main_metrics, metric_range
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

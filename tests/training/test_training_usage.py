@@ -16,10 +16,10 @@ from transformers import get_scheduler
 import finetune_classification
 import finetune_seq2seq
 from support.finetuning import TASKS, TEXTS, assert_one_line, breaking_off, main_of, write_labels, write_rows
-from toolkit.training import loop
-from toolkit.training.loop import LogLines, Training
-from toolkit.training.optimizer import make_optimizer
-from toolkit.training.task import modules_of
+from toolkit.finetuning import loop
+from toolkit.finetuning.loop import LogLines, Training
+from toolkit.finetuning.optimizer import make_optimizer
+from toolkit.finetuning.task import modules_of
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "new_accelerator")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from toolkit.files import read_json_object, write_json, write_text
+from toolkit.finetuning.output import LOCK, moved_when_complete, not_empty
+from toolkit.finetuning.recipes import RECIPE, changed_flags, recipe_of
+from toolkit.finetuning.report import headline, rank
+from toolkit.finetuning.settings import Settings
+from toolkit.finetuning.task import METRICS
 from toolkit.model_card import table
-from toolkit.training.output import LOCK, moved_when_complete, not_empty
-from toolkit.training.recipes import RECIPE, changed_flags, recipe_of
-from toolkit.training.report import headline, rank
-from toolkit.training.settings import Settings
-from toolkit.training.task import METRICS
 
 
 def run_seeds(settings: Settings, run_one: Callable, is_main_process: bool) -> None:

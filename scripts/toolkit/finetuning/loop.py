@@ -23,17 +23,25 @@ from tqdm.auto import tqdm
 from toolkit import publish
 from toolkit.cli import CommandError
 from toolkit.files import write_json
+from toolkit.finetuning.card import write_card
+from toolkit.finetuning.checkpoints import Checkpoints, Progress, damage, files_in, read_progress
+from toolkit.finetuning.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
+from toolkit.finetuning.output import CHECKPOINTS, moved_when_complete
+from toolkit.finetuning.report import checkpoint_in_words, in_words, plot_curves, rank
+from toolkit.finetuning.settings import Settings
+from toolkit.finetuning.sharding import prepare
+from toolkit.finetuning.task import (
+    AFTER_DIVERGENCE,
+    METRICS,
+    Task,
+    TrainingError,
+    non_padding_tokens,
+    sources,
+    to_device,
+)
 from toolkit.metrics import main_metrics
 from toolkit.model_card import is_own, opening
 from toolkit.progress import LogLines
-from toolkit.training.card import write_card
-from toolkit.training.checkpoints import Checkpoints, Progress, damage, files_in, read_progress
-from toolkit.training.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
-from toolkit.training.output import CHECKPOINTS, moved_when_complete
-from toolkit.training.report import checkpoint_in_words, in_words, plot_curves, rank
-from toolkit.training.settings import Settings
-from toolkit.training.sharding import prepare
-from toolkit.training.task import AFTER_DIVERGENCE, METRICS, Task, TrainingError, non_padding_tokens, sources, to_device
 
 # Of the progress bar, where standard error is not a terminal.
 SECONDS_BETWEEN_LOG_LINES = 60

@@ -13,9 +13,9 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from toolkit.cli import Parser, continuing_when_output_is_closed
 from toolkit.files import find_shipped
+from toolkit.finetuning.recipes import RECIPE, VALUE, recipe_arguments
+from toolkit.finetuning.settings import EVALUATED_WITH, GROUPS, Settings
 from toolkit.paths import FILES
-from toolkit.training.recipes import RECIPE, VALUE, recipe_arguments
-from toolkit.training.settings import EVALUATED_WITH, GROUPS, Settings
 
 # The flags in the first group of `--help`.
 MOST_USED = (
@@ -50,7 +50,7 @@ def train(file: str, description: str, settings_class: type[Settings], argv: lis
     parser, settings = parse(file, description, settings_class, argv)
 
     def work() -> None:
-        from toolkit.training.run import run
+        from toolkit.finetuning.run import run
 
         module, _, name = settings_class.task.partition(":")
         run(parser, settings, getattr(importlib.import_module(module), name))

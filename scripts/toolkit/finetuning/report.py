@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.files import to_json
+from toolkit.finetuning.checkpoints import Progress
 from toolkit.metrics import metric_range
 from toolkit.model_card import cell
 from toolkit.pictures import has_matplotlib, new_figure
-from toolkit.training.checkpoints import Progress
 
 History = Sequence[Mapping]
 

@@ -10,9 +10,9 @@ from datasets.utils.py_utils import size_str
 from filelock import FileLock, Timeout
 
 from toolkit.files import write_text
-from toolkit.training.checkpoints import writing
-from toolkit.training.recipes import EXTENDING, RECIPE, changed_flags, recipe_of
-from toolkit.training.settings import Settings
+from toolkit.finetuning.checkpoints import writing
+from toolkit.finetuning.recipes import EXTENDING, RECIPE, changed_flags, recipe_of
+from toolkit.finetuning.settings import Settings
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
 

@@ -14,14 +14,14 @@ from transformers import BertForQuestionAnswering
 from modeling_scratchbert import ScratchBertForQuestionAnswering
 from toolkit import spans
 from toolkit.files import write_json
+from toolkit.finetuning.batches import PadOrFlatten, unpadded
+from toolkit.finetuning.checks import tokenizer_of
+from toolkit.finetuning.rows import map_rows
+from toolkit.finetuning.task import Evaluation, Task, without
+from toolkit.finetuning.task_settings import QuestionAnsweringSettings
 from toolkit.inputs import InputFile, Source
 from toolkit.metrics import compute, load, mean_loss
 from toolkit.row_files import Rows, find_column, open_text, read_json, text_of
-from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.checks import tokenizer_of
-from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, Task, without
-from toolkit.training.task_settings import QuestionAnsweringSettings
 
 CLASSES = {"scratchbert": ScratchBertForQuestionAnswering, "bert": BertForQuestionAnswering}
 COLUMNS = ("question", "context", "answers")

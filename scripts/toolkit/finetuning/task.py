@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 
 from toolkit.cli import CommandError
 from toolkit.files import read_json_object, to_json, write_text
+from toolkit.finetuning.batches import LengthGroupedBatches, evaluation_batches
+from toolkit.finetuning.fingerprint import fingerprint
+from toolkit.finetuning.output import has_checkpoint
+from toolkit.finetuning.rows import Check, load_rows
+from toolkit.finetuning.settings import Settings
 from toolkit.inputs import HubDataset, Readers, Source, open_files
 from toolkit.labels import label_fields
-from toolkit.training.batches import LengthGroupedBatches, evaluation_batches
-from toolkit.training.fingerprint import fingerprint
-from toolkit.training.output import has_checkpoint
-from toolkit.training.rows import Check, load_rows
-from toolkit.training.settings import Settings
 
 # In the folder of a finished run.
 METRICS = "metrics.json"

@@ -10,14 +10,14 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from toolkit.cli import require
 from toolkit.confusion_matrix import plot_confusion
+from toolkit.finetuning.batches import PadOrFlatten
+from toolkit.finetuning.checks import check_room, tokenizer_of
+from toolkit.finetuning.rows import map_rows
+from toolkit.finetuning.task import Evaluation, Task
+from toolkit.finetuning.task_settings import ClassificationSettings
 from toolkit.labels import class_weights, in_saved_order, label_order, read_labels, saved_labels, trained_labels
 from toolkit.metrics import classification_metrics, mean_loss
 from toolkit.row_files import SECOND_TEXTS, TEXTS, find_column, text_of
-from toolkit.training.batches import PadOrFlatten
-from toolkit.training.checks import check_room, tokenizer_of
-from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, Task
-from toolkit.training.task_settings import ClassificationSettings
 
 LABELS = ("label", "labels", "score")
 CLASSES = {"scratchbert": ScratchBertForSequenceClassification, "bert": BertForSequenceClassification}

@@ -9,16 +9,16 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_load_from_cache
 
 from toolkit.files import to_json
+from toolkit.finetuning.checkpoints import Progress
+from toolkit.finetuning.recipes import FREE_TO_CHANGE
+from toolkit.finetuning.report import checkpoint_in_words
+from toolkit.finetuning.settings import Settings, defaults_of
+from toolkit.finetuning.task import Task
 from toolkit.machine import hardware, version
 from toolkit.metrics import main_metrics
 from toolkit.model_card import Metrics, is_own, language_codes, listed, read_if_any, render, results_table, table, use
 from toolkit.paths import is_hub_id, public_path, with_paths
 from toolkit.publish import SECRET_TEXT
-from toolkit.training.checkpoints import Progress
-from toolkit.training.recipes import FREE_TO_CHANGE
-from toolkit.training.report import checkpoint_in_words
-from toolkit.training.settings import Settings, defaults_of
-from toolkit.training.task import Task
 
 # A setting is private if its name has one of these words.
 SECRET_WORDS = {"token", "secret", "password", "credentials", "key", "auth"}

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from toolkit.files import write_json
-from toolkit.training.output import OutputFolder, moved_when_complete
-from toolkit.training.recipes import RECIPE
-from toolkit.training.report import in_words
-from toolkit.training.task import METRICS, Task
+from toolkit.finetuning.output import OutputFolder, moved_when_complete
+from toolkit.finetuning.recipes import RECIPE
+from toolkit.finetuning.report import in_words
+from toolkit.finetuning.task import METRICS, Task
 
 
 def evaluate(task: Task, output: OutputFolder) -> None:

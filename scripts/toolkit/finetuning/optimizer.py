@@ -10,7 +10,7 @@ from torch import nn
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from toolkit.training.settings import named_values
+from toolkit.finetuning.settings import named_values
 
 # Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")

@@ -8,8 +8,8 @@ from pathlib import Path
 from transformers import BertConfig
 
 from toolkit.files import read_json_object
+from toolkit.finetuning.settings import Settings
 from toolkit.hub import open_tokenizer
-from toolkit.training.settings import Settings
 
 # Fields of the config.json of a BERT that neither implementation uses, or only with the value that is checked.
 UNUSED_FIELDS = {

@@ -19,15 +19,15 @@ from huggingface_hub import constants, get_token
 
 from toolkit.checkpoint import config_fields, kind_of, tensor_names
 from toolkit.cli import EXTRAS, Parser, about, how_to_install
+from toolkit.finetuning.checks import check_lengths
+from toolkit.finetuning.dry_run import rehearse
+from toolkit.finetuning.evaluation import evaluate
+from toolkit.finetuning.loop import Training, push
+from toolkit.finetuning.output import OutputFolder
+from toolkit.finetuning.seeds import run_seeds
+from toolkit.finetuning.settings import Settings
+from toolkit.finetuning.task import Task, sources
 from toolkit.hub import check_source
-from toolkit.training.checks import check_lengths
-from toolkit.training.dry_run import rehearse
-from toolkit.training.evaluation import evaluate
-from toolkit.training.loop import Training, push
-from toolkit.training.output import OutputFolder
-from toolkit.training.seeds import run_seeds
-from toolkit.training.settings import Settings
-from toolkit.training.task import Task, sources
 
 # The variables that declare a process of several: those of torchrun and `accelerate launch`, and after each of them
 # those of MPI that Accelerate accepts instead.

@@ -11,16 +11,16 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForMaskedLM, ScratchBertForPreTraining
+from toolkit.finetuning.batches import PadOrFlatten, unpadded
+from toolkit.finetuning.checks import check_lengths, config_file_fields, tokenizer_of
+from toolkit.finetuning.fingerprint import fingerprint, tokenizer_fingerprint
+from toolkit.finetuning.rows import load_rows, map_rows, stream_rows
+from toolkit.finetuning.task import Evaluation, Task, sources, without
+from toolkit.finetuning.task_settings import PretrainingSettings
 from toolkit.hub import check_vocabulary
 from toolkit.inputs import Source, content_hash
 from toolkit.metrics import perplexity
 from toolkit.row_files import find_column, text_of
-from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.checks import check_lengths, config_file_fields, tokenizer_of
-from toolkit.training.fingerprint import fingerprint, tokenizer_fingerprint
-from toolkit.training.rows import load_rows, map_rows, stream_rows
-from toolkit.training.task import Evaluation, Task, sources, without
-from toolkit.training.task_settings import PretrainingSettings
 
 TEXTS = ("text", "sentence", "content", "document")
 CONFIGS = {"scratchbert": ScratchBertConfig, "bert": BertConfig}

@@ -8,15 +8,15 @@ from transformers import DataCollatorForSeq2Seq, GenerationConfig
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from toolkit.checkpoint import config_fields, kind_of
 from toolkit.cli import shortened
+from toolkit.finetuning.checks import check_lengths, check_room, config_file_fields, tokenizer_of
+from toolkit.finetuning.output import has_checkpoint
+from toolkit.finetuning.rows import map_rows
+from toolkit.finetuning.settings import named_values
+from toolkit.finetuning.task import Evaluation, Task, sources, without
+from toolkit.finetuning.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 from toolkit.hub import check_vocabulary
 from toolkit.metrics import compute, load, mean_loss, perplexity
 from toolkit.row_files import find_column, text_of
-from toolkit.training.checks import check_lengths, check_room, config_file_fields, tokenizer_of
-from toolkit.training.output import has_checkpoint
-from toolkit.training.rows import map_rows
-from toolkit.training.settings import named_values
-from toolkit.training.task import Evaluation, Task, sources, without
-from toolkit.training.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
 SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import yaml
 
+from toolkit.finetuning.settings import Settings
 from toolkit.paths import with_paths
-from toolkit.training.settings import Settings
 
 # Of a run, in its folder.
 RECIPE = "recipe.yaml"

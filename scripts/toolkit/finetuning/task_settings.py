@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from toolkit.training.settings import (
+from toolkit.finetuning.settings import (
     VALIDATION,
     Settings,
     data_flag,
@@ -48,7 +48,7 @@ class LabelSettings(Settings):
 class ClassificationSettings(LabelSettings):
     """The flags of `finetune_classification`."""
 
-    task: ClassVar = "toolkit.training.classification:Classification"
+    task: ClassVar = "toolkit.finetuning.classification:Classification"
 
     problem: Literal["single_label", "multi_label", "regression"] = data_flag("the kind of labels", "single_label")
     text_column: str | None = data_flag(
@@ -96,7 +96,7 @@ class ClassificationSettings(LabelSettings):
 class TokenClassificationSettings(LabelSettings):
     """The flags of `finetune_token_classification`."""
 
-    task: ClassVar = "toolkit.training.token_classification:TokenClassification"
+    task: ClassVar = "toolkit.finetuning.token_classification:TokenClassification"
 
     max_length: int = data_flag("tokens per window; longer rows are read in several", 128, minimum=1)
     stride: int | None = data_flag(
@@ -129,7 +129,7 @@ def is_iob_tag(tag: str) -> bool:
 class QuestionAnsweringSettings(Settings):
     """The flags of `finetune_question_answering`."""
 
-    task: ClassVar = "toolkit.training.question_answering:QuestionAnswering"
+    task: ClassVar = "toolkit.finetuning.question_answering:QuestionAnswering"
 
     max_length: int = data_flag(
         "tokens per window, including the question; longer texts are read in several", 384, minimum=1
@@ -187,7 +187,7 @@ SEQ2SEQ_METRICS = {
 class Seq2SeqSettings(NewModelSettings):
     """The flags of `finetune_seq2seq`."""
 
-    task: ClassVar = "toolkit.training.seq2seq:Seq2Seq"
+    task: ClassVar = "toolkit.finetuning.seq2seq:Seq2Seq"
 
     config_overrides: list[str] | None = model_flag(
         "fields of the configuration, as NAME=VALUE, such as norm_first=true"
@@ -238,7 +238,7 @@ class Seq2SeqSettings(NewModelSettings):
 class PretrainingSettings(NewModelSettings):
     """The flags of `pretrain_mlm`."""
 
-    task: ClassVar = "toolkit.training.masked_lm:Pretraining"
+    task: ClassVar = "toolkit.finetuning.masked_lm:Pretraining"
 
     text_column: str | None = data_flag("the column of the texts; default: text, sentence, content or document")
     line_by_line: bool = data_flag("each text is a sequence of its own, instead of concatenated with others", False)

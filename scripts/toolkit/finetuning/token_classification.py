@@ -9,14 +9,14 @@ from torch import nn
 from transformers import BertForTokenClassification
 
 from modeling_scratchbert import ScratchBertForTokenClassification
+from toolkit.finetuning.batches import PadOrFlatten, unpadded
+from toolkit.finetuning.checks import tokenizer_of
+from toolkit.finetuning.rows import map_rows
+from toolkit.finetuning.task import Evaluation, Task
+from toolkit.finetuning.task_settings import TokenClassificationSettings, is_iob_tag
 from toolkit.labels import check_known, class_weights, in_saved_order, label_order, saved_labels, trained_labels
 from toolkit.metrics import compute, label_metrics, load, mean_loss
 from toolkit.row_files import find_column, read_conll
-from toolkit.training.batches import PadOrFlatten, unpadded
-from toolkit.training.checks import tokenizer_of
-from toolkit.training.rows import map_rows
-from toolkit.training.task import Evaluation, Task
-from toolkit.training.task_settings import TokenClassificationSettings, is_iob_tag
 from toolkit.windows import split_into_windows
 
 WORDS = ("tokens", "words")

@@ -1,0 +1,211 @@
+"""Classification of texts or pairs of texts: one label, several labels, or numbers."""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from toolkit.data import find_column, label_of, number_of, text_of, value_of
+from toolkit.tasks.arguments import NUMBER, ClassificationArguments
+from toolkit.tasks.labels import LabelTask, check_known, table_by_label
+from toolkit.tasks.task import chunks, tokenize
+
+TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
+SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
+LABELS = ("label", "labels", "score")
+METRICS = {
+    "single_label": ("accuracy", "f1_macro", "matthews_correlation"),
+    "multi_label": ("f1_macro", "f1_micro", "subset_accuracy"),
+    "regression": ("pearson", "spearman", "mean_squared_error"),
+}
+
+
+class Classification(LabelTask):
+    """Texts and their labels."""
+
+    name = "text-classification"
+    model_class = "ForSequenceClassification"
+    lower_is_better: ClassVar = {"loss", "mean_squared_error"}
+    arguments: ClassificationArguments
+
+    def __init__(self, arguments: ClassificationArguments):
+        super().__init__(arguments)
+        self.problem = arguments.problem
+        self.metric = METRICS[self.problem][0]
+        self.labels = arguments.label_columns or self.labels
+
+    # -- data
+
+    def find_columns(self, columns):
+        flags = self.arguments
+        self.text = find_column(columns, "--text_column", flags.text_column, TEXTS)
+        is_usual = flags.text_column is None and flags.text_pair_column is None
+        second = [name for name in SECOND_TEXTS if name in columns] if is_usual else [flags.text_pair_column]
+        self.pair = find_column(columns, "--text_pair_column", second[0], ()) if any(second) else None
+        self.label = None
+        for name in flags.label_columns or ():
+            find_column(columns, "--label_columns", name, ())
+        if not flags.label_columns:
+            self.label = find_column(columns, "--label_column", flags.label_column, LABELS)
+        pair = f", the second text is {self.pair!r}" if self.pair else ""
+        label = f"the label is {self.label!r}" if self.label else f"the labels are {', '.join(flags.label_columns)}"
+        return f"the text is {self.text!r}{pair}, {label}"
+
+    def read(self, content):
+        row = {"text": text_of(content, self.text)}
+        if self.pair:
+            row["text_pair"] = text_of(content, self.pair)
+        return row | {"label": self.read_label(content)}
+
+    def read_label(self, content: dict):
+        """One label, a list of labels, or a list of numbers."""
+        if self.label is None:
+            return [name for name in self.labels if one_hot(name, value_of(content, name))]
+        value = value_of(content, self.label)
+        if self.problem == "regression":
+            return [number_of(each) for each in (value if isinstance(value, list) else [value])]
+        if self.problem == "single_label":
+            label = label_of(value)
+            check_known([label], self.labels)
+            return label
+        given = value if isinstance(value, list) else str(value or "").split(self.arguments.label_separator)
+        labels = [label_of(each) for each in given if each not in ("", None)]
+        check_known(labels, self.labels)
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"the label is {value!r}; expected each label once. Pass --label_columns for 0 and 1")
+        return labels
+
+    def labels_of(self, row: dict) -> list[str]:
+        return [row["label"]] if self.problem == "single_label" else row["label"]
+
+    def prepare(self, rows):
+        if self.problem == "regression":
+            widths = sorted({len(row["label"]) for row in rows})
+            if len(widths) > 1:
+                raise ValueError(f"rows have {' and '.join(map(str, widths))} numbers; expected as many in each.")
+            self.set_labels([f"LABEL_{i}" for i in range(widths[0])])
+            return
+        yield from super().prepare(rows)
+        if self.problem == "single_label":
+            check_labels(self.labels, self.arguments.labels is not None)
+
+    def stratum(self, row):
+        return row["label"] if self.problem == "single_label" else None
+
+    def encode(self, rows):
+        examples: list[dict] = []
+        for _, chunk in chunks(rows):
+            texts = [row["text"] for row in chunk]
+            pairs = [row["text_pair"] for row in chunk] if self.pair else None
+            encoded = tokenize(self.tokenizer, texts, pairs, self.arguments.max_length)
+            for row, example in zip(chunk, encoded, strict=True):
+                examples.append({**example, "row": len(examples), "labels": self.target(row)})
+        return examples
+
+    def target(self, row: dict):
+        """A label's number, 0 and 1 for each label, or numbers."""
+        if self.problem == "regression":
+            if len(row["label"]) != len(self.labels):
+                raise ValueError(f"{row['place']}: there are {len(row['label'])} numbers; expected {len(self.labels)}.")
+            return row["label"]
+        if self.problem == "multi_label":
+            return [float(label in row["label"]) for label in self.labels]
+        return self.numbers[row["label"]]
+
+    def collate(self, examples, seed=()):
+        return super().collate(examples) | {"labels": torch.tensor([example["labels"] for example in examples])}
+
+    # -- model, loss and metrics
+
+    def open_model(self):
+        is_number = self.problem == "regression"
+        return super().open_model(problem_type=self.problem if is_number else f"{self.problem}_classification")
+
+    def count(self, batch):
+        labels = batch["labels"]
+        return self.weights.to(labels.device)[labels].sum() if labels.ndim == 1 else torch.tensor(labels.numel())
+
+    def loss_of(self, logits, batch):
+        labels = batch["labels"]
+        if self.problem == "regression":
+            return mse_loss(logits, labels, reduction="sum")
+        if self.problem == "multi_label":
+            return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        weights = self.weights.to(logits.device)
+        return cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
+
+    def outputs_of(self, logits, batch):
+        return logits.tolist()
+
+    def decode(self, rows, examples, outputs):
+        logits = torch.tensor(outputs)
+        if self.problem == "regression":
+            return [{"prediction": numbers} for numbers in outputs]
+        scores = logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
+        named = [dict(zip(self.labels, row, strict=True)) for row in scores.tolist()]
+        if self.problem == "multi_label":
+            return [{"prediction": [label for label in row if row[label] > 0.5], "scores": row} for row in named]
+        best = [max(row, key=row.__getitem__) for row in named]
+        return [{"prediction": label, "score": row[label]} for label, row in zip(best, named, strict=True)]
+
+    def metrics(self, rows, predictions):
+        if self.problem == "regression":
+            return regression_metrics(
+                *(
+                    np.array([row[name] for row in side])
+                    for name, side in (("label", rows), ("prediction", predictions))
+                )
+            )
+        from sklearn import metrics
+
+        references, found = self.as_numbers(rows, "label"), self.as_numbers(predictions, "prediction")
+        f1 = metrics.f1_score(references, found, average="macro", zero_division=np.nan)  # of labels that occur
+        values = {"accuracy": metrics.accuracy_score(references, found), "f1_macro": np.nan_to_num(f1)}
+        if self.problem == "multi_label":
+            values["subset_accuracy"] = values.pop("accuracy")
+            values["f1_micro"] = metrics.f1_score(references, found, average="micro", zero_division=0)
+        else:
+            is_constant = len({*references, *found}) == 1  # scikit-learn warns
+            values["matthews_correlation"] = 0.0 if is_constant else metrics.matthews_corrcoef(references, found)
+        return {name: float(value) for name, value in values.items()}
+
+    def as_numbers(self, rows: list[dict], name: str) -> np.ndarray:
+        if self.problem == "multi_label":
+            # A last column of zeros, because scikit-learn takes a single column for two labels.
+            return np.array([[*(int(label in row[name]) for label in self.labels), 0] for row in rows])
+        return np.array([self.numbers[row[name]] for row in rows])
+
+    def table_by_label(self, rows, predictions):
+        if self.problem == "regression":
+            return []
+        return table_by_label(self.labels, self.as_numbers(rows, "label"), self.as_numbers(predictions, "prediction"))
+
+
+def check_labels(labels: list[str], are_given: bool) -> None:
+    """Raises ValueError if there are fewer than two, or if they are decimal numbers that nobody called labels."""
+    if len(labels) < 2:
+        raise ValueError(f"the training rows have one label, {labels[0]}; expected two or more.")
+    decimals = [label for label in labels if NUMBER.fullmatch(label) and float(label) % 1]
+    if decimals and not are_given:
+        raise ValueError(f"labels are numbers such as {decimals[0]}; expected --problem regression, or --labels.")
+
+
+def one_hot(name: str, value) -> bool:
+    """Whether a column of 0 and 1 has 1. Raises ValueError if it has another value."""
+    text = str(value).strip().lower()
+    if text not in ("0", "1", "0.0", "1.0", "false", "true"):
+        raise ValueError(f"{name!r} is {value!r}; expected 0 or 1")
+    return text in ("1", "1.0", "true")
+
+
+def regression_metrics(references: np.ndarray, predictions: np.ndarray) -> dict[str, float]:
+    """Means over the columns. The correlation of a column with one value is 0, because the formula divides 0 by 0."""
+    from scipy.stats import pearsonr, spearmanr
+
+    def correlation(function) -> float:
+        pairs = zip(references.T, predictions.T, strict=True)
+        return float(np.mean([function(*pair).statistic if np.ptp(pair, axis=1).all() else 0 for pair in pairs]))
+
+    error = float(((references - predictions) ** 2).mean())
+    return {"pearson": correlation(pearsonr), "spearman": correlation(spearmanr), "mean_squared_error": error}

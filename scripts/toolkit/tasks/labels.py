@@ -1,0 +1,133 @@
+"""Labels of texts and words: their names in a model, their weights in the loss, and the metrics of each."""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.data import label_summary, label_warnings, sorted_labels
+from toolkit.files import read_json_object
+from toolkit.hub import read_config
+from toolkit.tasks.arguments import LabelArguments
+from toolkit.tasks.task import Task
+
+
+class LabelTask(Task):
+    """A task with labels of texts or words. Their order is that of --labels, of a checkpoint that has the same ones, or
+    sorted.
+
+    Attributes:
+        numbers: of the labels, by name.
+        weights: of the labels in the loss.
+        saved: the labels of the checkpoint; None if they are only numbered.
+    """
+
+    arguments: LabelArguments
+
+    def __init__(self, arguments: LabelArguments):
+        super().__init__(arguments)
+        self.labels = arguments.labels
+        names = saved_labels(arguments.model)
+        self.saved = None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
+
+    def labels_of(self, row: dict) -> list[str]:
+        """The labels of a row."""
+        raise NotImplementedError
+
+    def ordered(self, labels: Iterable[str]) -> list[str]:
+        """The labels to train with, of those that occur."""
+        return sorted_labels(labels)
+
+    def prepare(self, rows):
+        self.label_counts = Counter(label for row in rows for label in self.labels_of(row))
+        yield label_summary(self.label_counts)
+        yield from label_warnings(self.label_counts)
+        found = self.ordered(self.label_counts)
+        if self.labels is None:
+            self.labels = self.saved if sorted(self.saved or []) == sorted(found) else found
+        self.set_labels(self.labels)
+
+    def restore(self):
+        report = Path(self.arguments.model, "metrics.json")
+        self.label_counts = Counter(read_json_object(report).get("label_counts") if report.is_file() else None)
+        self.set_labels(saved_labels(self.arguments.model))
+
+    def set_labels(self, labels: list[str]) -> None:
+        self.labels, self.numbers = labels, {label: number for number, label in enumerate(labels)}
+        self.weights = class_weights(self.arguments.class_weights, labels, self.label_counts)
+
+    def open_model(self, **fields):
+        """The model for the labels. Its head is new if the checkpoint has other labels."""
+        labels = {"id2label": dict(enumerate(self.labels)), "label2id": self.numbers}
+        model = self.load(self.choose_class().from_pretrained, self.arguments.model, **labels, **fields)
+        if self.saved not in (None, self.labels):
+            self.new_weights |= initialise_head(model)
+        return model
+
+
+def saved_labels(source: str) -> list[str]:
+    """The labels of a checkpoint in the order of its model head."""
+    names = read_config(source).get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which config.json does not save
+    return [str(names[number]) for number in sorted(names, key=int)]
+
+
+def check_known(labels: Sequence[str], known: list[str] | None) -> None:
+    """Raises ValueError if a label is none of those that the model is trained with."""
+    for label in labels:
+        if known is not None and label not in known:
+            shown = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+            raise ValueError(
+                f"the label is {label!r}; expected one of {shown}. Write labels alike in all files, or pass --labels"
+            )
+
+
+@torch.no_grad()
+def initialise_head(model) -> set[str]:
+    """Draws the weights outside the base model, and returns their names."""
+    names = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    for name in sorted({name.rpartition(".")[0] for name in names}):
+        module = model.get_submodule(name)
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = False  # else transformers takes them for loaded
+        model._init_weights(module)
+    return names
+
+
+def class_weights(given: list[str] | None, labels: list[str], counts: Counter[str]) -> torch.Tensor:
+    """The weight of each label in the loss, `(L,)`: numbers, or "balanced" as in scikit-learn.
+
+    Raises:
+        ValueError: one is no number of 0 or more, or all are 0.
+    """
+    if given is None:
+        return torch.ones(len(labels))
+    if given == ["balanced"]:
+        return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
+    try:
+        weights = torch.tensor([float(each) for each in given])
+    except ValueError:
+        weights = torch.tensor([-1.0])
+    if not (weights.isfinite().all() and (weights >= 0).all() and weights.any()):
+        raise ValueError(f"--class_weights is {' '.join(given)}; expected numbers of 0 or more, or balanced.")
+    return weights
+
+
+def table_by_label(labels: list[str], references: np.ndarray, predictions: np.ndarray) -> list[dict]:
+    """Precision, recall, F1 and the number of rows of each label.
+
+    Args:
+        references, predictions: numbers of labels, `(N,)`, or 0 and 1 for each label, `(N, L)`.
+    """
+    from sklearn.metrics import precision_recall_fscore_support
+
+    with warnings.catch_warnings(action="ignore"):
+        columns = precision_recall_fscore_support(references, predictions, labels=range(len(labels)), zero_division=0)
+    names = ("precision", "recall", "f1", "rows")
+    return [
+        {"label": label, **dict(zip(names, map(float, values), strict=True))}
+        for label, values in zip(labels, zip(*columns, strict=True), strict=True)
+    ]

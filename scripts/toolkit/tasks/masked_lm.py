@@ -1,0 +1,143 @@
+"""Pre-training of encoders on texts without labels: masked words."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+from torch.nn.functional import cross_entropy
+
+from toolkit.data import find_column, text_of
+from toolkit.tasks.arguments import MaskedLMArguments
+from toolkit.tasks.new_model import new_config, overrides
+from toolkit.tasks.task import IGNORED, Task, chunks, filled, inputs_of, is_token
+
+TEXTS = ("text", "sentence", "content", "document")
+
+# The share of words to predict; and among these, the shares replaced by [MASK] and by a random word. The rest stay
+# unchanged (Devlin et al. 2018, section 3.1).
+CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
+
+
+class MaskedLM(Task):
+    """Texts. An example is a sequence of up to --max_length tokens: texts one after the other with [SEP] between them,
+    or with --line_by_line one text. Which words are masked depends on the seed, the epoch and the number of the example
+    only; in an evaluation on the number alone."""
+
+    name = "fill-mask"
+    model_class = "ForMaskedLM"
+    metric = "perplexity"
+    lower_is_better: ClassVar = {"loss", "perplexity"}
+    is_language_model = True
+    arguments: MaskedLMArguments
+
+    def __init__(self, arguments: MaskedLMArguments):
+        super().__init__(arguments)
+        tokenizer = self.tokenizer
+        for role in ("cls_token_id", "sep_token_id", "mask_token_id"):
+            if getattr(tokenizer, role) is None:
+                raise ValueError(f"the tokenizer has no {role}; expected one like BERT's.")
+        vocabulary = tokenizer.get_vocab()
+        self.continues, self.is_special = np.zeros((2, max(vocabulary.values()) + 1), dtype=bool)
+        self.continues[[number for token, number in vocabulary.items() if token.startswith("##")]] = True
+        self.is_special[tokenizer.all_special_ids] = True
+        self.ordinary = np.array(sorted(set(vocabulary.values()) - set(tokenizer.all_special_ids)))
+        if arguments.whole_word_masking and not self.continues.any():
+            raise ValueError("--whole_word_masking is given; expected a WordPiece tokenizer, with ## tokens.")
+
+    # -- data
+
+    def find_columns(self, columns):
+        self.text = find_column(columns, "--text_column", self.arguments.text_column, TEXTS)
+        return f"the text is {self.text!r}"
+
+    def read(self, content):
+        return {"text": text_of(content, self.text)}
+
+    def encode(self, rows):
+        start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        examples = []
+        for row, ids, cut in self.pieces(rows):
+            if not self.is_special[ids].all():  # else nothing can be masked
+                whole = np.array([start, *ids, end], dtype=np.int32)
+                examples.append(
+                    {"input_ids": whole, "length": len(whole), "row": row, "cut": cut, "number": len(examples)}
+                )
+        if not examples:
+            raise ValueError("the rows have no word of the vocabulary; expected at least one.")
+        return examples
+
+    def pieces(self, rows: list[dict]) -> Iterator[tuple[int, list[int], int]]:
+        """The tokens of each sequence without [CLS] and [SEP], the row where it starts, and how many are cut off."""
+        room = self.arguments.max_length - 2
+        buffer: list[int] = []
+        first = 0
+        for number, ids in self.tokenized(rows):
+            if self.arguments.line_by_line:
+                yield number, ids[:room], max(len(ids) - room, 0)
+                continue
+            first = first if buffer else number
+            buffer += [*([self.tokenizer.sep_token_id] if buffer else []), *ids]
+            while len(buffer) >= room:
+                yield first, buffer[:room], 0
+                buffer, first = buffer[room:], number
+        if buffer:
+            yield first, buffer, 0
+
+    def tokenized(self, rows: list[dict]) -> Iterator[tuple[int, list[int]]]:
+        for start, chunk in chunks(rows):
+            encoded = self.tokenizer([row["text"] for row in chunk], add_special_tokens=False, verbose=False)
+            yield from enumerate(encoded["input_ids"], start)
+
+    def collate(self, examples, seed=()):
+        masked = [self.masked(example, np.random.default_rng([*seed, example["number"]])) for example in examples]
+        batch = super().collate(masked)
+        return batch | {"labels": filled(is_token(batch).numpy(), masked, "labels", IGNORED)}
+
+    def masked(self, example: dict, random: np.random.Generator) -> dict:
+        """A sequence with masked words. `labels` are the words to predict, and -100 elsewhere."""
+        ids = example["input_ids"]
+        words = (~self.continues[ids]).cumsum() - 1 if self.arguments.whole_word_masking else np.arange(len(ids))
+        chosen = (random.random(len(ids))[words] < CHOSEN) & ~self.is_special[ids]
+        kind = random.random(len(ids))
+        others = random.choice(self.ordinary, len(ids))
+        changed = np.where(chosen & (kind >= 1 - RANDOM), others, ids)
+        changed = np.where(chosen & (kind < MASKED), self.tokenizer.mask_token_id, changed)
+        return {**example, "input_ids": changed, "labels": np.where(chosen, ids, IGNORED)}
+
+    # -- model, loss and metrics
+
+    def open_model(self):
+        flags, cls = self.arguments, self.choose_class()
+        # Computes the scores of the masked words only.
+        options = {"sparse_prediction": True} if flags.implementation == "scratchbert" else {}
+        if flags.config_name is not None:
+            model = cls(new_config(flags, self.tokenizer, **options, **overrides(flags)))
+        else:
+            model = self.load(cls.from_pretrained, flags.model, **options)
+        if model.config.is_decoder:
+            raise ValueError(
+                "the configuration has is_decoder true; expected an encoder, which sees words on both sides."
+            )
+        return model
+
+    def count(self, batch):
+        return (batch["labels"] != IGNORED).sum()
+
+    def logits(self, model, batch):
+        """The scores of the masked words only, `(N, V)`."""
+        if self.arguments.implementation == "scratchbert":
+            return model(**inputs_of(batch), labels=batch["labels"]).logits.float()
+        return super().logits(model, batch)[batch["labels"] != IGNORED]
+
+    def loss_of(self, logits, batch):
+        labels = batch["labels"]
+        return cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
+
+    def outputs_of(self, logits, batch):
+        return [None] * len(batch["labels"])
+
+    def decode(self, rows, examples, outputs):
+        return []
+
+    def metrics(self, rows, predictions):
+        return {}

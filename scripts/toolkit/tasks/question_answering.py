@@ -1,0 +1,297 @@
+"""Question answering: the answer is a span of a text, or there is none."""
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from typing import Any
+
+import evaluate
+import numpy as np
+import torch
+from datasets import Features, List, Value
+from torch.nn.functional import cross_entropy
+
+from toolkit.data import find_column, text_of, value_of
+from toolkit.tasks.arguments import QuestionAnsweringArguments
+from toolkit.tasks.task import Task, chunks, compute, inputs_of, is_token
+
+# Scores that differ by less are one level: another device can change their order.
+LEAST_DIFFERENCE = 1e-4
+
+
+class QuestionAnswering(Task):
+    """Questions, texts and answers. An example is a question with a window of its text, `[CLS] question [SEP] part of
+    the text [SEP]`; two windows share --stride tokens of the text.
+
+    Attributes:
+        threshold: the score that an answer must exceed; None: there always is an answer. It is saved in the model's
+            configuration, with the lengths of windows and answers.
+    """
+
+    name = "question-answering"
+    model_class = "ForQuestionAnswering"
+    metric = "f1"
+    arguments: QuestionAnsweringArguments
+    threshold: float | None = None
+
+    # -- data
+
+    def find_columns(self, columns):
+        for name in ("question", "context", "answers"):
+            find_column(columns, "question answering", name, ())
+        return "the columns are 'question', 'context' and 'answers'"
+
+    def read(self, content):
+        context = text_of(content, "context")
+        return {"question": text_of(content, "question"), "context": context, "answers": answers_of(content, context)}
+
+    def group_keys(self, row):
+        return (row["context"],)
+
+    def prepare(self, rows):
+        without = sum(not row["answers"] for row in rows)
+        yield f"{without:,} of {len(rows):,} questions have no answer"
+        given = self.arguments.null_threshold
+        if given not in ("best", "never", None):
+            self.threshold = float(given)
+        elif given == "best" or (given is None and without):
+            self.threshold = 0.0
+
+    def restore(self):
+        from toolkit.hub import read_config
+
+        saved, given = read_config(self.arguments.model).get("null_threshold", 0.0), self.arguments.null_threshold
+        value = saved if given in (None, "best") else given
+        self.threshold = None if value == "never" else float(value)
+
+    def encode(self, rows):
+        examples: list[dict] = []
+        length, stride = self.arguments.max_length, self.arguments.stride
+        for start, chunk in chunks(rows):
+            questions = [row["question"] for row in chunk]
+            for row, ids in zip(chunk, self.tokenizer(questions, verbose=False)["input_ids"], strict=True):
+                if len(ids) + 1 + stride >= length:  # one more [SEP]
+                    raise ValueError(
+                        f"{row['place']}: the question has {len(ids) - 2} tokens; expected a --max_length above "
+                        f"{len(ids) + 1 + stride}, with --stride {stride}."
+                    )
+            encoded = self.tokenizer(
+                questions,
+                [row["context"] for row in chunk],
+                truncation="only_second",
+                max_length=length,
+                stride=stride,
+                return_overflowing_tokens=True,
+            )
+            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
+                examples.append(window(encoding, chunk[i], start + i))
+        self.check_answers(rows, examples)
+        return examples
+
+    def check_answers(self, rows: list[dict], examples: list[dict]) -> None:
+        """Says how many answers are in no window as a whole. They are trained as questions without answer."""
+        answers = sum(bool(row["answers"]) for row in rows)
+        lost = answers - len({example["row"] for example in examples if example["start"]})
+        if lost and lost == answers:
+            raise ValueError(f"no answer fits in a window of --max_length {self.arguments.max_length}; expected more.")
+        if lost:
+            self.say(f"{lost:,} of {answers:,} answers fit in no window, and are trained as questions without answer")
+
+    def collate(self, examples, seed=()):
+        targets = {f"{name}_positions": torch.tensor([each[name] for each in examples]) for name in ("start", "end")}
+        return super().collate(examples) | targets
+
+    # -- model, loss and metrics
+
+    def open_model(self):
+        return self.load(self.choose_class().from_pretrained, self.arguments.model, num_labels=2)
+
+    def save_settings(self, config):
+        names = ("max_length", "stride", "max_answer_length")
+        config.null_threshold = "never" if self.threshold is None else self.threshold
+        config.question_answering = {name: getattr(self.arguments, name) for name in names}
+
+    def count(self, batch):
+        return torch.tensor(len(batch["start_positions"]), device=batch["start_positions"].device)
+
+    def logits(self, model, batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The start and the end logits, `(B, T)`, -inf at padding: a loss does not depend on the other rows."""
+        outputs = model(**inputs_of(batch))
+        padding = ~is_token(batch)
+        both = (outputs.start_logits, outputs.end_logits)
+        start, end = (logits.float().masked_fill(padding, float("-inf")) for logits in both)
+        return start, end
+
+    def loss_of(self, logits, batch):
+        targets = (batch["start_positions"], batch["end_positions"])
+        return sum(cross_entropy(*pair, reduction="sum") for pair in zip(logits, targets, strict=True)) / 2
+
+    def outputs_of(self, logits, batch):
+        both = torch.stack(logits, 1).double().cpu().numpy()  # in float64 their sums compare exactly
+        lengths = batch["attention_mask"].sum(1).tolist()
+        return [own[:, :length] for own, length in zip(both, lengths, strict=True)]
+
+    def tune(self, rows, examples, outputs):
+        if self.arguments.null_threshold == "best":
+            answers = self.best_answers(rows, examples, outputs)
+            self.threshold = best_threshold(answers, [row["answers"] for row in rows])
+
+    def decode(self, rows, examples, outputs):
+        limit = -np.inf if self.threshold is None else self.threshold
+        answers = self.best_answers(rows, examples, outputs)
+        return [{"prediction": text if score > limit else "", "score": score} for text, score in answers]
+
+    def best_answers(self, rows, examples, outputs) -> list[tuple[str, float]]:
+        """The best span of each text, and its score: S·T_i + E·T_j of all windows, less the lowest S·C + E·C, where C
+        is [CLS] (Devlin et al. 2018, section 4.3)."""
+        best: dict[int, tuple] = {}
+        null: dict[int, float] = {}
+        for example, (start, end) in zip(examples, outputs, strict=True):
+            row = example["row"]
+            score, first, last = best_span(example, start, end, self.arguments.max_answer_length)
+            # Of equal scores the earlier span, then the shorter one.
+            best[row] = max(best.get(row, (-np.inf, 0, 0)), (score, -first, -last))
+            null[row] = min(null.get(row, np.inf), float(start[0] + end[0]))
+        spans = [(*best[i], null[i]) for i in range(len(rows))]
+        return [
+            (row["context"][-begin:-stop], score - lowest)
+            for row, (score, begin, stop, lowest) in zip(rows, spans, strict=True)
+        ]
+
+    def metrics(self, rows, predictions):
+        found = [row["prediction"] for row in predictions]
+        values = compute(Squad, found, [[text for text, _ in row["answers"]] for row in rows])
+        return values | ({"null_threshold": self.threshold} if self.arguments.null_threshold == "best" else {})
+
+
+def answers_of(content: dict, context: str) -> list[tuple[str, int]]:
+    """The answers and their first characters; none if the question has no answer.
+
+    Raises:
+        ValueError: they have another form, or one is not at its place in the text.
+    """
+    given: Any = value_of(content, "answers")
+    if isinstance(given, dict):
+        texts, starts = given.get("text"), given.get("answer_start")
+        given = [{"text": text, "answer_start": start} for text, start in zip(texts or [], starts or [], strict=True)]
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise ValueError(f"'answers' is {given!r}; expected {{'text': [...], 'answer_start': [...]}}")
+    if given and content.get("is_impossible") is True:
+        raise ValueError("'is_impossible' is true; expected no answers with it")
+    return [checked(each.get("text"), each.get("answer_start"), context) for each in given]
+
+
+def checked(text, start, context: str) -> tuple[str, int]:
+    if not isinstance(text, str) or not isinstance(start, int) or not text:
+        raise ValueError(f"an answer is {text!r} at {start!r}; expected a text at an integer")
+    if start < 0 or context[start : start + len(text)] != text:
+        raise ValueError(f"the answer {text!r} is not at character {start} of the context")
+    return text, start
+
+
+def window(encoding, row: dict, number: int) -> dict:
+    """An example: a question with a window of its text. `start` and `end` are the first and the last token of the first
+    answer, or 0, [CLS], if the window lacks a part of it. `offsets` are the characters of each token of the text."""
+    parts = encoding.sequence_ids  # 1 for the text
+    if 1 not in parts:
+        raise ValueError(f"{row['place']}: the context has no token in a window; expected a larger --max_length.")
+    first = parts.index(1)
+    count = parts.count(1)
+    offsets = np.array(with_marks(encoding.offsets[first : first + count], row["context"]))
+    start, end = positions(offsets, row["answers"][0] if row["answers"] else None)
+    return {
+        "input_ids": np.array(encoding.ids, dtype=np.int32),
+        "token_type_ids": np.array(encoding.type_ids, dtype=np.int8),
+        "length": len(encoding.ids),
+        "row": number,
+        "cut": 0,
+        "first": first,
+        "offsets": offsets,
+        "start": start and start + first - 1,
+        "end": end and end + first - 1,
+    }
+
+
+def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, int]]:
+    """The offsets, extended by combining marks, which an uncased tokenizer drops, after a token."""
+    extended = []
+    for start, end in offsets:
+        while end < len(context) and unicodedata.combining(context[end]):
+            end += 1
+        extended.append((start, end))
+    return extended
+
+
+def positions(offsets: np.ndarray, answer: tuple[str, int] | None) -> tuple[int, int]:
+    """The first and the last token of an answer, counted from 1; 0 if it is not in the window as a whole."""
+    if answer is None or not answer[0].strip():
+        return 0, 0
+    text, start = answer
+    begin, stop = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+    inside = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > begin))
+    if not len(inside) or offsets[0, 0] > begin or offsets[-1, 1] < stop:
+        return 0, 0
+    return int(inside[0]) + 1, int(inside[-1]) + 1
+
+
+def best_span(example: dict, start: np.ndarray, end: np.ndarray, max_answer_length: int) -> tuple[float, int, int]:
+    """The best span of a window: its score, and its first and last character."""
+    offsets = example["offsets"]
+    text = slice(example["first"], example["first"] + len(offsets))
+    width = min(max_answer_length, len(offsets))
+    ends = np.pad(end[text], (0, width - 1), constant_values=-np.inf)
+    scores = start[text, None] + np.lib.stride_tricks.sliding_window_view(ends, width)
+    i, more = np.unravel_index(scores.argmax(), scores.shape)
+    return float(scores[i, more]), int(offsets[i, 0]), int(offsets[i + more, 1])
+
+
+def best_threshold(answers: list[tuple[str, float]], golds: list[list[tuple[str, int]]]) -> float:
+    """The threshold with the highest F1, as in SQuAD 2.0's evaluation script, but between two scores, so that rounding
+    errors change no answer."""
+    texts = [[text for text, _ in gold] for gold in golds]
+    gains = [
+        best_match(answer, gold)[1] - best_match("", gold)[1] for (answer, _), gold in zip(answers, texts, strict=True)
+    ]
+    scores = np.sort([score for _, score in answers])
+    is_level = np.diff(scores) >= LEAST_DIFFERENCE
+    between = (scores[1:] + scores[:-1])[is_level] / 2
+    # The F1 gained by answering above a threshold: below the first level, below the second, ..., above the last.
+    level_of = np.searchsorted(between, [score for _, score in answers])
+    gained = [*np.bincount(level_of, gains, len(between) + 1)[::-1].cumsum()[::-1], 0.0]
+    return float([scores[0] - 1, *between, scores[-1] + 1][int(np.argmax(gained))])
+
+
+def normalized(text: str) -> str:
+    """The text in lower case, without punctuation, articles and extra white space."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def best_match(answer: str, golds: list[str]) -> tuple[float, float]:
+    """The exact match and the F1 of the shared tokens, the best of the gold answers, or of "" if there are none."""
+    tokens = normalized(answer).split()
+    right = [gold.split() for gold in map(normalized, golds) if gold] or [[]]
+    shared = [(Counter(tokens) & Counter(gold)).total() for gold in right]
+    scores = [
+        2 * common / (len(tokens) + len(gold)) if tokens and gold else float(tokens == gold)
+        for common, gold in zip(shared, right, strict=True)
+    ]
+    return float(tokens in right), max(scores)
+
+
+class Squad(evaluate.Metric):
+    """exact_match, f1: the means in per cent, as in SQuAD's script. If some questions have an answer and others none,
+    also has_answer_f1 and no_answer_f1. Rajpurkar et al. (2016), section 6.1, and (2018)."""
+
+    def _info(self):
+        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+
+    def _compute(self, predictions, references):
+        scores = 100 * np.array([best_match(*pair) for pair in zip(predictions, references, strict=True)])
+        has_answer = np.array([bool(golds) for golds in references])
+        values = dict(zip(("exact_match", "f1"), scores.mean(0), strict=True))
+        if 0 < has_answer.sum() < len(has_answer):
+            values |= {"has_answer_f1": scores[has_answer, 1].mean(), "no_answer_f1": scores[~has_answer, 1].mean()}
+        return values

@@ -1,0 +1,200 @@
+"""Pairs of texts: a model that writes a target for each source, from a BERT, a generator or random weights."""
+
+from typing import ClassVar
+
+import evaluate
+import numpy as np
+import torch
+from datasets import Features, List, Value
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig
+
+from modeling_scratchbert import ScratchBertForConditionalGeneration
+from toolkit.data import find_column, text_of
+from toolkit.hub import read_config
+from toolkit.tasks.arguments import SEQ2SEQ_METRICS, Seq2SeqArguments
+from toolkit.tasks.new_model import new_config, overrides
+from toolkit.tasks.task import IGNORED, Task, chunks, compute, inputs_of, pad, tokenize
+
+SOURCES = ("source", "text", "article", "document", "en")
+TARGETS = ("target", "summary", "highlights", "translation", "de")
+
+
+class Seq2Seq(Task):
+    """Sources and targets. The decoder starts with [CLS] and ends with [SEP]."""
+
+    name = "text2text-generation"
+    model_class = "ForConditionalGeneration"
+    lower_is_better: ClassVar = {"loss", "perplexity", "token_error_rate", "item_error_rate"}
+    is_language_model = True
+    arguments: Seq2SeqArguments
+
+    def __init__(self, arguments: Seq2SeqArguments):
+        super().__init__(arguments)
+        self.texts = [name for name in arguments.metrics or ["rouge"] if name != "loss"]
+        self.metric = SEQ2SEQ_METRICS[(arguments.metrics or ["rouge"])[0]][0]
+        tokenizer = self.tokenizer
+        if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
+            raise ValueError(
+                "the tokenizer does not put [CLS] before and [SEP] after a text; expected one like BERT's."
+            )
+
+    # -- data
+
+    def find_columns(self, columns):
+        flags = self.arguments
+        others = [name for name in columns if flags.source_column or name != flags.target_column]
+        self.source = find_column(others, "--source_column", flags.source_column, SOURCES)
+        others = [name for name in columns if name != self.source]
+        self.target = find_column(others, "--target_column", flags.target_column, TARGETS)
+        return f"the source is {self.source!r}, the target is {self.target!r}"
+
+    def read(self, content):
+        return {"source": text_of(content, self.source), "target": text_of(content, self.target)}
+
+    def group_keys(self, row):
+        return (row["source"],)
+
+    def encode(self, rows):
+        examples: list[dict] = []
+        for _, chunk in chunks(rows):
+            sources = tokenize(self.tokenizer, [row["source"] for row in chunk], None, self.arguments.max_length)
+            longest = self.arguments.max_target_length + 1  # with [CLS], which labels lack
+            targets = tokenize(self.tokenizer, [row["target"] for row in chunk], None, longest)
+            for source, target in zip(sources, targets, strict=True):
+                example = {**source, "row": len(examples), "labels": target["input_ids"][1:]}
+                example["cut"] += target["cut"]
+                example["length"] += len(example["labels"])  # of both, to sort by
+                examples.append(example)
+        return examples
+
+    def collate(self, examples, seed=()):
+        padding, start = self.tokenizer.pad_token_id, self.tokenizer.cls_token_id
+        sources = pad([{**each, "length": len(each["input_ids"])} for each in examples], padding)
+        targets = pad([{"input_ids": each["labels"], "length": len(each["labels"])} for each in examples], padding)
+        labels = targets["input_ids"].masked_fill(~targets["attention_mask"].bool(), IGNORED)
+        first = torch.full((len(examples), 1), start)
+        return sources | {"decoder_input_ids": torch.cat([first, targets["input_ids"][:, :-1]], 1), "labels": labels}
+
+    # -- model
+
+    def open_model(self):
+        flags, tokenizer, cls = self.arguments, self.tokenizer, ScratchBertForConditionalGeneration
+        names = ("tie_encoder_decoder", "num_decoder_layers")
+        fields = {name: getattr(flags, name) for name in names if getattr(flags, name)} | overrides(flags)
+        roles = {"decoder_start": "cls", "eos": "sep", "pad": "pad"}
+        special = {f"{ours}_token_id": getattr(tokenizer, f"{its}_token_id") for ours, its in roles.items()}
+        if flags.config_name is not None:
+            model = cls(new_config(flags, tokenizer, is_encoder_decoder=True, **special, **fields))
+        else:
+            config = read_config(flags.model)
+            is_generator = bool(config.get("is_encoder_decoder")) or config.get("model_type") == "encoder-decoder"
+            if is_generator and fields.keys() & set(names):
+                raise ValueError(f"--model {flags.model} has a decoder; expected none of --{' and --'.join(names)}.")
+            model = self.load(cls.from_pretrained if is_generator else cls.from_bert, flags.model, **special, **fields)
+        beams = {
+            "num_beams": flags.num_beams,
+            **({"length_penalty": flags.length_penalty} if flags.num_beams > 1 else {}),
+        }
+        longest = flags.max_new_tokens or flags.max_target_length
+        ids = {name: getattr(model.config, name) for name in ("bos_token_id", *special)}
+        model.generation_config = GenerationConfig(**ids, max_new_tokens=longest, do_sample=False, **beams)
+        model.generation_config.validate(strict=True)  # saving the model raises otherwise, after the training
+        return model
+
+    # -- loss and metrics
+
+    def count(self, batch):
+        return (batch["labels"] != IGNORED).sum()
+
+    def logits(self, model, batch):
+        inputs = inputs_of(batch) | {"decoder_input_ids": batch["decoder_input_ids"]}
+        return model(**inputs, use_cache=False).logits.float()
+
+    def loss_of(self, logits, batch):
+        labels, smoothing = batch["labels"].flatten(), self.label_smoothing if torch.is_grad_enabled() else 0.0
+        options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
+        return cross_entropy(logits.flatten(0, 1), labels, **options)
+
+    def outputs_of(self, logits, batch):
+        return [None] * len(logits)
+
+    def predict(self, model, batch):
+        texts, loss = super().predict(model, batch)
+        if self.texts:
+            whole = getattr(model, "module", model)
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            is_sharded = torch.distributed.is_initialized() and whole is model
+            texts = self.tokenizer.batch_decode(
+                whole.generate(**inputs, synced_gpus=is_sharded), skip_special_tokens=True
+            )
+        return texts, loss
+
+    def decode(self, rows, examples, outputs):
+        return [{"prediction": text} for text in outputs] if self.texts else []
+
+    def metrics(self, rows, predictions):
+        """Rows with the same source are one item, with several right targets."""
+        if not self.texts:
+            return {}
+        right: dict[str, list[str]] = {}
+        written: dict[str, str] = {}
+        for row, prediction in zip(rows, predictions, strict=True):
+            right.setdefault(row["source"], []).append(row["target"])
+            written.setdefault(row["source"], prediction["prediction"])
+        values: dict[str, float] = {}
+        for name in self.texts:
+            values |= compute(METRICS[name], list(written.values()), list(right.values()))
+        return values
+
+
+class TextMetric(evaluate.Metric):
+    """A metric of texts. References are a list of right texts for each prediction."""
+
+    def _info(self):
+        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+
+
+class Rouge(TextMetric):
+    """rouge1, rouge2, rougeL, rougeLsum: the mean F1 of words, pairs of words and the longest common subsequence. The
+    best of several references counts. Words consist of a-z and 0-9. Lin (2004), "ROUGE"."""
+
+    def _compute(self, predictions, references):
+        from rouge_score.rouge_scorer import RougeScorer
+
+        types = SEQ2SEQ_METRICS["rouge"]
+        scorer = RougeScorer(types)
+        scores = [scorer.score_multi(right, text) for text, right in zip(predictions, references, strict=True)]
+        return {name: np.mean([score[name].fmeasure for score in scores]) for name in types}
+
+
+class Sacrebleu(TextMetric):
+    """bleu, chrf: over the whole set, from 0 to 100. Post (2018), "A Call for Clarity in Reporting BLEU Scores"."""
+
+    def _compute(self, predictions, references):
+        from itertools import zip_longest
+
+        from sacrebleu import corpus_bleu, corpus_chrf
+
+        columns = [list(column) for column in zip_longest(*references)]
+        return {"bleu": corpus_bleu(predictions, columns).score, "chrf": corpus_chrf(predictions, columns).score}
+
+
+class ErrorRate(TextMetric):
+    """token_error_rate: the edits that turn predictions into references, divided by the tokens of the references: the
+    word error rate, or the phoneme error rate if tokens are phonemes. item_error_rate: the share of items with an edit.
+    The reference with the fewest edits counts."""
+
+    def _compute(self, predictions, references):
+        from rapidfuzz.distance import Levenshtein
+
+        best = [
+            min((Levenshtein.distance(text.split(), right.split()), len(right.split())) for right in texts)
+            for text, texts in zip(predictions, references, strict=True)
+        ]
+        edits, lengths = np.array(best).T
+        return {"token_error_rate": edits.sum() / max(lengths.sum(), 1), "item_error_rate": (edits > 0).mean()}
+
+
+METRICS = {"rouge": Rouge, "sacrebleu": Sacrebleu, "error_rate": ErrorRate}

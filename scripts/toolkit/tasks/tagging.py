@@ -1,0 +1,257 @@
+"""Tagging the words of texts, such as named entities."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import evaluate
+import numpy as np
+from datasets import Features, List, Value
+from torch.nn.functional import cross_entropy
+
+from toolkit.data import find_column, label_of, sorted_labels, value_of
+from toolkit.tasks.arguments import TaggingArguments
+from toolkit.tasks.labels import LabelTask, check_known, table_by_label
+from toolkit.tasks.task import IGNORED, chunks, compute, filled, is_token
+
+WORDS = ("tokens", "words")
+TAGS = ("tags", "ner_tags", "labels")
+OUTSIDE = "O"
+
+
+class Tagging(LabelTask):
+    """Words and their tags. An example is a window of a text, which shares --stride tokens with the one before it. Each
+    word is tagged in one window, by its first piece."""
+
+    name = "token-classification"
+    model_class = "ForTokenClassification"
+    txt_format = "conll"
+    arguments: TaggingArguments
+
+    def __init__(self, arguments: TaggingArguments):
+        super().__init__(arguments)
+        self.has_entities = arguments.scheme != "plain"
+        self.metric = "entity_f1" if self.has_entities else "f1_macro"
+
+    # -- data
+
+    def find_columns(self, columns):
+        self.words = find_column(columns, "--words_column", self.arguments.words_column, WORDS)
+        self.tags = find_column(columns, "--tags_column", self.arguments.tags_column, TAGS)
+        return f"the words are {self.words!r}, the tags are {self.tags!r}"
+
+    def read(self, content):
+        words, tags = list_of(content, self.words), [label_of(tag) for tag in list_of(content, self.tags)]
+        if len(words) != len(tags):
+            raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
+        if self.arguments.scheme == "iob1":
+            tags = to_iob2(tags)
+        if self.has_entities:
+            check_iob2(tags)
+        check_known(tags, self.labels)
+        return {"words": words, "tags": tags}
+
+    def group_keys(self, row):
+        return (tuple(row["words"]),)
+
+    def labels_of(self, row):
+        return row["tags"]
+
+    def ordered(self, labels):
+        return iob_tags(labels) if self.has_entities else sorted_labels(labels)
+
+    def prepare(self, rows):
+        yield from super().prepare(rows)
+        if len(self.labels) < 2:
+            raise ValueError(f"the training rows have one tag, {self.labels[0]}; expected two or more.")
+
+    def encode(self, rows):
+        length, stride = self.arguments.max_length, self.arguments.stride
+        stride = length // 4 if stride is None else stride
+        room = length - self.tokenizer.num_special_tokens_to_add()
+        if room <= stride:
+            raise ValueError(f"--stride is {stride}; expected less than {room}, with --max_length {length}.")
+        examples: list[dict] = []
+        for start, chunk in chunks(rows):
+            encoded = self.tokenizer(
+                [row["words"] for row in chunk],
+                is_split_into_words=True,
+                truncation=True,
+                max_length=length,
+                stride=stride,
+                return_overflowing_tokens=True,
+            )
+            windows = defaultdict(list)
+            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
+                windows[i].append(encoding)
+            for i, row in enumerate(chunk):
+                first_pieces = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
+                for encoding, own in zip(windows[i], first_pieces, strict=True):
+                    examples.append(self.example(encoding, own, row["tags"], start + i))
+        return examples
+
+    def example(self, encoding, first_pieces: dict[int, int], tags: list[str], row: int) -> dict:
+        """A window with the target of each token.
+
+        Args:
+            first_pieces: of each word that is tagged in this window, the position of its first piece.
+        """
+        targets = np.full(len(encoding.ids), IGNORED)
+        for i, word in enumerate(encoding.word_ids):
+            if word in first_pieces and self.arguments.label_all_pieces:
+                inside = tags[word].replace("B-", "I-", 1)
+                targets[i] = self.numbers[inside if inside in self.numbers else tags[word]]
+        for word, i in first_pieces.items():
+            targets[i] = self.numbers[tags[word]]
+        ids = np.array(encoding.ids, dtype=np.int32)
+        example = {"input_ids": ids, "length": len(ids), "row": row, "cut": 0}
+        return example | {"labels": targets, "first_pieces": first_pieces}
+
+    def collate(self, examples, seed=()):
+        batch = super().collate(examples)
+        return batch | {"labels": filled(batch["attention_mask"].bool().numpy(), examples, "labels", IGNORED)}
+
+    # -- model, loss and metrics
+
+    def count(self, batch):
+        labels = batch["labels"]
+        return self.weights.to(labels.device)[labels[labels != IGNORED]].sum()
+
+    def loss_of(self, logits, batch):
+        return cross_entropy(
+            logits.flatten(0, 1),
+            batch["labels"].flatten(),
+            self.weights.to(logits.device),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def outputs_of(self, logits, batch):
+        return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), is_token(batch), strict=True)]
+
+    def decode(self, rows, examples, outputs):
+        # Of a word without a token, such as an invisible character.
+        unseen = OUTSIDE if self.has_entities else max(self.labels, key=self.label_counts.__getitem__)
+        tags = [[unseen] * len(row["words"]) for row in rows]
+        for example, numbers in zip(examples, outputs, strict=True):
+            for word, i in example["first_pieces"].items():
+                tags[example["row"]][word] = self.labels[numbers[i]]
+        return [{"predicted_tags": own} for own in tags]
+
+    def metrics(self, rows, predictions):
+        found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
+        if self.has_entities:
+            return {name: value for name, value in compute(Entities, found, right).items() if "/" not in name}
+        from sklearn.metrics import f1_score
+
+        flat_found, flat_right = self.flat(found), self.flat(right)
+        f1 = f1_score(flat_right, flat_found, average="macro", zero_division=0)
+        return {"f1_macro": float(f1), "tag_accuracy": float((flat_found == flat_right).mean())}
+
+    def flat(self, tags: list[list[str]]) -> np.ndarray:
+        return np.array([self.numbers[tag] for row in tags for tag in row])
+
+    def table_by_label(self, rows, predictions):
+        found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
+        if not self.has_entities:
+            return table_by_label(self.labels, self.flat(right), self.flat(found))
+        values = compute(Entities, found, right)
+        types = dict.fromkeys(name.partition("/")[0] for name in values if "/" in name)
+        return [
+            {"label": kind, **{name: values[f"{kind}/{name}"] for name in ("precision", "recall", "f1", "entities")}}
+            for kind in types
+        ]
+
+
+def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int, int]]:
+    """For each window the words that are tagged in it, with the position of their first pieces. A word is tagged in the
+    earlier of two windows if its first piece is in the first half of the tokens that they share.
+
+    Args:
+        windows: the word of each token of consecutive windows; None for special tokens.
+        stride: the tokens that two windows share.
+    """
+    before = next((i for i, word in enumerate(windows[0]) if word is not None), 0)  # [CLS]
+    step = max(sum(word is not None for word in windows[0]) - stride, 1)  # a single window may be short
+    first: dict[int, int] = {}  # from a word to its first token in the whole text
+    for k, window in enumerate(windows):
+        for i, word in enumerate(window):
+            if word is not None:
+                first.setdefault(word, k * step + i - before)
+    tagged: list[dict[int, int]] = [{} for _ in windows]
+    for word, token in first.items():
+        k = min(max((token - stride // 2) // step, 0), len(windows) - 1)
+        tagged[k][word] = token - k * step + before
+    return tagged
+
+
+# ---------------------------------------------------------------------------------------------------------------- tags
+
+
+def list_of(content: dict, column: str) -> list:
+    """The words or tags of a row: a list, or a text with spaces."""
+    value: Any = value_of(content, column)
+    if isinstance(value, str) and not value.strip().startswith("["):
+        value = value.split()
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{column!r} is {value!r}; expected a list, or words separated by spaces")
+    for each in value:
+        if not isinstance(each, str) and (type(each) is not int or each < 0):
+            raise ValueError(f"{column!r} has {each!r}; expected a text, or an integer of 0 or more")
+    return [str(each) for each in value]
+
+
+def check_iob2(tags: Sequence[str]) -> None:
+    """Raises ValueError unless every entity begins with B- and continues with I- of its type."""
+    before = OUTSIDE
+    for number, tag in enumerate(tags, 1):
+        if tag != OUTSIDE and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
+            raise ValueError(
+                f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE. Pass --scheme plain for other tags"
+            )
+        if tag.startswith("I-") and before[2:] != tag[2:]:
+            raise ValueError(
+                f"tag {number} is {tag} after {before}; expected B-{tag[2:]}. Pass --scheme iob1 for such tags"
+            )
+        before = tag
+
+
+def to_iob2(tags: Sequence[str]) -> list[str]:
+    """The tags with B- for each I- that begins an entity."""
+    before = [OUTSIDE, *tags[:-1]]
+    return [
+        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+        for last, tag in zip(before, tags, strict=True)
+    ]
+
+
+def iob_tags(tags: Iterable[str]) -> list[str]:
+    """O, and both tags of each type that occurs: a longer entity may come later."""
+    types = sorted({tag[2:] for tag in tags if tag != OUTSIDE})
+    return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
+
+
+class Entities(evaluate.Metric):
+    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). An entity is
+    correct if its first word, its last word and its type are. tag_accuracy: the share of words with the correct tag.
+    For each type T: T/precision, T/recall, T/f1 and T/entities, their number."""
+
+    def _info(self):
+        features = Features(dict.fromkeys(("predictions", "references"), List(Value("string"))))
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+
+    def _compute(self, predictions, references):
+        from seqeval.metrics import accuracy_score, classification_report
+
+        with warnings.catch_warnings(action="ignore"):
+            report = classification_report(references, predictions, output_dict=True, zero_division=0)
+        total = report.pop("micro avg")
+        ours = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
+        values = {f"entity_{name}": total[theirs] for name, theirs in ours.items()}
+        values["tag_accuracy"] = accuracy_score(references, predictions)
+        for kind in sorted(report.keys() - {"macro avg", "weighted avg"}):
+            named = {**ours, "entities": "support"}
+            values |= {f"{kind}/{name}": report[kind][theirs] for name, theirs in named.items()}
+        return values

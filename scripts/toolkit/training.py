@@ -1,0 +1,380 @@
+"""What a training run has beside its loop: batches, optimizer, checkpoints, curves and the model card."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from torch import nn
+from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from toolkit.cli import CommandError
+from toolkit.files import read_json_object, write_json
+
+# Rows are sorted by length within groups of this many batches, drawn at random.
+BATCHES_SORTED_TOGETHER = 50
+
+# A block of ScratchBert or of BERT, in the name of a parameter.
+BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
+ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
+PROGRESS, SCHEDULE = "progress.json", "schedule.json"
+MOST_CLASSES = 60  # in a picture of a confusion matrix
+
+
+class TrainingError(CommandError):
+    """The training cannot continue. Its checkpoints are still there."""
+
+    def __init__(self, message: str):
+        super().__init__(message, exit_code=1)
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def epoch_batches(
+    lengths: Sequence[int], batch_size: int, seed: int, epoch: int, rank=0, world=1, by_length=True
+) -> list[list[int]]:
+    """The batches of one process in an epoch, as lists of rows. They depend on the arguments only.
+
+    By length: rows are shuffled, sorted by length in groups of 50 batches (fewer for few rows), and cut into batches,
+    whose order is random. Each process has every `world`-th row of a step. The last step may have fewer rows, and then
+    none for some processes.
+    """
+    random = np.random.default_rng([seed, epoch])
+    rows, size = random.permutation(len(lengths)), batch_size * world
+    if by_length:
+        group = size * max(1, min(BATCHES_SORTED_TOGETHER, len(rows) // (4 * size)))
+        sizes = np.asarray(lengths)
+        parts = np.split(rows, range(group, len(rows), group))
+        rows = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts])
+    steps = np.split(rows, range(size, len(rows), size))
+    whole = len(rows) // size
+    order = [*random.permutation(whole), *range(whole, len(steps))]
+    return [steps[step][rank::world].tolist() for step in order]
+
+
+def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int, world: int) -> list[list[int]]:
+    """The batches of one process, the longest rows first. All processes have the same number of batches, some of them
+    without a row."""
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    steps = np.array_split(order, max(1, -(-len(order) // (batch_size * world))))
+    return [step[rank::world].tolist() for step in steps]
+
+
+def seed_update(seed: int, step: int, rank: int) -> None:
+    """Seeds dropout for an update. A resumed run draws what the uninterrupted run draws."""
+    number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+    torch.manual_seed(number)
+
+
+def fingerprint(rows: Sequence[dict], examples: Sequence[dict]) -> str:
+    """A hash of the data. It does not depend on where the files are."""
+    digest = hashlib.sha256()
+    for row in rows:
+        fields = {name: value for name, value in row.items() if name not in ("place", "columns")}
+        digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
+    for example in examples:
+        digest.update(example["input_ids"].tobytes())
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def make_optimizer(model: nn.Module, arguments) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained. Biases and norms have no weight decay, as in BERT's code."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], [r"\bbias$"]))
+    groups = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[arguments.weight_decay if name in decayed else 0.0].append(parameter)
+    if not groups:
+        raise ValueError(f"--freeze is {arguments.freeze}, which freezes everything; expected a parameter to train.")
+    parameters = [{"params": group, "weight_decay": decay} for decay, group in groups.items()]
+    if arguments.optim == "sgd":
+        return torch.optim.SGD(parameters, arguments.learning_rate, momentum=0.9)
+    if arguments.optim == "adafactor":
+        return torch.optim.Adafactor(parameters, arguments.learning_rate)
+    return torch.optim.AdamW(parameters, arguments.learning_rate, fused=True)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
+    """The learning-rate schedule over `steps` updates."""
+    warmup = arguments.warmup_steps
+    warmup = math.ceil(warmup * steps) if warmup < 1 else int(warmup)
+    try:
+        return get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=json.loads(arguments.lr_scheduler_kwargs or "{}"),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--lr_scheduler_type is {arguments.lr_scheduler_type} with --lr_scheduler_kwargs "
+            f"{arguments.lr_scheduler_kwargs}; expected a schedule of transformers and its arguments in JSON: {error}"
+        ) from error
+
+
+def freeze(model: nn.Module, what: str | None, new_weights: set[str]) -> None:
+    """Excludes from the training the embeddings, the encoder, or a number of lowest blocks with the embeddings.
+
+    Args:
+        new_weights: are trained nevertheless, because they would stay random.
+    """
+    if what is None:
+        return
+    blocks = model.config.num_hidden_layers
+    depths = {"embeddings": 0, "encoder": blocks + 1} | {str(number): number for number in range(blocks + 1)}
+    if what not in depths:
+        raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks up to {blocks}.")
+    base = f"{model.base_model_prefix}." + ("encoder." if model.config.is_encoder_decoder else "")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found = BLOCK.search(name)
+        depth = int(found[1]) + 1 if found else 0 if "embeddings." in name else blocks + 1
+        if name.startswith(base) and depth <= depths[what] and name not in new_weights:
+            parameter.requires_grad = False
+
+
+def add_lora(model: nn.Module, arguments, new_weights: set[str]) -> nn.Module:
+    """The model with adapters (PEFT's LoRA) at queries and values. The model head is trained as well."""
+    if not arguments.lora_rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
+    if len(set(map(id, weights))) < len(weights):
+        raise ValueError("--lora_rank is given and encoder and decoder share weights; expected separate weights.")
+    heads = [name for name, _ in model.named_children() if name not in (model.base_model_prefix, "lm_head", "dropout")]
+    config = LoraConfig(
+        r=arguments.lora_rank,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=list(ADAPTED),
+        modules_to_save=heads or None,
+    )
+    new = [each for name, each in model.named_parameters() if name in new_weights and name.split(".")[0] not in heads]
+    adapted = get_peft_model(model, config)
+    for parameter in new:
+        parameter.requires_grad = True
+    return adapted
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters, if it has any, merged into its weights."""
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    tied = model.config.tie_word_embeddings
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        whole = model.merge_and_unload()
+    whole.config.tie_word_embeddings = tied
+    return whole
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass
+class Progress:
+    """The state of a run besides tensors, in `progress.json` of a checkpoint."""
+
+    arguments: dict = field(default_factory=dict)  # those that change the weights
+    data: dict[str, str] = field(default_factory=dict)  # the fingerprint of each split
+    processes: int = 1
+    steps: int = 0  # updates of the whole run
+    step: int = 0  # updates made
+    epoch: int = 0  # complete epochs
+    batch: int = 0  # complete batches of this epoch
+    best: list[float] | None = None  # metric and loss, larger is better
+    best_step: int | None = None
+    without_better: int = 0  # evaluations since the best one
+    stopped_early: bool = False
+    seconds: float = 0.0
+    history: list[dict] = field(default_factory=list)
+    window: list[float] = field(default_factory=list)  # the losses since the last point of the history
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped_early or self.step >= self.steps
+
+    def check_same_run(self, saved: "Progress", folder: Path) -> None:
+        """Raises ValueError if the run in a folder has other arguments, data or processes."""
+        for name in {**saved.arguments, **self.arguments}:
+            before, now = saved.arguments.get(name), self.arguments.get(name)
+            if before != now:
+                raise ValueError(f"--{name} is {now} and was {before} in {folder}; expected the same to resume.")
+        for name in ("data", "processes", "steps"):
+            before, now = getattr(saved, name), getattr(self, name)
+            if before != now:
+                what = f"{name} have changed" if name == "data" else f"{name} are {now} and were {before}"
+                raise ValueError(f"--resume_from_checkpoint: {what} since {folder} was saved; expected the same.")
+
+
+class Checkpoints:
+    """The checkpoints of a run: `checkpoint-STEP` in its folder. Each is written under a temporary name and renamed
+    when it is complete, so that an interruption leaves complete ones only."""
+
+    def __init__(self, folder: Path, accelerator, schedule, keep: int | None):
+        self.folder, self.accelerator, self.schedule, self.keep = folder, accelerator, schedule, keep
+
+    def complete(self) -> list[Path]:
+        """The oldest first."""
+        found = self.folder.glob("checkpoint-*")
+        return sorted((path for path in found if (path / PROGRESS).is_file()), key=step_of)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step}"
+
+    def save(self, progress: Progress) -> None:
+        """Writes a checkpoint, unless there is one of this step. All processes take part.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk.
+        """
+        path = self.path(progress.step)
+        unfinished = self.folder / f".{path.name}-unfinished"
+        if path.exists():
+            return
+        with removed_on_error(unfinished, f"{path} cannot be written"):
+            if self.accelerator.is_main_process:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(str(unfinished))
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                write_json(unfinished / SCHEDULE, self.schedule.state_dict())
+                write_json(unfinished / PROGRESS, asdict(progress))
+                flush_to_disk(unfinished)
+                unfinished.rename(path)
+                self.remove_old(progress.best_step)
+        self.accelerator.wait_for_everyone()
+
+    def remove_old(self, best_step: int | None) -> None:
+        """Keeps the last ones and the best one."""
+        for path in self.complete()[: -self.keep] if self.keep else []:
+            if step_of(path) != best_step:
+                # Renamed first: a partly removed one is not taken for complete.
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}-removed")))
+
+    def load(self, path: Path) -> Progress:
+        """Loads weights, optimizer and schedule.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        try:
+            self.accelerator.load_state(str(path))
+            self.schedule.load_state_dict(read_json_object(path / SCHEDULE))
+            return read_progress(path)
+        except Exception as error:  # torch and safetensors have types of their own
+            raise ValueError(f"{path} cannot be loaded: {error}; remove it to resume from the one before.") from error
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def read_progress(path: Path) -> Progress:
+    try:
+        return Progress(**read_json_object(path / PROGRESS))
+    except TypeError as error:
+        raise ValueError(f"{path} is of another version of this project: {error}; start a new run.") from error
+
+
+@contextmanager
+def removed_on_error(folder: Path, message: str) -> Iterator[None]:
+    """Turns an error of writing, such as a full disk, into an OSError, and removes the unfinished folder."""
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(f"{message}: {error}; expected enough space on the disk.") from error
+
+
+def flush_to_disk(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------------ pictures and the card
+
+
+def plot_curves(path: Path, history: Sequence[dict], metrics: Sequence[str]) -> None:
+    """Draws the loss of training and validation, and some metrics of the validation, over the updates."""
+    from matplotlib.figure import Figure
+
+    names = ["loss", *(name for name in metrics if name != "loss")][:6]
+    figure = Figure(figsize=(5 * min(len(names), 2), 3 * -(-len(names) // 2)), layout="constrained")
+    for number, name in enumerate(names, 1):
+        axis = figure.add_subplot(-(-len(names) // 2), min(len(names), 2), number, title=name, xlabel="step")
+        for part, key in (("training", "train"), ("validation", "validation")):
+            points = [(point["step"], point[key][name]) for point in history if name in point.get(key, {})]
+            if points:
+                axis.plot(*zip(*points, strict=True), ".-", label=part)
+        if axis.lines:
+            axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def plot_confusion(path: Path, labels: list[str], references: Sequence[str], predictions: Sequence[str]) -> None:
+    """Draws the confusion matrix of up to `MOST_CLASSES` labels."""
+    if len(labels) > MOST_CLASSES:
+        return
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
+
+    side = 2 + 0.4 * len(labels)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    names = [" ".join(label.split()).replace("$", r"\$")[:20] for label in labels]
+    counts = confusion_matrix(references, predictions, labels=labels)
+    ConfusionMatrixDisplay(counts, display_labels=names).plot(
+        ax=figure.add_subplot(),
+        cmap="Blues",
+        colorbar=False,
+        xticks_rotation="vertical",
+        include_values=len(labels) <= 15,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **values) -> None:
+    """Writes README.md from the template beside this file.
+
+    Args:
+        metrics: of each split.
+        values: what the template and the metadata show.
+    """
+    dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
+    results = [
+        EvalResult(values["task"], metric_type=name, metric_value=value, dataset_split=split, **dataset)
+        for split, own in metrics.items()
+        for name, value in own.items()
+        if math.isfinite(value)
+    ]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=values["task"],
+        base_model=values["base_model"],
+        datasets=values["datasets"],
+        tags=["scratchbert"] if values["model_class"].startswith("Scratch") else None,
+        model_name=values["model_name"] if results else None,
+        eval_results=results or None,
+    )
+    template = str(Path(__file__).with_name("training_card.jinja"))
+    ModelCard.from_template(data, template_path=template, metrics=metrics, **values).save(folder / "README.md")
