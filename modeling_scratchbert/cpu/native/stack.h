@@ -828,7 +828,7 @@ void run(const Stack& stack, const Batch& batch) {
   }
 }
 
-// One pass over rows of a linear layer, of which `share` gives each thread some.
+// A linear layer, a few rows at a time, whose inputs stay in the cache.
 template <Type type>
 void multiply_rows(const Layer& layer) {
   const Linear& linear = layer.linear;
@@ -858,15 +858,17 @@ void multiply_rows(const Layer& layer) {
 inline void map_rows(const Layer& layer) {
   const int64_t width = whole_panels(layer.width);
   std::vector<std::atomic<int>> counters(32);
-  run_threads(layer.threads, [&](int) {
+  Arena arena;
+  float* results = arena.take<float>(layer.threads * width);
+  run_threads(layer.threads, [&](int thread) {
+    float* result = results + thread * width;
     Team(layer.threads, counters.data()).share(layer.rows, [&](int begin, int end) {
-      std::vector<float> result(width);
       for (int64_t row = begin; row < end; row++) {
         const float* x = layer.x + row * width;
-        if (layer.norm.weight) normalize(x, layer.width, width, layer.norm, layer.epsilon, result.data());
+        if (layer.norm.weight) normalize(x, layer.width, width, layer.norm, layer.epsilon, result);
         for (int64_t i = 0; !layer.norm.weight && i < width; i += 16)
-          store(&result[i], activate(layer.activation, load(x + i)));
-        memcpy(layer.y + row * layer.width, result.data(), layer.width * sizeof(float));
+          store(result + i, activate(layer.activation, load(x + i)));
+        memcpy(layer.y + row * layer.width, result, layer.width * sizeof(float));
       }
     });
   });
