@@ -30,6 +30,7 @@ from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
 import finetune_classification
+import train
 from modeling_scratchbert import ScratchBertForSequenceClassification, ScratchBertModel
 from support.comparison import assert_same_gradients
 from support.finetuning import assert_one_line, read_settings
@@ -171,9 +172,11 @@ def test_files_of_a_recipe_are_relative_to_it_if_they_begin_with_a_dot(tmp_path)
 def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     known = {field.name for cls in (Seq2SeqSettings, PretrainingSettings) for field in dataclasses.fields(cls)}
-    arguments = recipe_arguments(find_shipped(f"configuration/recipes/{path.name}"), known | {"stride"})
+    recipe = find_shipped(f"configuration/recipes/{path.name}")
+    is_of_train = path.stem.startswith("train_")
+    arguments = train.recipe_arguments(recipe) if is_of_train else recipe_arguments(recipe, known | {"stride"})
     files = [argument.partition("=")[2] or argument for argument in arguments if argument.endswith((".csv", ".jsonl"))]
-    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config_file=")]
+    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config_")]
     made = [file for file in files if not file.startswith("cmudict/")]  # the user's, in the working directory
     assert made
     assert all(Path(file).is_absolute() and Path(file).is_file() for file in made)
