@@ -176,7 +176,11 @@ def test_shipped_recipes_find_their_files_from_any_folder(path, tmp_path, monkey
     is_of_train = path.stem.startswith("train_")
     arguments = train.recipe_arguments(recipe) if is_of_train else recipe_arguments(recipe, known | {"stride"})
     files = [argument.partition("=")[2] or argument for argument in arguments if argument.endswith((".csv", ".jsonl"))]
-    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config_")]
+    files += [
+        argument.partition("=")[2]
+        for argument in arguments
+        if argument.startswith(("--config_file=", "--config_name="))
+    ]
     made = [file for file in files if not file.startswith("cmudict/")]  # the user's, in the working directory
     assert made
     assert all(Path(file).is_absolute() and Path(file).is_file() for file in made)
