@@ -31,7 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.cli import CommandError, about, is_expected, missing_library, one_line
+from toolkit.cli import CommandError, about, handling_stop_signals, is_expected, missing_library, one_line
 from toolkit.files import find_shipped, write_json, write_text
 from toolkit.tasks import ARGUMENTS, task_class
 from toolkit.tasks.arguments import Problems, TaskArguments, flag
@@ -784,12 +784,8 @@ def stopped_by_signals(run: Run) -> Iterator[None]:
         run.stop = number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handling_stop_signals(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def progress_bar(run: Run):

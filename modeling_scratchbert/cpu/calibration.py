@@ -7,6 +7,7 @@ them. SmoothQuant divides the inputs by a factor for each channel, and multiplie
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -78,16 +79,22 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
     return [dict.fromkeys(names, each) for each in ids]
 
 
+def scaled_matrices(model) -> dict[str, Any]:
+    """The matrices of an optimised model that take the place of `optimization.scaled_layers`, by the same names."""
+    matrices = {}
+    for path, stack in model.named_modules():
+        for index, block in enumerate(stack.blocks if isinstance(stack, OptimizedStack) else ()):
+            name = f"{path}.blocks.{index}".removeprefix(f"{model.base_model_prefix}.")
+            matrices[f"{name}.attention.query"] = block.query_key_value
+            matrices[f"{name}.feed_forward.intermediate"] = block.intermediate
+    return matrices
+
+
 def save_calibration(model, path: str | os.PathLike) -> None:
     """Writes the factors of an int8 model. See `InferenceMixin.save_calibration`."""
-    factors = {}
-    for name, stack in model.named_modules():
-        for index, block in enumerate(stack.blocks if isinstance(stack, OptimizedStack) else ()):
-            matrices = {"attention.query": block.query_key_value, "feed_forward.intermediate": block.intermediate}
-            for layer, matrix in matrices.items():
-                if matrix.factors is not None:
-                    full_name = f"{name}.blocks.{index}.{layer}".removeprefix(f"{model.base_model_prefix}.")
-                    factors[full_name] = matrix.factors.clone()  # tied layers share them, which safetensors refuses
+    matrices = scaled_matrices(model).items()
+    # Tied layers share their factors, which safetensors refuses.
+    factors = {name: matrix.factors.clone() for name, matrix in matrices if matrix.factors is not None}
     if not factors:
         raise RuntimeError("The model has no int8 layers; expected some. Call optimize_for_inference('int8') before.")
     with staged(Path(path).parent) as folder:  # a temporary name until the file is complete

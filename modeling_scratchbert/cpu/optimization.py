@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN, FastGELUActivation, GELUActivation,
 from transformers.utils import logging
 
 from ..inference import is_prepacked, refusal
-from .calibration import find_factors, load_factors
+from .calibration import find_factors, load_factors, scaled_matrices
 from .layers import PrepackedLayer
 from .library import ACTIVATIONS, find_library, spread
 from .matrices import Matrix, TorchMatrix
@@ -129,9 +129,9 @@ def _int8_factors(model, calibration: Any) -> dict[int, torch.Tensor]:
         # A copy with the same weights, in float32, so that the factors are the same on any processor.
         tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         trial = copy.deepcopy(model.base_model if calibration is None else model, tensors).eval()
-        trial_layers, prepacker = scaled_layers(trial), Prepacker(torch.float32, model.dtype, {})
-        prepacker.replace(trial, {path: (each.embeddings, "norm") for path, each in base_models(trial).items()})
-        matrices = {name: prepacker.made[id(layer)] for name, layer in trial_layers.items()}
+        norms = {path: (each.embeddings, "norm") for path, each in base_models(trial).items()}
+        Prepacker(torch.float32, model.dtype, {}).replace(trial, norms)
+        matrices = scaled_matrices(trial)
         factors = find_factors(trial, calibration, matrices) if matrices else {}
     return {id(layer): factors[name] for name, layer in layers.items()}
 
@@ -149,7 +149,6 @@ class Prepacker:
         self.dtype, self.model_dtype, self.factors, self.is_native = dtype, model_dtype, factors, bool(find_library())
         # From the ids of weights and biases. All were made before the first matrix, so an id means one of them.
         self.matrices: dict[tuple[int, ...], Any] = {}
-        self.made: dict[int, Any] = {}  # by the ids of layers
 
     def replace(self, model, layers: dict[str, Place]) -> None:
         """Replace the stacks of a model, and layers outside of them. A block is freed when it is prepacked."""
@@ -174,7 +173,6 @@ class Prepacker:
             biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
             make: Any = Matrix if self.is_native else TorchMatrix
             self.matrices[key] = make(weights, biases, dtype or self.dtype, self.factors.get(id(layers[0])), heads)
-        self.made[id(layers[0])] = self.matrices[key]
         return self.matrices[key]
 
     def norm(self, layer: nn.LayerNorm) -> list[torch.Tensor]:

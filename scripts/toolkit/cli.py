@@ -8,12 +8,13 @@ import importlib.util
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 # The libraries that each extra installs. pyproject.toml has the versions.
 LIBRARIES = {
@@ -315,6 +316,17 @@ def continuing_when_output_is_closed() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def handling_stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within the `with` block, SIGINT (Ctrl-C) and SIGTERM, which clusters send, call `handler`."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
 
 
 def is_expected(error: Exception, more: tuple[type[Exception], ...] = ()) -> bool:

@@ -22,15 +22,13 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
+from toolkit.row_files import LONGEST_FIELD, read_records
 from toolkit.tasks.arguments import NUMBER
 
 FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".conll")
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 DELIMITERS = ";\t|,"
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-
-# The longest field of a table, in characters. Without a limit, an unclosed quotation mark reads a whole file.
-LONGEST_FIELD = 2**24
 
 # The columns of a file are those of its first rows, because rows of JSON may lack some.
 ROWS_WITH_COLUMNS = 100
@@ -165,36 +163,17 @@ def read_table(file: File) -> Contents:
     delimiter = (file.delimiter or ("\t" if is_tsv else ",")).replace("\\t", "\t")
     with file.open_text() as text:
         reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
-        _, header = next(records(reader, is_tsv), (None, "the file is empty"))
+        records = read_records(reader)
+        _, header = next(records, (None, "the file is empty"))
         if isinstance(header, str):
             raise ValueError(f"{file.name} has no header: {header}; expected the names of the columns.")
         header = [name.strip() for name in header]
         if twice := [name for name, count in Counter(header).items() if count > 1]:
             raise ValueError(f"{file.name} has the column {twice[0]!r} twice; expected different names.")
-        for line, record in records(reader, is_tsv):
+        for line, record in records:
             if isinstance(record, list) and len(record) != len(header):
                 record = f"the row has {len(record)} fields; expected {len(header)}, as in the header"
             yield line, record if isinstance(record, str) else dict(zip(header, record, strict=True))
-
-
-def records(reader, is_tsv: bool) -> Iterator[tuple[int, list[str] | str]]:
-    """The line where each record starts, and its fields or why it cannot be read. Skips empty lines."""
-    while True:
-        line = reader.line_num + 1
-        try:
-            record = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield line, f"a quotation mark or a field is invalid up to line {reader.line_num} ({error})"
-            continue
-        if record:
-            yield line, [unquoted(field) for field in record] if is_tsv else record
-
-
-def unquoted(field: str) -> str:
-    whole = re.fullmatch(r'"((?:[^"]|"")*)"', field)
-    return whole[1].replace('""', '"') if whole else field
 
 
 def read_lines(file: File) -> Contents:

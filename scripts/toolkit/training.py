@@ -8,7 +8,7 @@ import re
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from toolkit.files import read_json_object, write_json
 # Rows are sorted by length within groups of this many batches, drawn at random.
 BATCHES_SORTED_TOGETHER = 50
 
-# A block of ScratchBert or of BERT, in the name of a parameter.
+# Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
 PROGRESS, SCHEDULE = "progress.json", "schedule.json"
@@ -129,35 +129,58 @@ def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
         ) from error
 
 
-def freeze(model: nn.Module, what: str | None, new_weights: set[str]) -> None:
-    """Excludes from the training the embeddings, the encoder, or a number of lowest blocks with the embeddings.
+def depth(name: str, blocks: int) -> int:
+    """The depth of a parameter: 0 in the embeddings, `blocks + 1` above the blocks."""
+    if found := BLOCK.search(name):
+        return int(found[1]) + 1
+    return 0 if "embeddings." in name else blocks + 1
+
+
+def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
+    """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
+    with the embeddings. In an encoder-decoder these are parts of the encoder, with what the decoder shares with it.
 
     Args:
-        new_weights: are trained nevertheless, because they would stay random.
+        new_weights: the names of parameters that are trained nevertheless, because they would stay random.
+
+    Raises:
+        ValueError: `what` is none of these.
     """
     if what is None:
         return
     blocks = model.config.num_hidden_layers
-    depths = {"embeddings": 0, "encoder": blocks + 1} | {str(number): number for number in range(blocks + 1)}
-    if what not in depths:
-        raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks up to {blocks}.")
+    highest = {"embeddings": 0, "encoder": blocks + 1} | {str(number): number for number in range(blocks + 1)}
+    if what not in highest:
+        raise ValueError(f"--freeze is {what}; expected embeddings, encoder, or a number of blocks, at most {blocks}")
     base = f"{model.base_model_prefix}." + ("encoder." if model.config.is_encoder_decoder else "")
+    # A shared parameter has several names, one of them in the encoder.
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found = BLOCK.search(name)
-        depth = int(found[1]) + 1 if found else 0 if "embeddings." in name else blocks + 1
-        if name.startswith(base) and depth <= depths[what] and name not in new_weights:
+        if name.startswith(base) and depth(name, blocks) <= highest[what] and name not in new_weights:
             parameter.requires_grad = False
 
 
-def add_lora(model: nn.Module, arguments, new_weights: set[str]) -> nn.Module:
-    """The model with adapters (PEFT's LoRA) at queries and values. The model head is trained as well."""
+def add_lora(model: nn.Module, arguments, new_weights: Set[str] = frozenset()) -> nn.Module:
+    """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and with its model head trained.
+
+    Args:
+        new_weights: the names of parameters that are trained as well, because they would stay random.
+
+    Raises:
+        ImportError: PEFT is not installed.
+        ValueError: modules with an adapter share a weight.
+    """
     if not arguments.lora_rank:
         return model
-    from peft import LoraConfig, get_peft_model
-
     weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
     if len(set(map(id, weights))) < len(weights):
-        raise ValueError("--lora_rank is given and encoder and decoder share weights; expected separate weights.")
+        # Each module has an adapter of its own; merging would add both to the one weight.
+        raise ValueError(
+            "--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), "
+            "which cannot hold the adapters of both; expected separate weights. Train all weights with "
+            "--lora_rank 0"
+        )
+    from peft import LoraConfig, get_peft_model
+
     heads = [name for name, _ in model.named_children() if name not in (model.base_model_prefix, "lm_head", "dropout")]
     config = LoraConfig(
         r=arguments.lora_rank,
@@ -166,6 +189,7 @@ def add_lora(model: nn.Module, arguments, new_weights: set[str]) -> nn.Module:
         target_modules=list(ADAPTED),
         modules_to_save=heads or None,
     )
+    # PEFT trains a copy of a head.
     new = [each for name, each in model.named_parameters() if name in new_weights and name.split(".")[0] not in heads]
     adapted = get_peft_model(model, config)
     for parameter in new:
@@ -179,6 +203,7 @@ def merged(model: nn.Module) -> nn.Module:
         return model
     tied = model.config.tie_word_embeddings
     with warnings.catch_warnings():
+        # PEFT does not recognise a head that is tied to the embeddings of the decoder.
         warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
         whole = model.merge_and_unload()
     whole.config.tie_word_embeddings = tied

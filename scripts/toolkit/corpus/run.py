@@ -1,7 +1,6 @@
 """A run over a corpus: checks everything, computes the parts that are missing, and joins what belongs together."""
 
 import json
-import signal
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from itertools import islice, takewhile
 from tqdm import tqdm
 
 from toolkit.checkpoint import verification
-from toolkit.cli import CommandError, about, require
+from toolkit.cli import CommandError, about, handling_stop_signals, require
 from toolkit.corpus import flags, manifest
 from toolkit.corpus.devices import devices_and_threads
 from toolkit.corpus.job import TOKENS_ON_ACCELERATOR, TOKENS_ON_CPU, Job
@@ -317,12 +316,8 @@ def interruptible(run: Run) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling_stop_signals(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def print_summary(output: str, corpus: Corpus, totals: Totals, computed: Totals, metrics: dict, seconds: float) -> None:

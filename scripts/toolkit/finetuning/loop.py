@@ -25,7 +25,7 @@ from toolkit.cli import CommandError
 from toolkit.files import write_json
 from toolkit.finetuning.card import write_card
 from toolkit.finetuning.checkpoints import Checkpoints, Progress, damage, files_in, read_progress
-from toolkit.finetuning.optimizer import add_lora, freeze, make_optimizer, make_schedule, merged
+from toolkit.finetuning.optimizer import make_optimizer, make_schedule
 from toolkit.finetuning.output import CHECKPOINTS, moved_when_complete
 from toolkit.finetuning.report import checkpoint_in_words, in_words, plot_curves, rank
 from toolkit.finetuning.settings import Settings
@@ -42,6 +42,7 @@ from toolkit.finetuning.task import (
 from toolkit.metrics import main_metrics
 from toolkit.model_card import is_own, opening
 from toolkit.progress import LogLines
+from toolkit.training import add_lora, freeze, merged
 
 # Of the progress bar, where standard error is not a terminal.
 SECONDS_BETWEEN_LOG_LINES = 60

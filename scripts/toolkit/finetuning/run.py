@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 from huggingface_hub import constants, get_token
 
 from toolkit.checkpoint import config_fields, kind_of, tensor_names
-from toolkit.cli import EXTRAS, Parser, about, how_to_install
+from toolkit.cli import EXTRAS, Parser, about, handling_stop_signals, how_to_install
 from toolkit.finetuning.checks import check_lengths
 from toolkit.finetuning.dry_run import rehearse
 from toolkit.finetuning.evaluation import evaluate
@@ -149,12 +149,8 @@ def stopped_by_signals(training: Training) -> Iterator[None]:
         training.stop_signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handling_stop_signals(request_stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def make_accelerator(settings: Settings) -> Accelerator:

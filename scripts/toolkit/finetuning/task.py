@@ -2,12 +2,10 @@
 
 import functools
 import json
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +24,8 @@ from toolkit.finetuning.rows import Check, load_rows
 from toolkit.finetuning.settings import Settings
 from toolkit.inputs import HubDataset, Readers, Source, open_files
 from toolkit.labels import label_fields
+from toolkit.tasks.labels import initialise_head
+from toolkit.tasks.task import without_loading_reports
 
 # In the folder of a finished run.
 METRICS = "metrics.json"
@@ -296,18 +296,6 @@ class Task(ABC):
         return [in_order[row] for row in range(len(examples))], totals
 
 
-@torch.no_grad()
-def initialise_head(model) -> set[str]:
-    """Draws the weights outside the base model anew, and returns their names."""
-    names = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
-    for name in sorted({name.rpartition(".")[0] for name in names}):
-        module = model.get_submodule(name)
-        for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = False  # transformers skips parameters that it has loaded
-        model._init_weights(module)
-    return names
-
-
 def modules_of(names: Iterable[str]) -> list[str]:
     """The modules that have these parameters, with `*` for the numbers of blocks, and without the layers in them."""
     found = set()
@@ -316,21 +304,6 @@ def modules_of(names: Iterable[str]) -> list[str]:
         last = parts.index("*") + 2 if "*" in parts else len(parts) - (parts[-1] == "dense")
         found.add(".".join(parts[:last]))
     return sorted(name for name in found if not any(name.startswith(f"{other}.") for other in found))
-
-
-@contextmanager
-def without_loading_reports() -> Iterator[None]:
-    """Hides the table of missing and superfluous weights that transformers logs for each model."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in str(record.msg)
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def without(batch: dict, *names: str) -> dict:

@@ -17,6 +17,7 @@ from toolkit.finetuning.task_settings import TokenClassificationSettings, is_iob
 from toolkit.labels import check_known, class_weights, in_saved_order, label_order, saved_labels, trained_labels
 from toolkit.metrics import compute, label_metrics, load, mean_loss
 from toolkit.row_files import find_column, read_conll
+from toolkit.tasks.tagging import iob_tags, to_iob2
 from toolkit.windows import split_into_windows
 
 WORDS = ("tokens", "words")
@@ -38,21 +39,6 @@ def check_iob2(tags: Sequence[str]) -> None:
                 f"tag {number} is {tag} after {before}; expected B-{tag[2:]}, with which an IOB2 entity begins"
             )
         before = tag
-
-
-def to_iob2(tags: Sequence[str]) -> list[str]:
-    """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
-    before = [OUTSIDE, *tags[:-1]]
-    return [
-        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-        for last, tag in zip(before, tags, strict=True)
-    ]
-
-
-def iob_tags(tags: set[str]) -> list[str]:
-    """O, and both tags of each type that occurs: a longer entity may come later."""
-    types = sorted({tag[2:] for tag in tags - {OUTSIDE}})
-    return [OUTSIDE, *(f"{prefix}-{each}" for each in types for prefix in "BI")]
 
 
 def list_of(row: dict, column: str) -> list[str]:

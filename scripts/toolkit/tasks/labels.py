@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -34,9 +35,9 @@ class LabelTask(Task):
         names = saved_labels(arguments.model)
         self.saved = None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
 
+    @abstractmethod
     def labels_of(self, row: dict) -> list[str]:
         """The labels of a row."""
-        raise NotImplementedError
 
     def ordered(self, labels: Iterable[str]) -> list[str]:
         """The labels to train with, of those that occur."""
@@ -87,7 +88,7 @@ def check_known(labels: Sequence[str], known: list[str] | None) -> None:
 
 @torch.no_grad()
 def initialise_head(model) -> set[str]:
-    """Draws the weights outside the base model, and returns their names."""
+    """Draws the weights outside the base model anew, and returns their names."""
     names = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     for name in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(name)

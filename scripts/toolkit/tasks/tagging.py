@@ -204,7 +204,8 @@ def list_of(content: dict, column: str) -> list:
 
 
 def check_iob2(tags: Sequence[str]) -> None:
-    """Raises ValueError unless every entity begins with B- and continues with I- of its type."""
+    """Raises ValueError unless every entity begins with B- and continues with I- of its type (IOB2: Tjong Kim Sang &
+    Veenstra 1999, section 2)."""
     before = OUTSIDE
     for number, tag in enumerate(tags, 1):
         if tag != OUTSIDE and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
@@ -219,7 +220,7 @@ def check_iob2(tags: Sequence[str]) -> None:
 
 
 def to_iob2(tags: Sequence[str]) -> list[str]:
-    """The tags with B- for each I- that begins an entity."""
+    """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
     before = [OUTSIDE, *tags[:-1]]
     return [
         f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
