@@ -25,7 +25,7 @@ from support.finetuning import assert_one_line, read_settings
 from support.folders import CONFIGURATION
 from support.generation import answers, generate_text
 from support.models import tiny_config
-from toolkit.finetuning import optimizer
+from toolkit import training
 from toolkit.finetuning.seq2seq import Seq2Seq, items
 from toolkit.finetuning.task_settings import SEQ2SEQ_METRICS, Seq2SeqSettings
 
@@ -514,7 +514,7 @@ def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(freeze, shari
     model = ScratchBertForConditionalGeneration.from_pretrained(
         save_generator(share_embeddings=sharing != "nothing", tie_encoder_decoder=sharing == "all")
     )
-    optimizer.freeze(model, freeze)
+    training.freeze(model, freeze)
     frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
     embeddings = {name for name, _ in model.named_parameters() if name.startswith("model.encoder.embeddings.")}
     lowest = {"encoder": "", "1": "encoder.blocks.0.", "embeddings": "embeddings."}[freeze]
@@ -543,7 +543,7 @@ def test_the_encoder_of_a_bert_can_be_frozen(make_task, folder, tmp_path):
     vocabulary = len(AutoTokenizer.from_pretrained(folder / "tokenizer"))
     ScratchBertForMaskedLM(tiny_config(vocab_size=vocabulary)).save_pretrained(tmp_path)
     task = make_task(model=str(tmp_path), config_file=None, config_overrides=None, freeze="encoder")
-    optimizer.freeze(task.model, "encoder", task.new_weights)
+    training.freeze(task.model, "encoder", task.new_weights)
     trained = {name for name, each in task.model.named_parameters() if each.requires_grad}
     assert {name for name in trained if "cross_attention" in name}
     assert not any(name.startswith("model.encoder.") for name in trained)
