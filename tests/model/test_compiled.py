@@ -129,8 +129,8 @@ def test_a_text_has_the_same_bits_in_any_batch(optimised, lengths, threads, name
 DIGESTS = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
-from model.test_compiled import digests
-print(json.dumps(digests()))
+from model.test_compiled import digests, library
+print(json.dumps(digests() if library.find_library() else None))
 """
 
 
@@ -175,10 +175,10 @@ def test_other_processors_compute_the_same_bits():
     for name in library.REQUIREMENTS:
         environment = {**os.environ, "SCRATCHBERT_ISA": name, "ATEN_CPU_CAPABILITY": "avx2"}
         command = [sys.executable, "-c", DIGESTS, *path]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if "expected the library" in process.stderr:
-            continue
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         found = json.loads(process.stdout.splitlines()[-1])
+        if found is None:  # the processor does not support it
+            continue
         assert found.pop("library") == name
         for kind, digest in found.items():
             assert digest == ours[kind] or kind.startswith("bfloat16"), kind
