@@ -18,7 +18,7 @@ usage: scratchbert COMMAND [--FLAG VALUE …]
        scratchbert --path COMMAND|FILE
 
 --path prints where a command or a shipped file is, such as configuration/two_process.yaml:
-accelerate launch "$(scratchbert --path finetune_classification)" …
+accelerate launch "$(scratchbert --path train)" classification …
 
 commands:"""
 

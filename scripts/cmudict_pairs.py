@@ -7,7 +7,7 @@ The words are those spelt with letters and apostrophes; the phonemes are the dic
 is usual for this task. A word has a line for each of its pronunciations.
 
 OUTPUT contains train.jsonl, validation.jsonl with 1 % of the words, and test.jsonl with 5 %. No word is in two of them.
-The folder appears when it is complete. finetune_seq2seq.py trains on it.
+The folder appears when it is complete. train.py seq2seq trains on it.
 
 Exit code: 0 written, 2 bad usage.
 """

@@ -19,7 +19,7 @@ Decoding flags have the names of transformers' GenerationConfig; their defaults 
 generation_config.json. If that sets no maximum length, an output has at most 128 new tokens, and no more than the model
 has positions; a decoder keeps half of its positions for the text. If it sets no end token, [SEP] is used. A text that
 is too long for the positions is cut, with a remark: at its end or, if it is to be continued, at its beginning. The
-source of an encoder-decoder is also cut at model_max_length of the tokenizer, which finetune_seq2seq.py sets to its
+source of an encoder-decoder is also cut at model_max_length of the tokenizer, which train.py sets to its
 --max_length.
 
 Code in the folder of a model runs only with --trust_remote_code. Without it, the installed package opens a ScratchBert,

@@ -12,7 +12,7 @@ object for each question instead, with the answers' positions in characters and 
 
 An answer's score is the sum of its start and end logits minus that of "no answer", the [CLS] token. The answer is given
 if the score is above --threshold (Devlin et al. 2018, section 4.3). By default this is the threshold of the training,
-which finetune_question_answering.py saves with the model, or 0 for other models. The defaults of --max_length, --stride
+which train.py saves with the model, or 0 for other models. The defaults of --max_length, --stride
 and --max_answer_length are those of the training as well, or 384, 128 and 30 for other models (less for a model with
 fewer than 384 positions).
 

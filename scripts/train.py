@@ -18,11 +18,13 @@ checkpoint was saved: --resume_from_checkpoint continues.
 import csv
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -31,7 +33,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.cli import CommandError, about, handling_stop_signals, is_expected, missing_library, one_line
+from toolkit.cli import (
+    CommandError,
+    about,
+    continuing_when_output_is_closed,
+    handling_stop_signals,
+    is_expected,
+    missing_library,
+    one_line,
+)
 from toolkit.files import find_shipped, write_json, write_text
 from toolkit.tasks import ARGUMENTS, task_class
 from toolkit.tasks.arguments import Problems, TaskArguments, flag
@@ -227,7 +237,7 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
         given = recipe_arguments(find_shipped(given[0])) + given[1:]
     data, arguments, unknown = parse_known(parser, given)
     if arguments.evaluate_only and (of_model := Path(data.model or "", RECIPE)).is_file():
-        names = {each.name for each in fields(ARGUMENTS[task])} - DATA
+        names = {each.name for each in fields(ARGUMENTS[task])} - DATA - NEW_MODEL
         data, arguments, unknown = parse_known(parser, recipe_arguments(of_model, names) + given)
     if unknown:
         raise ValueError(f"{unknown[0]} is unknown; `train.py {task} --help` lists the arguments.")
@@ -240,6 +250,14 @@ def parse_known(parser, given: list[str]) -> tuple:
 
 # What --evaluate_only does not take from the recipe of the model.
 DATA = {each.name for each in fields(TaskArguments)} - {"max_length", "encoding", "delimiter", "implementation"}
+NEW_MODEL = {
+    "config_name",
+    "config_overrides",
+    "tokenizer_name",
+    "num_decoder_layers",
+    "tie_encoder_decoder",
+    "null_threshold",
+}
 
 
 def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
@@ -284,12 +302,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the training. Returns the exit code."""
     task, data, arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
-        run(task, data, arguments)
+        with continuing_when_output_is_closed():
+            run(task, data, arguments)
     except CommandError as error:
         report(error)
         return error.exit_code
     except KeyboardInterrupt:
-        report("interrupted before the training")
+        report("interrupted")
         return 130
     except Exception as error:
         if not is_expected(error):
@@ -308,7 +327,8 @@ class Run:
 
     Attributes:
         rows, examples: of the splits "train", "validation" and "test", as far as there are any.
-        stop: the signal that asks the run to stop.
+        received: the signal to stop that this process got.
+        stop: the signal for which all processes stop after this update.
         evaluated: the last evaluation of the validation rows, with its step.
         saved_step: the step of the model that is saved.
     """
@@ -324,6 +344,7 @@ class Run:
     schedule: Any = None
     checkpoints: Any = None
     progress: Any = None
+    received: int | None = None
     stop: int | None = None
     evaluated: tuple[int, dict, list[dict]] | None = None
     saved_step: int | None = None
@@ -334,7 +355,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        return self.arguments.metric_for_best_model or self.task.metric
+        return self.arguments.metric_for_best_model or self.task.metric_names[0]
 
 
 def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> None:
@@ -347,8 +368,10 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     accelerator = make_accelerator(arguments)
     set_seed(arguments.seed)  # the weights that --model lacks
     transformers.logging.disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # weights that are tied are saved once
     check_sources(data)
     task = task_class(task_name)(data)
+    check_metric(task, arguments.metric_for_best_model)
     if arguments.evaluate_only:
         task.restore()
     task.say = accelerator.print
@@ -371,6 +394,13 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
             write_recipe(this)
             train(this)
         finish(this)
+
+
+def check_metric(task, given: str | None) -> None:
+    """Raises ValueError if the task does not have the metric that selects the best model."""
+    names = [*task.metric_names, "loss"]
+    if given is not None and given not in names:
+        raise ValueError(f"--metric_for_best_model is {given}; expected one of {', '.join(names)}.")
 
 
 def check_sources(data: TaskArguments) -> None:
@@ -431,11 +461,15 @@ def make_accelerator(arguments: TrainingArguments):
     """Devices, processes and precision, as `accelerate launch` and its configuration say."""
     import torch
     from accelerate import Accelerator, PartialState
+    from accelerate.tracking import get_available_trackers
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
     has_device = torch.accelerator.is_available()
-    if arguments.fp16 and not has_device:
-        raise ValueError("--fp16 is given without an accelerator device; expected --bf16, or neither.")
+    trackers = ["none", "all", *map(str, get_available_trackers())]
+    if arguments.report_to not in trackers:  # else Accelerate logs nowhere
+        raise ValueError(
+            f"--report_to is {arguments.report_to}; expected one of {', '.join(trackers)}, which are installed."
+        )
     accelerator = Accelerator(
         mixed_precision="bf16" if arguments.bf16 else "fp16" if arguments.fp16 else None,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
@@ -443,10 +477,14 @@ def make_accelerator(arguments: TrainingArguments):
         project_config=ProjectConfiguration(arguments.output_dir, logging_dir=arguments.output_dir),
         cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_device,
     )
+    if accelerator.mixed_precision == "fp16" and not has_device:  # also as a configuration of accelerate says
+        raise ValueError("the precision is fp16 without an accelerator device; expected --bf16, or neither.")
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate disables FSDP on the CPU, where torch supports it.
         accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    if arguments.lora_rank and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("--lora_rank is given with FSDP; expected processes without sharding.")
     return accelerator
 
 
@@ -457,7 +495,11 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
     """The rows of each split. Prints what is read as what, the labels, and what looks wrong in them."""
     data = task.arguments
     rows: dict[str, list[dict]] = {}
-    for split, source in sources(task, arguments.evaluate_only).items():
+    found = sources(task, arguments.evaluate_only)
+    used = Counter(file.path for source in found.values() for file in source.files)
+    for path in (path for path, count in used.items() if count > 1):
+        say(f"{path} is given more than once; metrics on rows of the training say nothing about other rows")
+    for split, source in found.items():
         if not rows:
             say(f"{source}: {task.find_columns(source.columns())}")
         rows[split] = list(source.valid_rows(partial(read_row, task), data.on_bad_row, say))
@@ -494,7 +536,9 @@ def hold_out_rows(task, rows: list[dict], say) -> tuple[list[dict], list[dict]]:
         + (f"; {copies:,} rows are copies of others, and stay together" if copies else "")
     )
     if missing := len(set(strata)) - len({strata[i] for i in held_out}):
-        say(f"{missing} of {len(set(strata))} labels are in no validation row; a larger --validation_fraction has more")
+        fewest = min(Counter(strata).values())
+        advice = f"; --validation_fraction {math.ceil(100 / fewest) / 100} has all of them" if fewest > 1 else ""
+        say(f"{missing} of {len(set(strata))} labels are in no validation row{advice}")
     return [rows[i] for i in kept], [rows[i] for i in held_out]
 
 
@@ -579,7 +623,7 @@ def make_model(run: Run) -> None:
 
 def make_optimizer_and_checkpoints(run: Run) -> None:
     """The optimizer, the learning-rate schedule, and the state of a run that has not begun."""
-    from toolkit.training import Checkpoints, Progress, fingerprint, make_optimizer, make_schedule
+    from toolkit.training import Checkpoints, Progress, fingerprint, make_optimizer, make_schedule, prepare
 
     arguments, accelerator = run.arguments, run.accelerator
     per_update = arguments.gradient_accumulation_steps
@@ -589,7 +633,7 @@ def make_optimizer_and_checkpoints(run: Run) -> None:
     optimizer = make_optimizer(run.model, arguments)
     # The schedule is not prepared: Accelerate would step it once for each process.
     run.schedule = make_schedule(optimizer, arguments, steps)
-    run.model, run.optimizer = accelerator.prepare(run.model, optimizer)
+    run.model, run.optimizer = prepare(accelerator, run.model, optimizer)
     run.checkpoints = Checkpoints(run.output, accelerator, run.schedule, arguments.save_total_limit)
     # Where the data are may change: their content is compared.
     given = asdict(run.data) | asdict(arguments)
@@ -609,6 +653,8 @@ def resume(run: Run) -> None:
     """
     from toolkit.training import read_progress
 
+    if run.accelerator.is_main_process:
+        run.checkpoints.remove_unfinished()
     found = run.checkpoints.complete()
     if found:
         run.progress.check_same_run(read_progress(found[-1]), found[-1])
@@ -716,10 +762,10 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
         losses.append(loss.detach())
     tokens = sum(batch["attention_mask"].sum() * share for batch, share in moved)
     own = torch.stack(
-        [torch.stack(losses).sum(), tokens, torch.tensor(float(run.stop or 0), device=accelerator.device)]
+        [torch.stack(losses).sum(), tokens, torch.tensor(float(run.received or 0), device=accelerator.device)]
     )
     total, tokens, stop = accelerator.reduce(own, "sum").tolist()  # the only synchronisation with the device
-    run.stop = run.stop or (signal.SIGTERM if stop else None)
+    run.stop = (run.received or signal.SIGTERM) if stop else None
     if not math.isfinite(total):
         bad = [own for (own, _), loss in zip(update, losses, strict=True) if not loss.isfinite()]
         raise not_finite(run, "loss", [example for own in bad for example in own])
@@ -751,8 +797,9 @@ def not_finite(run: Run, what: str, examples: list[dict]) -> CommandError:
 
     rows = gather_object([run.rows[example.get("split", "train")][example["row"]]["place"] for example in examples])
     more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+    step = "" if run.progress is None else f" at step {run.progress.step + 1}"
     return TrainingError(
-        f"the {what} is not finite at step {run.progress.step + 1}, in {'; '.join(rows[:8])}{more}. Correct these "
+        f"the {what} is not finite{step}, in {'; '.join(rows[:8])}{more}. Correct these "
         "rows, or train anew with a lower --learning_rate."
     )
 
@@ -781,7 +828,7 @@ def stopped_by_signals(run: Run) -> Iterator[None]:
     """Makes SIGTERM and SIGINT (Ctrl-C) save a checkpoint and end the run. A second signal ends it at once."""
 
     def stop(number, _):
-        run.stop = number
+        run.received = number
         signal.signal(number, signal.SIG_DFL)
 
     with handling_stop_signals(stop):
@@ -833,7 +880,7 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
 
     examples, task, accelerator = run.examples[split], run.task, run.accelerator
     lengths, size = [example["length"] for example in examples], run.arguments.per_device_eval_batch_size
-    found, sums = [], []
+    found, sums, bad = [], [], []
     was_training = run.model.training
     run.model.eval()
     with torch.no_grad():
@@ -842,13 +889,15 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
             batch = to_device(task.collate([examples[i] for i in numbers or [0]]), accelerator.device)
             outputs, loss = task.predict(run.model, batch)
             if not loss.isfinite():
-                raise not_finite(run, f"{split} loss", [{**examples[i], "split": split} for i in numbers])
+                bad += [{**examples[i], "split": split} for i in numbers]
             if numbers:
                 found += zip(numbers, outputs, strict=True)
                 sums.append((loss.item(), task.count(batch).item()))
     run.model.train(was_training)
     in_order = dict(gather_object(found))
     losses, counts = zip(*gather_object(sums), strict=True)
+    if not all(map(math.isfinite, losses)):
+        raise not_finite(run, f"{split} loss", bad)
     outputs = [in_order[i] for i in range(len(examples))]
     if split == "validation":
         task.tune(run.rows[split], examples, outputs)
@@ -862,8 +911,6 @@ def evaluate_between(run: Run, bar) -> bool:
     """Evaluates the validation rows. Returns whether the model is the best so far, and notes it."""
     progress, task = run.progress, run.task
     metrics, predictions = evaluate(run, "validation")
-    if run.metric not in metrics:
-        raise ValueError(f"--metric_for_best_model is {run.metric}; expected one of {', '.join(metrics)}.")
     run.evaluated = progress.step, metrics, predictions
     sign = -1 if run.metric in task.lower_is_better else 1
     # The loss chooses between models with the same metric. A lower one is no reason to continue.
@@ -903,7 +950,8 @@ def finish(run: Run) -> None:
     if progress is not None and accelerator.distributed_type in ("FSDP", "DEEPSPEED") and not run.arguments.lora_rank:
         state = accelerator.get_state_dict(run.model)
     if accelerator.is_main_process:
-        write_files(run, evaluations, state)
+        with about(f"{run.output} cannot be written"):
+            write_files(run, evaluations, state)
         for split, (metrics, _) in evaluations.items():
             print(f"{split}: {in_words(metrics)}")
         print(f"{run.output} has the {'metrics' if progress is None else 'model'}")
@@ -946,7 +994,8 @@ def evaluated(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
 
 def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
     """Writes the model with its code and tokenizer, predictions, metrics, pictures and card."""
-    from toolkit.training import merged, plot_confusion, plot_curves
+    from toolkit.confusion_matrix import plot_confusion
+    from toolkit.training import merged, plot_curves
 
     output, task = run.output, run.task
     for split, (_, predictions) in evaluations.items():

@@ -93,8 +93,8 @@ def train(parser: Parser, args) -> None:
     Raises:
         OSError, ValueError: the texts or the output are invalid.
     """
-    from toolkit.finetuning.wordpiece import Corpus, print_report, save, train_bert, train_symbols
     from toolkit.inputs import Source, open_files
+    from toolkit.wordpiece import Corpus, print_report, save, train_bert, train_symbols
 
     check_new_folder(args.output)
     source = Source(open_files(args.train_file, delimiter=args.delimiter))

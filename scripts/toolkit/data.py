@@ -93,9 +93,10 @@ class File:
         """The decompressed bytes. An error of reading becomes an OSError with the file's name."""
         try:
             with self.system.open(self.path, "rb") as binary:
-                compression = pa.Codec.detect(self.path).name if self.path.lower().endswith(COMPRESSIONS) else None
+                path = self.path.lower()
+                compression = pa.Codec.detect(path).name if path.endswith(COMPRESSIONS) else None
                 yield pa.CompressedInputStream(binary, compression) if compression else pa.PythonFile(binary, "r")
-        except (OSError, EOFError, pa.ArrowInvalid) as error:
+        except (OSError, EOFError, UnicodeDecodeError, pa.ArrowInvalid) as error:
             raise OSError(f"{self.name} cannot be read: {error}; expected a complete file.") from error
 
     @contextmanager
@@ -133,7 +134,10 @@ def open_files(
         else:
             found = system.find(path) if system.isdir(path) else system.glob(path)
             is_folder = system.isdir(path)
-            paths = sorted(each for each in found if system.isfile(each) and not (is_folder and is_left_out(each)))
+            paths = sorted(filter(system.isfile, found))
+            # As in a shell, a pattern matches no hidden file.
+            is_wanted = is_data if is_folder else (lambda each: not os.path.basename(each).startswith("."))
+            paths = [each for each in paths if is_wanted(each.removeprefix(path))]
             names = [os.path.relpath(each) if "file" in system.protocol else each for each in paths]
         if not paths:
             raise FileNotFoundError(f"{flag} {pattern} matches no file; expected a file, a folder or a pattern.")
@@ -145,10 +149,11 @@ def open_files(
     return files
 
 
-def is_left_out(path: str) -> bool:
-    """Whether a file of a folder is no data, such as a README or a hidden file."""
-    name = os.path.basename(path)
-    return name.startswith((".", "_")) or not any(ending in name for ending in FORMATS)
+def is_data(path: str) -> bool:
+    """Whether a file of a folder is data, by its path in it: no README, and not hidden or in a hidden folder."""
+    parts = path.lower().strip("/").split("/")
+    endings = tuple(ending + compression for ending in FORMATS for compression in ("", *COMPRESSIONS))
+    return parts[-1].endswith(endings) and not any(part.startswith((".", "_")) for part in parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- formats

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -30,7 +31,6 @@ BATCHES_SORTED_TOGETHER = 50
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
 PROGRESS, SCHEDULE = "progress.json", "schedule.json"
-MOST_CLASSES = 60  # in a picture of a confusion matrix
 
 
 class TrainingError(CommandError):
@@ -108,6 +108,25 @@ def make_optimizer(model: nn.Module, arguments) -> torch.optim.Optimizer:
     if arguments.optim == "adafactor":
         return torch.optim.Adafactor(parameters, arguments.learning_rate)
     return torch.optim.AdamW(parameters, arguments.learning_rate, fused=True)
+
+
+def prepare(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
+    """As `Accelerator.prepare`, also for an encoder and a decoder that share tensors.
+
+    All modules with a tensor must be in one group of FSDP. Accelerate makes a group of each block and one of the
+    embeddings that the getters return. Here shared embeddings are in the group of the whole model, and shared blocks
+    as well.
+    """
+    if accelerator.distributed_type != "FSDP" or not model.config.is_encoder_decoder:
+        return accelerator.prepare(model, optimizer)
+    if model.config.tie_encoder_decoder:
+        accelerator.state.fsdp_plugin.auto_wrap_policy = None
+    model.get_input_embeddings = model.get_output_embeddings = lambda: None
+    prepared = accelerator.prepare(model, optimizer)
+    del model.get_input_embeddings, model.get_output_embeddings
+    # It calls the encoder alone, which needs the weights of the group of the whole model.
+    register_fsdp_forward_method(prepared[0], "generate")
+    return prepared
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
@@ -275,8 +294,6 @@ class Checkpoints:
         if path.exists():
             return
         with removed_on_error(unfinished, f"{path} cannot be written"):
-            if self.accelerator.is_main_process:
-                shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
             self.accelerator.save_state(str(unfinished))
             self.accelerator.wait_for_everyone()
@@ -287,6 +304,11 @@ class Checkpoints:
                 unfinished.rename(path)
                 self.remove_old(progress.best_step)
         self.accelerator.wait_for_everyone()
+
+    def remove_unfinished(self) -> None:
+        """Removes what a killed process has partly written or partly removed."""
+        for path in self.folder.glob(".checkpoint-*"):
+            shutil.rmtree(path)
 
     def remove_old(self, best_step: int | None) -> None:
         """Keeps the last ones and the best one."""
@@ -354,27 +376,6 @@ def plot_curves(path: Path, history: Sequence[dict], metrics: Sequence[str]) -> 
                 axis.plot(*zip(*points, strict=True), ".-", label=part)
         if axis.lines:
             axis.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def plot_confusion(path: Path, labels: list[str], references: Sequence[str], predictions: Sequence[str]) -> None:
-    """Draws the confusion matrix of up to `MOST_CLASSES` labels."""
-    if len(labels) > MOST_CLASSES:
-        return
-    from matplotlib.figure import Figure
-    from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
-
-    side = 2 + 0.4 * len(labels)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
-    names = [" ".join(label.split()).replace("$", r"\$")[:20] for label in labels]
-    counts = confusion_matrix(references, predictions, labels=labels)
-    ConfusionMatrixDisplay(counts, display_labels=names).plot(
-        ax=figure.add_subplot(),
-        cmap="Blues",
-        colorbar=False,
-        xticks_rotation="vertical",
-        include_values=len(labels) <= 15,
-    )
     figure.savefig(path, dpi=120)
 
 

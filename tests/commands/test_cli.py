@@ -1,6 +1,5 @@
 """toolkit.cli: spellings of flags, groups, one-line errors and exit codes; and atomic files."""
 
-import argparse
 import importlib
 import os
 import re
@@ -15,26 +14,13 @@ import pytest
 import torch
 
 import check_determinism
+import generate
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
-from toolkit.finetuning import command_line, task_settings
 
 # `train` has the parser of transformers.
 COMMANDS = sorted({path.stem for path in SCRIPTS.glob("[a-z]*.py")} - {"train"})
-TRAINING = {
-    "finetune_classification": task_settings.ClassificationSettings,
-    "finetune_question_answering": task_settings.QuestionAnsweringSettings,
-    "finetune_seq2seq": task_settings.Seq2SeqSettings,
-    "finetune_token_classification": task_settings.TokenClassificationSettings,
-    "pretrain_mlm": task_settings.PretrainingSettings,
-}
-
-
-def parser_of(name: str) -> Parser:
-    if name in TRAINING:
-        return command_line.make_parser(f"{name}.py", "", TRAINING[name])
-    return importlib.import_module(name).make_parser()
 
 
 @pytest.fixture
@@ -68,7 +54,7 @@ def test_hyphens_become_underscores_in_names_of_flags_only(given, parsed):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_of_every_command_has_underscores_and_a_group(name):
-    parser = parser_of(name)
+    parser = importlib.import_module(name).make_parser()
     for action in parser._actions:
         for spelling in action.option_strings:
             assert "-" not in spelling.lstrip("-"), spelling
@@ -78,10 +64,8 @@ def test_every_flag_of_every_command_has_underscores_and_a_group(name):
     assert not [action for action in parser._optionals._group_actions if action.dest != "help"]
 
 
-@pytest.mark.parametrize("name", [*TRAINING, "generate"])
-def test_long_helps_begin_with_the_ten_most_used_flags(name):
-    parser = parser_of(name)
-    first = parser._action_groups[2]
+def test_a_long_help_begins_with_the_ten_most_used_flags():
+    first = generate.make_parser()._action_groups[2]
     assert first.title == "most used"
     assert len({action.dest for action in first._group_actions}) == 10
 
@@ -139,16 +123,6 @@ def test_help_shows_defaults_that_say_something(parser):
     assert "less\n" in text
     assert text.index("model:") < text.index("data:")
     assert "What it does.\n\nMore." in text
-
-
-@pytest.mark.parametrize("settings", TRAINING.values())
-def test_settings_become_flags(settings):
-    parser = command_line.make_parser("command.py", "", settings)
-    args = parser.parse_args(["--resume", "--hub-private", "no", "--train_file", "a", "b", "--max-steps", "3"])
-    assert (args.resume, args.hub_private, args.train_file, args.max_steps) == (True, False, ["a", "b"], 3)
-    assert (args.learning_rate, args.mixed_precision, args.implementation) == (5e-5, None, "scratchbert")
-    with pytest.raises(argparse.ArgumentTypeError, match="'maybe' is invalid; expected true or false"):
-        command_line.boolean("maybe")
 
 
 # ----------------------------------------------------------------------------------------------------------- exit codes

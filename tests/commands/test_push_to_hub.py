@@ -523,17 +523,12 @@ def test_the_folder_s_card_is_kept(hub, folder, push):
 def test_a_pushed_recipe_has_no_absolute_path(tmp_path):
     folder = tmp_path / "run"
     random_scratchbert("Model").save_pretrained(folder)
-    recipe = {"model": str(tmp_path / "bert"), "train_file": [str(tmp_path / "a.csv"), "b.csv"], "output": str(folder)}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"seed": 3, "tokenizer": "google/bert"}))
+    kept = {"seed": 3, "tokenizer_name": "google/bert"}
+    paths = {"model": tmp_path / "bert", "train_file": [tmp_path / "a.csv", "b.csv"], "output_dir": folder}
+    (folder / "recipe.yaml").write_text(json.dumps(paths | kept, default=str))
     listing = publish.survey(folder, "ada/m")
-    expected = {
-        "model": "bert",
-        "train_file": ["a.csv", "b.csv"],
-        "output": "run",
-        "seed": 3,
-        "tokenizer": "google/bert",
-    }
-    assert yaml.safe_load(listing.files["recipe.yaml"]) == expected
+    expected = {"model": "bert", "train_file": ["a.csv", "b.csv"], "output_dir": "run"}
+    assert yaml.safe_load(listing.files["recipe.yaml"]) == expected | kept
     for content in listing.files.values():
         text = content if isinstance(content, bytes) else content.read_bytes()
         assert str(tmp_path).encode() not in text

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 import convert_checkpoint
 import generate
-import pretrain_mlm
 import sentence_similarity
+import train
 from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from support.folders import ROOT, SCRIPTS
@@ -75,22 +75,16 @@ def test_the_package_opens_what_it_wrote(folder):
 
 
 # What each command that opens a checkpoint is called with.
-TRAINING = ["--model", "MODEL", "--output", "NEW", "--train_file", "ROWS"]
 OPENING = {
-    "benchmark": ["--model", "MODEL"],
+    "benchmark": ["--model", "MODEL", "--threads", "1"],
     "check_determinism": ["MODEL"],
     "check_parity": ["MODEL"],
     "convert_checkpoint": ["MODEL", "NEW"],
     "course": ["check", "1", "--model", "MODEL"],
     "export": ["MODEL", "NEW", "--format", "torch"],
-    "finetune_classification": TRAINING,
-    "finetune_question_answering": TRAINING,
-    "finetune_seq2seq": TRAINING,
-    "finetune_token_classification": TRAINING,
     "generate": ["MODEL", "Dogs bark."],
     "plot_attention": ["MODEL", "Dogs bark.", "--output", "NEW.png"],
     "predict": ["MODEL", "ROWS", "--output", "NEW"],
-    "pretrain_mlm": TRAINING,
     "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "sentence_similarity": ["MODEL"],
     "train": ["classification", "--model", "MODEL", "--output_dir", "NEW", "--train_file", "ROWS"],
@@ -126,13 +120,13 @@ def test_every_command_refuses_other_code(folder, tmp_path, command, kind, capsy
 
 
 def test_a_tokenizer_with_code_is_refused(folder, minilm, tmp_path, capsys):
-    """A training command opens it from another folder than the model."""
+    """A training opens it from another folder than the model."""
     set_field(folder / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["own.Tokenizer", None]})
     (folder / "config.json").unlink()
-    argv = ["--model", minilm, "--tokenizer", str(folder), "--output", str(tmp_path / "new"), "--train_file", "x.txt"]
-    assert pretrain_mlm.main(argv) == 2
+    argv = ["--model", minilm, "--tokenizer_name", str(folder), "--output_dir", str(tmp_path / "new")]
+    assert train.main(["masked-lm", *argv, "--train_file", "x.txt"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--tokenizer {folder}: It has its own code in tokenizer_config.json" in line
+    assert f"--tokenizer_name {folder}: It has its own code in tokenizer_config.json" in line
 
 
 @pytest.mark.parametrize("auto_map", [{}, AUTO_MAP, {"AutoModel": AUTO_MAP["AutoModel"]}])

@@ -13,15 +13,13 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 import check_parity
 import convert_checkpoint
 import export
-import finetune_classification
-import finetune_seq2seq
 import generate
 import plot_attention
 import predict
-import pretrain_mlm
 import push_to_hub
 import question_answering
 import sentence_similarity
+import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
 from support.hub_server import serving, use
 from support.models import random_scratchbert
@@ -70,7 +68,7 @@ def test_from_python(unreachable, opens, options):
     assert ("--revision 0000" in message) == ("revision" in options)
 
 
-TRAIN = ["--train_file", "TEXTS", "--output", "OUT"]
+TRAIN = ["--train_file", "TEXTS", "--output_dir", "OUT"]
 
 
 @pytest.mark.parametrize(
@@ -83,9 +81,8 @@ TRAIN = ["--train_file", "TEXTS", "--output", "OUT"]
         (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
         (question_answering, ["ada/never-seen", "--question", "Who?", "--context", "Ada."]),
         (sentence_similarity, ["ada/never-seen", "a", "b"]),
-        (finetune_classification, ["--model", "ada/never-seen", *TRAIN]),
-        (finetune_seq2seq, ["--model", "ada/never-seen", *TRAIN]),
-        (pretrain_mlm, ["--model", "ada/never-seen", *TRAIN]),
+        (train, ["classification", "--model", "ada/never-seen", *TRAIN]),
+        (train, ["seq2seq", "--config_name", "configuration/tiny.json", "--tokenizer_name", "ada/never-seen", *TRAIN]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -134,10 +131,11 @@ def test_convert_and_push(unreachable, tmp_path, monkeypatch, capsys):
 
 def test_a_dataset(unreachable, tmp_path, capsys):
     saved(tmp_path / "model")
-    argv = ["--model", str(tmp_path / "model"), "--dataset", "ada/texts", "--output", str(tmp_path / "out")]
-    assert finetune_classification.main(argv) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "ada/texts (train) cannot be read: it is not a folder, and the Hub cannot be reached; expected" in line
+    argv = ["--model", str(tmp_path / "model"), "--dataset", "ada/texts", "--output_dir", str(tmp_path / "out")]
+    assert train.main(["classification", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--dataset ada/texts" in line
+    assert "on the Hub" in line
 
 
 def saved(folder: Path):

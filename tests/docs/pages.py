@@ -181,7 +181,7 @@ def notebook_text(page: Path, folder: Path) -> str:
 
 @dataclass
 class Command:
-    """A call of a script of this project in a shell block of a page."""
+    """A call of a script of this project in a shell block of a page. `script` is its name; for train, with the task."""
 
     line: int
     script: str
@@ -215,7 +215,8 @@ def commands(text: str, scripts: Collection[str]) -> list[Command]:
                 if name[1] not in scripts:
                     raise ValueError(f"line {line}: there is no script {name[1]!r}.")
                 flags = [word.partition("=")[0] for word in words[index + 1 :] if word.startswith("--")]
-                found.append(Command(line, name[1], flags))
+                script = " ".join([name[1], *words[index + 1 : index + 2]]) if name[1] == "train" else name[1]
+                found.append(Command(line, script, flags))
                 break
     return found
 

@@ -90,7 +90,8 @@ def test_the_files_that_a_saved_model_carries_are_listed():
 @cache
 def flags_of(script: str) -> frozenset[str]:
     """The flags in the `--help` of a script, with - in place of _."""
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--help"]
+    name, *task = script.split()
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), *task, "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-z][\w-]*", text))
 

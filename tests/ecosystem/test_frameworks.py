@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import BertTokenizer, pipeline
 
-from support.finetuning import SPECIAL, TEXTS, WORDS
 from support.folders import SCRIPTS
 from support.models import inputs_for
+from support.tiny import SPECIAL, TEXTS, WORDS
 
 FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64}
 

@@ -184,38 +184,28 @@ def test_the_commands_run_from_the_wheel(installed, tmp_path):
     listing = run(scratchbert, cwd=tmp_path)
     for path in (ROOT / "scripts").glob("[a-z]*.py"):
         assert f"  {path.stem} " in listing
-    where = run(scratchbert, "--path", "finetune_classification", cwd=tmp_path).strip()
+    where = run(scratchbert, "--path", "train", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(installed.parent)
-    assert Path(where).read_bytes() == (ROOT / "scripts" / "finetune_classification.py").read_bytes()
+    assert Path(where).read_bytes() == (ROOT / "scripts" / "train.py").read_bytes()
 
     run(installed / "python", "-c", BERT, cwd=tmp_path)
     run(scratchbert, "convert_checkpoint", "bert", "converted", cwd=tmp_path)
     assert (tmp_path / "converted" / "modeling_scratchbert.py").exists()
 
     (tmp_path / "films.csv").write_text("text,label\ngood film,1\nbad film,0\n")
-    flags = ["--train_file", "films.csv", "--max-steps", "1", "--max_length", "8", "--trackers", "none"]
-    run(scratchbert, "finetune_classification", "--model", "converted", *flags, "--output", "classifier", cwd=tmp_path)
+    flags = ["--train_file", "films.csv", "--max-steps", "1", "--max_length", "8"]
+    classification = ["classification", "--model", "converted", *flags]
+    run(scratchbert, "train", *classification, "--output_dir", "classifier", cwd=tmp_path)
     assert (tmp_path / "classifier" / "metrics.json").exists()
     launch = [installed / "python", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", where]
-    run(*launch, "--model", "converted", *flags, "--output", "launched", cwd=tmp_path)
+    run(*launch, *classification, "--output_dir", "launched", cwd=tmp_path)
     assert (tmp_path / "launched" / "model.safetensors").exists()
 
     (tmp_path / "pairs.jsonl").write_text('{"source": "good", "target": "film"}\n{"source": "bad", "target": "film"}\n')
     flags[1] = "pairs.jsonl"
-    size = ["--config_overrides", "max_position_embeddings=32", "--max_target_length", "8", "--metrics", "loss"]
-    run(
-        scratchbert,
-        "finetune_seq2seq",
-        "--config_file",
-        "configuration/tiny.json",
-        "--tokenizer",
-        "bert",
-        *flags,
-        *size,
-        "--output",
-        "generator",
-        cwd=tmp_path,
-    )
+    new = ["--config_name", "configuration/tiny.json", "--config_overrides", "max_position_embeddings=32"]
+    flags += ["--tokenizer_name", "bert", "--max_target_length", "8", "--metrics", "loss", "--output_dir", "generator"]
+    run(scratchbert, "train", "seq2seq", *new, *flags, cwd=tmp_path)
     assert (
         len(run(scratchbert, "generate", "generator", "good", "--max_new_tokens", "3", cwd=tmp_path).splitlines()) == 1
     )

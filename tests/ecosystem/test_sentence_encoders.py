@@ -26,9 +26,9 @@ from sentence_transformers.sparse_encoder import losses as sparse_losses
 from torch.testing import assert_close
 from transformers import BertTokenizer
 
-from support.finetuning import SPECIAL, TEXTS, WORDS
 from support.folders import SCRIPTS
 from support.models import NO_DROPOUT, OURS, random_bert
+from support.tiny import SPECIAL, TEXTS, WORDS
 
 OPTIONS = {"device": "cpu", "trust_remote_code": True}
 REMOTE = {f"{part}_kwargs": {"trust_remote_code": True} for part in ("model", "processor", "config")}

@@ -1,23 +1,32 @@
-"""A tiny BERT with a tokenizer of a few words, and files of rows, for runs of train.py."""
+"""A tiny BERT with a tokenizer of a few words, files of rows, and runs of train.py on them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import BertConfig, BertModel, BertTokenizer
 
+import train
 from support.models import tiny_config
+from toolkit.tasks import ARGUMENTS, task_class
+from toolkit.wordpiece import SPECIAL
 
 WORDS = ["good", "bad", "film", "fun", "a", "very", ".", "is", "it", "Anna", "Paris", "in", "saw"]
 TEXTS = ["good film .", "bad film", "a very good film", "a bad film .", "good fun .", "very bad", "good", "bad ."]
 
 
-def save_tiny(folder: Path) -> str:
-    """A BertModel with 64 positions."""
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
+def save_tiny(folder: Path, words: list[str] = WORDS, **fields) -> str:
+    """A BertModel with 64 positions, and a tokenizer of SPECIAL and these words.
+
+    Args:
+        fields: of the configuration.
+    """
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
     torch.manual_seed(0)
-    config = tiny_config(BertConfig, vocab_size=len(vocabulary), max_position_embeddings=64, initializer_range=0.2)
-    BertModel(config).save_pretrained(folder)
+    sizes = {"vocab_size": len(vocabulary), "max_position_embeddings": 64, "initializer_range": 0.2}
+    BertModel(tiny_config(BertConfig, **{**sizes, **fields})).save_pretrained(folder)
     BertTokenizer(vocab=vocabulary).save_pretrained(folder)
     return str(folder)
 
@@ -27,5 +36,57 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def reviews(count: int) -> list[dict]:
     return [{"text": TEXTS[i % 8], "label": "pos" if "good" in TEXTS[i % 8] else "neg"} for i in range(count)]
+
+
+def flags(**given) -> list[str]:
+    """Arguments of the command line, without those that are None. A list has several values."""
+    made = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        made += [f"--{name}", *map(str, values)] if value is not None else []
+    return made
+
+
+def reset_accelerate() -> None:
+    """Accelerate keeps the state of the first Accelerator of a process for all later ones."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def run(argv: list[str]) -> int:
+    """The exit code of train.py."""
+    try:
+        return train.main(argv)
+    except SystemExit as stopped:
+        return stopped.code
+
+
+def report_of(folder: Path) -> dict:
+    return json.loads((Path(folder) / "metrics.json").read_text())
+
+
+def break_off(folder: Path, step: int) -> None:
+    """Makes a finished run one that was interrupted after a checkpoint."""
+    for path in folder.glob("checkpoint-*"):
+        if int(path.name.split("-")[1]) > step:
+            shutil.rmtree(path)
+    (folder / "metrics.json").unlink()
+    (folder / "model.safetensors").unlink()
+
+
+def make_task(name: str, contents: list[dict], **given) -> tuple:
+    """A task without a run, which has learnt its labels from some rows; and these rows."""
+    task = task_class(name)(ARGUMENTS[name](**given))
+    task.find_columns(list(contents[0]))
+    rows = [
+        {**task.read(content), "place": f"row {number}", "columns": content}
+        for number, content in enumerate(contents, 1)
+    ]
+    task.remarks = list(task.prepare(rows))
+    return task, rows

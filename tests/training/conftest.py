@@ -1,44 +1,42 @@
 """What several files of training tests share."""
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from support.finetuning import WORDS, save_tiny, write_labels
+from support.tiny import flags, reset_accelerate, reviews, save_tiny, write_rows
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def new_accelerator():
-    """Accelerate keeps the state of the first Accelerator of a process for all later ones."""
-    states = (AcceleratorState, PartialState, GradientState)
-    for state in states:
-        state._reset_state()
+    reset_accelerate()
     yield
-    for state in states:
-        state._reset_state()
+    reset_accelerate()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
-    torch.manual_seed(0)
-    return save_tiny(tmp_path_factory.mktemp("model"), WORDS)
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def steady_model(tmp_path_factory) -> str:
+    """Without dropout, so that gradients do not depend on how rows are put into batches."""
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return save_tiny(tmp_path_factory.mktemp("steady"), **no_dropout)
 
 
 @pytest.fixture
-def flags(model, tmp_path):
-    """The command line of a run of four updates, one epoch, on eight texts."""
+def argv(model, tmp_path):
+    """The command line of a run of four updates on eight texts, with changed arguments; None removes one."""
 
-    def make(train_file=None, output="run", **changed) -> list[str]:
+    def make(task="classification", **changed) -> list[str]:
         given = {
             "model": model,
-            "output": tmp_path / output,
-            "batch_size": 2,
-            "epochs": 1,
+            "train_file": write_rows(tmp_path / "rows.jsonl", reviews(8)),
+            "output_dir": tmp_path / "run",
+            "per_device_train_batch_size": 2,
+            "num_train_epochs": 1,
             "max_length": 12,
-            "trackers": "none",
-            "train_file": train_file or write_labels(tmp_path / "train.jsonl", [1, 0] * 4),
-            **changed,
         }
-        return [f"--{name}={value}" for name, value in given.items() if value is not None]
+        return [task, *flags(**{**given, **changed})]
 
     return make

@@ -1,11 +1,19 @@
 """Reading data: a row for each kind of file that users have, good and bad."""
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import re
 from collections import Counter
 
+import datasets
+import fsspec
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from toolkit.data import (
@@ -41,6 +49,9 @@ def read(patterns, label_column=None, on_bad_row="stop", report=print, **options
     )
     return [(row["text"], row["label"]) for row in rows]
 
+
+NOT_UTF8 = io.BytesIO()
+parquet.write_table(pa.table({"text": pa.array([b"caf\xe9"]).view(pa.string()), "label": ["x"]}), NOT_UTF8)
 
 # A file's name and content, options of `read`, and the rows; or the error's type and what it names.
 CASES = {
@@ -79,6 +90,12 @@ CASES = {
     "tabs and unpaired quotes": ("r.tsv", 'text\tlabel\n"a\tx\n"b ""c"""\ty\n', {}, [('"a', "x"), ('b "c"', "y")]),
     "a table in .txt": ("r.txt", TABLE, {"delimiter": ","}, TWO),
     "gzip": ("r.csv.gz", gzip.compress(TABLE.encode()), {}, TWO),
+    "Zstandard": ("r.csv.zst", pa.compress(TABLE.encode(), codec="zstd", asbytes=True), {}, TWO),
+    "bzip2": ("R.CSV.BZ2", bz2.compress(TABLE.encode()), {}, TWO),
+    "damaged Zstandard": ("r.csv.zst", pa.compress(TABLE.encode(), codec="zstd", asbytes=True)[:-1], {}, OSError),
+    "no Zstandard": ("r.csv.zst", TABLE, {}, OSError),
+    "no Parquet": ("r.parquet", "text", {}, OSError),
+    "Parquet that is not UTF-8": ("r.parquet", NOT_UTF8.getvalue(), {}, OSError),
     "damaged gzip": ("r.csv.gz", gzip.compress(TABLE.encode() * 99)[:-20], {}, OSError),
     "no gzip": ("r.csv.gz", TABLE, {}, OSError),
     "JSON lines": ("r.jsonl", lines({"text": "a", "label": "x"}, {"text": "b", "label": "y"}), {}, TWO),
@@ -109,6 +126,9 @@ CASES = {
     "JSON array": ("r.json", json.dumps([{"text": "a", "label": "x"}]), {}, [("a", "x")]),
     "JSON object with data": ("r.json", json.dumps({"data": [{"text": "a", "label": "x"}]}), {}, [("a", "x")]),
     "JSON array of texts": ("r.json", '["a"]', {}, "r.json, row 1"),
+    "a JSON array without end": ("r.json", '[{"text": "a"},', {}, "r.json, row 1"),
+    "a deep JSON array": ("r.json", "[" * 100_000, {}, "r.json, row 1"),
+    "a number in a JSON array": ("r.json", '[{"text": "a", "label": "x"}, 7]', {}, "r.json, row 2"),
     "unknown format": ("r.xlsx", "", {}, "--train_file.*r.xlsx"),
 }
 
@@ -127,6 +147,87 @@ def test_files(name, content, options, expected, tmp_path):
 
 def escaped(pattern: str) -> str:
     return "(?s)" + pattern.replace("(", r"\(").replace(")", r"\)")
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(TEXT, TEXT, st.integers(0, 2)), min_size=1, max_size=6),
+    st.sampled_from([(".csv", ","), (".tsv", "\t")]),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+)
+def test_tables_come_back(rows, form, newline):
+    """With the line where each row starts, whatever blank lines are between them."""
+    ending, delimiter = form
+    if ending == ".tsv":  # a row is a line
+        rows = [(*(re.sub("[\t\r\n]", " ", text) for text in row[:2]), row[2]) for row in rows]
+    text, expected = f"one{delimiter}two{newline}", []
+    for one, two, blank_lines in rows:
+        text += newline * blank_lines
+        expected.append((len(re.findall("\r\n|\r|\n", text)) + 1, {"one": one, "two": two}))
+        record = io.StringIO(newline="")
+        quoting = csv.QUOTE_ALL if re.search("[\r\n]", one + two) else csv.QUOTE_MINIMAL
+        csv.writer(record, delimiter=delimiter, lineterminator=newline, quoting=quoting).writerow([one, two])
+        text += record.getvalue()
+    fsspec.filesystem("memory").pipe(f"/tables/r{ending}", text.encode())
+    source = Source("--train_file", open_files([f"memory://tables/r{ending}"], "--train_file"))
+    assert [(row.line, row.content) for row in source.rows()] == expected
+
+
+def test_patterns_and_folders(tmp_path, monkeypatch):
+    """Of a folder files that are no data are left out. Files that exist are no patterns."""
+    monkeypatch.chdir(tmp_path)
+    names = ["[1].txt", "a.txt", "b.CSV.gz", "deep/a.txt", "deep/er/c.jsonl.zst"]
+    for name in [*names, ".hidden.txt", "deep/.x/x.txt", "README.md", "x.py", "z.txt.bak", "folder.txt/README.md"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    for pattern, expected in {
+        ".": names,
+        "*.txt": ["[1].txt", "a.txt"],
+        "[a-b].*": ["a.txt", "b.CSV.gz"],
+        "[1].txt": ["[1].txt"],
+        "**/a.txt": ["a.txt", "deep/a.txt"],
+    }.items():
+        found = [file.name for file in open_files([pattern], "--train_file")]
+        assert found == expected, pattern
+    source = Source("--train_file", open_files(["a.txt", "deep"], "--train_file"), limit=2)
+    assert [row["place"] for row in source.valid_rows(dict, "stop", print)] == [
+        "a.txt, row 1 (line 1)",
+        "deep/a.txt, row 1 (line 1)",
+    ]
+
+
+def test_the_first_valid_rows(tmp_path):
+    """Nothing is read after them."""
+    (tmp_path / "r.csv").write_text("text,label\na,x\n,y\nb,y\nc\n")
+    source = Source("--train_file", open_files([str(tmp_path / "r.csv")], "--train_file"), limit=2)
+    reports = []
+    rows = list(source.valid_rows(lambda row: {"text": text_of(row, "text")}, "skip", reports.append))
+    assert [row["text"] for row in rows] == ["a", "b"]
+    assert len(reports) == 1
+    assert "1 of 3" in reports[0]
+
+
+def test_datasets(tmp_path, monkeypatch):
+    """Labels have their names, also in lists."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    label = datasets.ClassLabel(names=["bad", "good"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": datasets.List(label)})
+    rows = [{"text": "a", "label": 1, "tags": [0, 1]}, {"text": "b", "label": -1, "tags": None}]
+    (tmp_path / "named").mkdir()
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "named" / "train.parquet")
+    named = [{"text": "a", "label": "good", "tags": ["bad", "good"]}, {"text": "b", "label": None, "tags": None}]
+    name = str(tmp_path / "named")
+    for split, expected in {"train": named, "train[:1]": named[:1]}.items():
+        source = Source("--dataset", [], (name, None, split))
+        assert source.columns() == ["text", "label", "tags"]
+        assert [row.content for row in source.rows()] == expected
+        assert next(source.rows()).place == f"{name} {split}, row 1"
+    for missing in ((name, None, "test"), (str(tmp_path / "none"), None, "train")):
+        with pytest.raises(OSError, match="--dataset"):
+            list(Source("--dataset", [], missing).rows())
 
 
 def test_several_files(tmp_path):

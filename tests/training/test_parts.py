@@ -1,20 +1,19 @@
-"""The parts of a run: batches, optimizer, schedule, masks and metrics."""
+"""The parts of a run: batches, optimizer, schedule and frozen weights."""
 
+import json
+import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
+from transformers import get_scheduler
 
-from support.models import random_scratchbert
-from support.tiny import save_tiny
-from toolkit.tasks import ARGUMENTS, task_class
-from toolkit.tasks.classification import regression_metrics
-from toolkit.tasks.seq2seq import ErrorRate, Rouge, Sacrebleu
-from toolkit.tasks.tagging import Entities, check_iob2, to_iob2
-from toolkit.tasks.task import compute
-from toolkit.training import epoch_batches, evaluation_batches, freeze, make_optimizer, make_schedule
+from support.models import SPECIAL, random_scratchbert
+from toolkit.training import epoch_batches, evaluation_batches, freeze, make_optimizer, make_schedule, write_card
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 1003).tolist()
 
@@ -83,103 +82,76 @@ def test_freeze(what, trained):
     assert blocks == {i for i in range(model.config.num_hidden_layers) if trained and i >= trained[0]}
 
 
-def test_masks(tmp_path):
-    """15 % of the words are chosen, of these 80 % masked and 10 % replaced, by seed, epoch and number."""
-    task = task_class("masked-lm")(ARGUMENTS["masked-lm"](model=save_tiny(tmp_path), max_length=64))
-    task.find_columns(["text"])
-    rows = [{"text": "good bad film fun a very saw Paris"} for _ in range(4000)]
-    examples = task.encode(rows)
-    batch = task.collate(examples, (1, 0))
-    ids, labels = batch["input_ids"], batch["labels"]
-    chosen = labels != -100
-    plain = torch.tensor(np.concatenate([example["input_ids"] for example in examples]))
-    assert labels[chosen].equal(plain[chosen[batch["attention_mask"].bool()]])
-    special = set(task.tokenizer.all_special_ids)
-    assert not special & set(labels[chosen].tolist())
-    words = sum(each not in special for each in plain.tolist())
-    assert chosen.sum().item() / words == pytest.approx(0.15, abs=0.01)
-    masked = ids[chosen] == task.tokenizer.mask_token_id
-    assert masked.float().mean().item() == pytest.approx(0.8, abs=0.02)
-    assert ((ids[chosen] != labels[chosen]) & ~masked).float().mean().item() == pytest.approx(0.1, abs=0.03)
-    again = task.collate(examples[7:9], (1, 0))
-    width = again["labels"].shape[1]
-    assert again["labels"].equal(labels[7:9, :width])
-    assert not task.collate(examples, (1, 1))["labels"].equal(labels)
-    assert task.collate(examples)["labels"].equal(task.collate(examples)["labels"])
+@pytest.mark.parametrize("what", ["encoder", "embeddings", "1"])
+@pytest.mark.parametrize("sharing", ["embeddings", "nothing", "all"])
+def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(what, sharing):
+    fields = {"share_embeddings": sharing != "nothing", "tie_encoder_decoder": sharing == "all", **SPECIAL}
+    model = random_scratchbert("ForConditionalGeneration", is_encoder_decoder=True, **fields)
+    freeze(model, what)
+    frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
+    names = {name for name, _ in model.named_parameters() if name.startswith("model.encoder.")}
+    embeddings = {name for name in names if ".embeddings." in name}
+    encoder = {"encoder": names, "embeddings": embeddings, "1": {name for name in names if ".blocks.0." in name}}[what]
+    encoder |= embeddings
+    shared = {name.replace("model.encoder.", "model.decoder.", 1) for name in encoder}
+    if sharing != "all":
+        shared = {name for name in shared if ".embeddings." in name} if sharing == "embeddings" else set()
+    head = {"lm_head.decoder.weight"} if sharing != "nothing" else set()
+    assert frozen == encoder | shared | head
 
 
-METRICS = [
-    (Rouge, ["a b", "c"], [["a b"], ["d", "c"]], {"rouge1": 1.0, "rouge2": 0.5, "rougeL": 1.0}),
-    (Sacrebleu, ["the cat sat on the mat"], [["the cat sat on the mat"]], {"bleu": 100.0, "chrf": 100.0}),
-    (ErrorRate, ["a b c", "d"], [["a x c", "a b c e"], ["d"]], {"token_error_rate": 1 / 4, "item_error_rate": 1 / 2}),
-    (
-        Entities,
-        [["B-P", "I-P", "O"], ["B-L"]],
-        [["B-P", "I-P", "O"], ["B-P"]],
-        {"entity_f1": 0.5, "tag_accuracy": 0.75, "P/recall": 0.5, "L/precision": 0.0, "P/entities": 2},
-    ),
-]
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.5}),
+        ("polynomial", {"power": 2, "lr_end": 1e-6}),
+        ("inverse_sqrt", {}),
+    ],
+)
+def test_schedules_survive_json(name, given):
+    """Continued, they have the rates of transformers' own schedule."""
+
+    def make():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+        settings = {"lr_scheduler_type": name, "lr_scheduler_kwargs": json.dumps(given), "warmup_steps": 3}
+        return make_schedule(optimizer, arguments(**settings), 10)
+
+    def rates(schedule, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            schedule.optimizer.step()
+            schedule.step()
+            found += schedule.get_last_lr()
+        return found
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    theirs = get_scheduler(name, optimizer, 3, 10, scheduler_specific_kwargs=given)
+    first, second, expected = make(), make(), rates(theirs, 10)
+    assert rates(first, 4) == expected[:4]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert rates(second, 6) == expected[4:]
 
 
-@pytest.mark.parametrize(("metric", "predictions", "references", "expected"), METRICS)
-def test_metrics(metric, predictions, references, expected):
-    values = compute(metric, predictions, references)
-    assert {name: values[name] for name in expected} == pytest.approx(expected)
-
-
-def test_metrics_of_numbers():
-    references, predictions = (
-        np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]),
-        np.array([[2.0, 0.0], [4.0, 1.0], [6.0, 2.0]]),
+def test_the_metadata_of_a_card(tmp_path):
+    """Values that are not finite are in the table only."""
+    metrics = {"validation": {"accuracy": 0.75, "pearson": math.nan}, "test": {"accuracy": 0.5}}
+    names = {"model_name": "ada/reviews", "model_class": "ScratchBertForSequenceClassification"}
+    names |= {"auto_class": "AutoModelForSequenceClassification", "data": "user/data", "datasets": ["user/data"]}
+    numbers = {"rows": {"train": 1000, "validation": 5}, "step": 7, "chosen_by": "accuracy", "max_length": 9}
+    texts = {"labels": ["a", "b"], "settings": {"labels": ["a", "b"], "seed": 3}, "has_confusion": False}
+    base = {"base": "user/bert", "base_model": "user/bert", "torch": "1", "transformers": "1"}
+    write_card(tmp_path, metrics, task="text-classification", **names, **numbers, **texts, **base)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.base_model, card.data.datasets, card.data.pipeline_tag) == (
+        "user/bert",
+        ["user/data"],
+        "text-classification",
     )
-    expected = {"pearson": 0.5, "spearman": 0.5, "mean_squared_error": (1 + 4 + 9 + 1 + 0 + 1) / 6}
-    assert regression_metrics(references, predictions) == pytest.approx(expected)
-
-
-def test_tags():
-    assert to_iob2(["I-P", "I-P", "B-P", "O", "I-L"]) == ["B-P", "I-P", "B-P", "O", "B-L"]
-    for tags in (["I-P"], ["B-P", "I-L"], ["P"], ["B-"]):
-        with pytest.raises(ValueError, match="tag"):
-            check_iob2(tags)
-    check_iob2(["O", "B-P", "I-P"])
-
-
-ROWS = {
-    "classification": {"text": "good film", "label": "x"},
-    "tagging": {"tokens": ["good", "film"], "tags": ["B-X", "O"]},
-    "question-answering": {
-        "question": "it",
-        "context": "a good film",
-        "answers": [{"text": "good", "answer_start": 2}],
-    },
-    "seq2seq": {"source": "good film", "target": "bad film ."},
-    "masked-lm": {"text": "good bad film fun a very saw Paris good bad film fun a very saw Paris"},
-}
-FLAGS = {
-    "tagging": {"stride": 0},
-    "question-answering": {"stride": 2},
-    "masked-lm": {"line_by_line": True},
-    "seq2seq": {"max_target_length": 9},
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_losses_are_those_of_the_models(name, tmp_path):
-    """Without padding, the loss divided by the number of labels is the mean that the model itself computes."""
-    flags = {"model": save_tiny(tmp_path), "max_length": 20, **FLAGS.get(name, {})}
-    task = task_class(name)(ARGUMENTS[name](**flags))
-    task.find_columns(list(ROWS[name]))
-    rows = [{**task.read(content), "place": "row"} for content in (ROWS[name], ROWS[name])]
-    if name == "classification":
-        rows[1]["label"] = "y"
-    list(task.prepare(rows))
-    batch = task.collate(task.encode(rows))
-    model = task.open_model().eval()
-    targets = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
-    with torch.no_grad():
-        loss = task.loss(model, batch) / task.count(batch)
-        outputs, again = task.predict(model, batch)
-        expected = model(**targets).loss
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(again / task.count(batch), expected)
-    assert len(outputs) == 2
+    results = {(each.dataset_split, each.metric_type): each.metric_value for each in card.data.eval_results}
+    assert results == {("validation", "accuracy"): 0.75, ("test", "accuracy"): 0.5}
+    assert "| pearson | nan |" in card.text
+    assert "1,000 train, 5 validation" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    compile(code, "card", "exec")
+    assert 'AutoModelForSequenceClassification.from_pretrained("ada/reviews", trust_remote_code=True)' in code

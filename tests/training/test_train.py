@@ -1,51 +1,38 @@
 """scripts/train.py: arguments, and the files of a run."""
 
 import json
+import math
+import os
+import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertTokenizer,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+    pipeline,
+)
 
+import question_answering
 import train
-from support.tiny import reviews, save_tiny, write_rows
-from toolkit.tasks.question_answering import best_match, best_span, best_threshold, positions
-from toolkit.tasks.tagging import tagged_words
+from modeling_scratchbert import ScratchBertModel
+from support.folders import ROOT
+from support.generation import generate_text
+from support.tiny import SPECIAL, WORDS, flags, read_rows, report_of, reviews, run, write_rows
+from toolkit.files import find_shipped
 
-pytestmark = pytest.mark.usefixtures("new_accelerator")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def argv(model, tmp_path):
-    """The command line of a run on eight texts, with changed arguments; None removes one."""
-    rows = write_rows(tmp_path / "rows.jsonl", reviews(8))
-
-    def make(task="classification", **changed) -> list[str]:
-        given = {
-            "model": model,
-            "train_file": rows,
-            "output_dir": tmp_path / "run",
-            "per_device_train_batch_size": 2,
-            "num_train_epochs": 1,
-            "max_length": 12,
-            **changed,
-        }
-        return [task, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
-
-    return make
-
-
-def run(argv: list[str]) -> int:
-    try:
-        return train.main(argv)
-    except SystemExit as stopped:
-        return stopped.code
-
+TINY = "configuration/tiny.json"
+NEW = {"model": None, "config_name": TINY, "tokenizer_name": "{model}"}
+GENERATOR = {"max_target_length": 12, "source_column": "text", "target_column": "label"}
 
 # Changed arguments, and what the line on standard error names.
 REFUSED = [
@@ -53,7 +40,7 @@ REFUSED = [
     ({"train_file": None}, "--train_file"),
     ({"model": None}, "--model"),
     ({"model": "./missing"}, "no such folder"),
-    ({"train": "rows.csv"}, "--train=rows.csv"),  # no abbreviations
+    ({"train": "rows.csv"}, "--train"),  # no abbreviations
     ({"learning_rate": "fast"}, "learning_rate"),
     ({"learning_rate": "nan"}, "--learning_rate"),
     ({"learning_rate": -1}, "--learning_rate"),
@@ -64,6 +51,7 @@ REFUSED = [
     ({"eval_strategy": "steps"}, "--eval_steps"),
     ({"early_stopping_patience": 2}, "--early_stopping_patience"),
     ({"metric_for_best_model": "accuracy"}, "--metric_for_best_model"),
+    ({"metric_for_best_model": "beauty", "validation_fraction": 0.5}, "beauty"),
     ({"validation_fraction": 2}, "--validation_fraction"),
     ({"group_column": "text"}, "--group_column"),
     ({"dataset": "a/b"}, "--dataset"),
@@ -89,15 +77,106 @@ REFUSED = [
         "--max_target_length",
     ),
     ({"problem": "regression", "label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
+    ({"output_dir": os.devnull}, os.devnull),
+    ({"max_eval_samples": 0}, "--max_eval_samples"),
+    ({"max_eval_samples": 2}, "--max_eval_samples"),
+    ({"seed": -1}, "--seed"),
+    ({"label_smoothing_factor": 1}, "--label_smoothing_factor"),
+    ({"label_separator": ""}, "--label_separator"),
+    ({"labels": ["a", "a"]}, "--labels"),
+    ({"labels": ["pos", "neg"], "class_weights": ["1", "x"]}, "--class_weights"),
+    ({"class_weights": "balanced", "problem": "regression"}, "--class_weights"),
+    ({"problem": "guessing"}, "guessing"),
+    ({"fp16": True}, "fp16"),
+    ({"max_length": 2}, "--max_length"),
+    ({"report_to": "wandb"}, "wandb"),  # not installed
+    ({"task": "tagging", "labels": ["B-X", "I-X"]}, "--labels"),
+    ({"task": "tagging", "stride": -1}, "--stride"),
+    ({"task": "tagging", "scheme": "bioes"}, "bioes"),
+    ({"task": "question-answering", "null_threshold": "high"}, "--null_threshold"),
+    ({"task": "question-answering", "null_threshold": "inf"}, "--null_threshold"),
+    ({"task": "question-answering", "null_threshold": "best"}, "--null_threshold"),
+    ({"task": "question-answering", "max_answer_length": 0}, "--max_answer_length"),
+    ({"task": "question-answering"}, "'question'"),
+    ({"task": "seq2seq", "metrics": "meteor"}, "--metrics"),
+    ({"task": "seq2seq", "num_beams": 0}, "--num_beams"),
+    ({"task": "seq2seq", "length_penalty": 2}, "--length_penalty"),
+    ({"task": "seq2seq", "implementation": "bert"}, "--implementation"),
+    ({"task": "seq2seq", "max_target_length": 1}, "--max_target_length"),
+    ({"task": "seq2seq", **GENERATOR, "tie_encoder_decoder": True, "lora_rank": 2}, "--lora_rank"),
+    ({"task": "seq2seq", **GENERATOR, "tie_encoder_decoder": True, "num_decoder_layers": 1}, "tie_encoder_decoder"),
+    ({"task": "seq2seq", **GENERATOR, **NEW, "config_overrides": "is_encoder_decoder=false"}, "is_encoder_decoder"),
+    ({"task": "masked-lm", "max_length": 2}, "--max_length"),
+    ({"task": "masked-lm", "label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
+    ({"task": "masked-lm", "config_name": TINY}, "--config_name"),
+    ({"task": "masked-lm", "config_name": TINY, "model": None}, "--tokenizer_name"),
+    ({"task": "masked-lm", **NEW, "config_name": "missing.json"}, "missing.json"),
+    ({"task": "masked-lm", **NEW, "freeze": "encoder"}, "--freeze"),
+    ({"task": "masked-lm", **NEW, "config_overrides": "hiden_size=3"}, "hiden_size"),
+    ({"task": "masked-lm", **NEW, "config_overrides": "hidden_size"}, "NAME=VALUE"),
+    ({"task": "masked-lm", **NEW, "config_overrides": "hidden_size=wide"}, "hidden_size"),
+    ({"task": "masked-lm", **NEW, "config_overrides": "hidden_size=33"}, "hidden_size"),
+    ({"task": "masked-lm", **NEW, "config_overrides": "is_decoder=true"}, "is_decoder"),
+    ({"task": "masked-lm", **NEW, "config_overrides": "max_position_embeddings=5"}, "--max_length"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "named"), REFUSED)
-def test_wrong_arguments_are_refused_in_one_line(changed, named, argv, tmp_path, capsys):
-    assert run(argv(**changed)) == 2
+def test_wrong_arguments_are_refused_in_one_line(changed, named, argv, model, tmp_path, capsys):
+    assert run([each.replace("{model}", model) for each in argv(**changed)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert named in line
     assert not (tmp_path / "run").exists()
+
+
+def cut_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def change_config(**fields):
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+def save_as_scratchbert(folder: Path) -> None:
+    ScratchBertModel.from_pretrained(folder).save_pretrained(folder)
+
+
+def name_words(folder: Path) -> None:
+    """A tokenizer without ## tokens, and without [MASK]."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]"))
+    roles = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep")}
+    PreTrainedTokenizerFast(tokenizer_object=words, **roles).save_pretrained(folder)
+
+
+MODELS = [
+    (cut_weights, {}, "model"),
+    (cut_weights, {"implementation": "bert"}, "model"),
+    (remove_tokenizer, {}, "model"),
+    (change_config(vocab_size=9), {}, "word_embeddings"),
+    (change_config(intermediate_size=9), {}, "intermediate"),
+    (save_as_scratchbert, {"implementation": "bert"}, "--implementation"),
+    (name_words, {"task": "masked-lm"}, "mask_token"),
+    (lambda _: None, {"task": "masked-lm", "whole_word_masking": True}, "--whole_word_masking"),
+    (name_words, {"task": "seq2seq"}, "[CLS]"),
+]
+
+
+@pytest.mark.parametrize(("change", "changed", "named"), MODELS)
+def test_models_that_do_not_fit_are_refused_in_one_line(change, changed, named, argv, model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "model")
+    change(tmp_path / "model")
+    assert run(argv(**{**changed, "model": tmp_path / "model"})) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
 
 
 @pytest.mark.parametrize("given", [["poetry"], ["classification", "missing.yaml"], ["classification", "rows.jsonl"]])
@@ -110,13 +189,36 @@ def test_wrong_tasks_and_recipes_are_refused_in_one_line(given, tmp_path, monkey
 
 
 def test_a_recipe_has_defaults(argv, tmp_path):
-    """Its paths are relative to it, 1e-4 is a number, and the command line wins."""
-    (tmp_path / "recipe.yaml").write_text("train_file: [./a.csv, ./b.csv]\nlearning_rate: 1e-4\nseed: 7\nbf16: yes\n")
+    """Its paths are relative to it, texts are as they are written, 1e-4 is a number, and the command line wins."""
+    labels = ["yes", "no", "-1", "01", "1e3", "2020-01-01", "null", "off"]
+    (tmp_path / "recipe.yaml").write_text(
+        "train_file: [./a.csv, ./b.csv]\nlearning_rate: 1e-4\nseed: 7\nbf16: yes\nfreeze: null\neval_steps:\n"
+        f"labels: [{', '.join(labels)}]\n"
+    )
     _, data, arguments = train.parse(
         ["classification", str(tmp_path / "recipe.yaml"), *argv(train_file=None, seed=8)[1:]]
     )
     assert data.train_file == [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
     assert (arguments.learning_rate, arguments.seed, arguments.bf16) == (1e-4, 8, True)
+    assert (arguments.freeze, arguments.eval_steps, data.labels) == (None, None, labels)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configuration" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_recipes(path, tmp_path, monkeypatch):
+    """They are recipes of a task, and find their files from any folder."""
+    monkeypatch.chdir(tmp_path)
+    names = {"cmudict": "seq2seq", "entities": "tagging", "pretrain_reviews": "masked-lm"}
+    task = names.get(path.stem, "question-answering" if path.stem == "questions" else "classification")
+    given = train.recipe_arguments(find_shipped(f"configuration/recipes/{path.name}"))
+    found = [Path(each.partition("=")[2] or each) for each in given if each.endswith((".csv", ".jsonl", ".json"))]
+    shipped = [each for each in found if each.parts[0] != "cmudict"]  # which a command writes
+    assert shipped
+    assert all(each.is_absolute() and each.is_file() for each in shipped)
+    is_new = any(each.startswith("--config_name=") for each in given)
+    given.append("--tokenizer_name=x" if is_new else "--model=x")
+    assert train.parse([task, *given, "--output_dir=x"])[0] == task
 
 
 # Where a default differs from that of TrainingArguments.
@@ -146,202 +248,296 @@ def test_names_and_defaults_are_those_of_transformers():
 
 def test_the_files_of_a_run(argv, tmp_path, capsys):
     """The model opens, predictions are in the order of the rows, and the figures have their numbers of rows."""
-    rows = write_rows(tmp_path / "held_out.jsonl", [{**row, "score": i} for i, row in enumerate(reviews(5))])
-    assert run(argv(validation_file=rows, test_file=rows, num_train_epochs=2, save_total_limit=1)) == 0
+    rows = write_rows(
+        tmp_path / "held_out.jsonl", [{**row, "score": i, "more": [i]} for i, row in enumerate(reviews(5))]
+    )
+    given = {"validation_file": rows, "test_file": rows, "num_train_epochs": 2, "report_to": "tensorboard"}
+    assert run(argv(**given, save_total_limit=1)) == 0
     printed = capsys.readouterr().out
     assert all(part in printed for part in ("2 labels", "neg (4)", "pos (4)", "'text'", "'label'", "classifier"))
     folder = tmp_path / "run"
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = report_of(folder)
     assert metrics["validation"]["rows"] == metrics["test"]["rows"] == 5
     assert metrics["lengths"]["train"]["rows"] == 8
     assert {"loss", "accuracy", "f1_macro", "matthews_correlation"} < metrics["test"].keys()
-    predictions = [json.loads(line) for line in (folder / "predictions_test.jsonl").read_text().splitlines()]
-    assert [row["input_score"] for row in predictions] == list(range(5))
+    predictions = read_rows(folder / "predictions_test.jsonl")
+    assert [(row["input_score"], row["more"]) for row in predictions] == [(i, [i]) for i in range(5)]
     assert sum(row["prediction"] == row["label"] for row in predictions) / 5 == metrics["test"]["accuracy"]
+    assert all(0.5 <= row["score"] <= 1 for row in predictions)
     names = {path.name for path in folder.iterdir()}
-    assert {
-        "README.md",
-        "recipe.yaml",
-        "curves.png",
-        "confusion_matrix.png",
-        "labels_test.csv",
-        "tokenizer.json",
-    } < names
-    assert not {name for name in names if name.endswith((".bin", ".pkl", ".pt"))}
-    assert str(tmp_path) not in (folder / "README.md").read_text()
+    files = "README.md recipe.yaml curves.png confusion_matrix.png labels_test.csv tokenizer.json"
+    assert {*files.split(), "modeling_scratchbert.py"} < names
+    assert not {name for name in names if name.endswith((".bin", ".pkl", ".pt", ".lock"))}
+    assert list(folder.rglob("events.*"))
+    card = (folder / "README.md").read_text()
+    assert str(tmp_path) not in card
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-classification")
+    results = metadata["model-index"][0]["results"]
+    found = {each["dataset"]["split"]: {m["type"]: m["value"] for m in each["metrics"]} for each in results}
+    assert found["test"]["accuracy"] == metrics["test"]["accuracy"]
     opened = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
     assert opened.config.label2id == {"neg": 0, "pos": 1}
+    inputs = AutoTokenizer.from_pretrained(folder)(
+        [row["text"] for row in predictions], padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        labels = [opened.config.id2label[i] for i in opened(**inputs).logits.argmax(-1).tolist()]
+    assert labels == [row["prediction"] for row in predictions]
     assert run(argv()) == 2  # the folder holds a run
     assert run(argv(resume_from_checkpoint=True)) == 2  # which is finished
     assert run(["classification", str(folder / "recipe.yaml"), f"--output_dir={tmp_path / 'again'}"]) == 0
-    again = json.loads((tmp_path / "again" / "metrics.json").read_text())
-    assert again["test"] == metrics["test"]
-    evaluated = tmp_path / "evaluated"
-    argv = [
-        "classification",
-        "--evaluate_only",
-        f"--model={folder}",
-        f"--test_file={rows}",
-        f"--output_dir={evaluated}",
-    ]
-    assert run(argv) == 0
-    assert json.loads((evaluated / "metrics.json").read_text())["test"] == metrics["test"]
-    assert not (evaluated / "model.safetensors").exists()
+    assert report_of(tmp_path / "again")["test"] == metrics["test"]
 
 
-KINDS = {
-    "pairs": ({}, [{"sentence1": "good", "sentence2": "bad film", "label": i % 2} for i in range(8)], "accuracy"),
-    "several labels": (
-        {"problem": "multi_label"},
-        [{"text": "good", "label": ["x", "y"][: i % 3]} for i in range(8)],
-        "f1_micro",
-    ),
-    "one-hot columns": (
-        {"problem": "multi_label", "label_columns": "toxic"},
-        [{"text": "good", "toxic": i % 2} for i in range(8)],
-        "subset_accuracy",
-    ),
-    "numbers": ({"problem": "regression"}, [{"text": "good", "score": [i, "0.5"]} for i in range(8)], "pearson"),
-    "balanced": ({"class_weights": "balanced", "label_smoothing_factor": 0.1}, reviews(8), "accuracy"),
-    "frozen": ({"freeze": "encoder", "gradient_checkpointing": True}, reviews(8), "accuracy"),
-    "held out": ({"validation_fraction": 0.5, "eval_strategy": "steps", "eval_steps": 1}, reviews(8), "accuracy"),
-    "transformers' BERT": ({"implementation": "bert", "bf16": True}, reviews(8), "accuracy"),
-    "no checkpoints": ({"save_strategy": "no", "optim": "adafactor"}, reviews(8), "accuracy"),
-}
+def test_other_folders_are_not_changed(argv, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    for changed in ({}, {"resume_from_checkpoint": True}):
+        assert run(argv(**changed)) == 2
+        assert "--output_dir" in capsys.readouterr().err
+    assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize(("changed", "rows", "metric"), KINDS.values(), ids=KINDS)
-def test_kinds_of_classification(changed, rows, metric, argv, tmp_path):
-    file = write_rows(tmp_path / "kind.jsonl", rows)
-    validation = {} if "validation_fraction" in changed else {"validation_file": file}
-    assert run(argv(train_file=file, **validation, **changed)) == 0
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metric in metrics["validation"]
-    assert [point["step"] for point in metrics["history"] if "train" in point] == [metrics["steps"]]
-    assert Path(tmp_path / "run" / "model.safetensors").exists()
+def test_ctrl_c_while_data_are_prepared(argv, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BertTokenizer, "__call__", interrupt)
+    assert run(argv()) == 130
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 SENTENCE = {"tokens": ["Anna", "saw", "Paris"], "tags": ["B-PER", "O", "B-LOC"]}
-ANSWER = {"text": ["Paris"], "answer_start": [8]}
-TASKS = {
-    "entities": ("tagging", {}, [SENTENCE] * 8, {"entity_f1", "tag_accuracy"}),
+QUESTION = {"question": "Paris", "context": "Anna in Paris", "answers": {"text": ["Paris"], "answer_start": [8]}}
+NO_ANSWER = {"question": "it", "context": "a film", "answers": {"text": [], "answer_start": []}}
+SAID = {"source": "good film", "target": "bad film"}
+HELD_OUT = {"validation_fraction": 0.5, "eval_strategy": "steps", "eval_steps": 1}
+NUMBERS = [{"text": "good", "score": [i, "0.5"]} for i in range(8)]
+SEVERAL = [{"text": "good", "label": ["x", "y"][: i % 3]} for i in range(8)]
+ONE_HOT = [{"text": "good", "toxic": i % 2} for i in range(8)]
+TOXIC = {"problem": "multi_label", "label_columns": "toxic"}
+
+# A task, changed arguments, rows, and some of the metrics.
+RUNS = {
+    "pairs": (
+        "classification",
+        {},
+        [{"sentence1": "good", "sentence2": "bad film", "label": i % 2} for i in range(8)],
+        "accuracy",
+    ),
+    "several labels": ("classification", {"problem": "multi_label"}, SEVERAL, "f1_micro"),
+    "one-hot columns": ("classification", TOXIC, ONE_HOT, "subset_accuracy"),
+    "numbers": ("classification", {"problem": "regression"}, NUMBERS, "pearson"),
+    "balanced": (
+        "classification",
+        {"class_weights": "balanced", "label_smoothing_factor": 0.1},
+        reviews(8),
+        "f1_macro",
+    ),
+    "frozen": ("classification", {"freeze": "encoder"}, reviews(8), "accuracy"),
+    "held out": ("classification", HELD_OUT, reviews(8), "accuracy"),
+    "transformers' BERT": ("classification", {"implementation": "bert"}, reviews(8), "accuracy"),
+    "bfloat16": ("classification", {"bf16": True, "optim": "sgd"}, reviews(8), "accuracy"),
+    "no checkpoints": ("classification", {"save_strategy": "no", "optim": "adafactor"}, reviews(8), "accuracy"),
+    "entities": ("tagging", {}, [SENTENCE] * 8, "entity_f1 tag_accuracy"),
     "IOB1": (
         "tagging",
         {"scheme": "iob1", "label_all_pieces": True},
         [{"words": "in Paris", "tags": "O I-LOC"}] * 8,
-        {"entity_f1"},
+        "entity_f1",
     ),
-    "plain tags": ("tagging", {"scheme": "plain"}, [{"words": "a film", "tags": "DET NOUN"}] * 8, {"f1_macro"}),
-    "short windows": ("tagging", {"max_length": 4, "stride": 1}, [SENTENCE] * 8, {"entity_f1"}),
+    "plain tags": (
+        "tagging",
+        {"scheme": "plain", "class_weights": "balanced"},
+        [{"words": "a film \u200b", "tags": "DET NOUN NOUN"}] * 8,
+        "f1_macro",
+    ),
+    "short windows": ("tagging", {"max_length": 4, "stride": 1}, [SENTENCE] * 8, "entity_f1"),
     "answers": (
         "question-answering",
         {"max_length": 9, "stride": 1},
-        [{"question": "Paris", "context": "Anna in Paris", "answers": ANSWER} for _ in range(4)]
-        + [{"question": "it", "context": "a film", "answers": {"text": [], "answer_start": []}} for _ in range(4)],
-        {"exact_match", "f1", "has_answer_f1", "no_answer_f1"},
+        [QUESTION, NO_ANSWER] * 4,
+        "exact_match f1 has_answer_f1 no_answer_f1",
     ),
     "best threshold": (
         "question-answering",
         {"null_threshold": "best", "stride": 1},
-        [{"question": "Paris", "context": "Anna in Paris", "answers": ANSWER}] * 8,
-        {"f1", "null_threshold"},
+        [QUESTION] * 8,
+        "f1 null_threshold",
     ),
-    "generation": (
-        "seq2seq",
-        {"max_target_length": 8, "num_beams": 2},
-        [{"source": "good film", "target": "bad film"}] * 8,
-        {"rougeL", "perplexity"},
-    ),
+    "generation": ("seq2seq", {"max_target_length": 8, "num_beams": 2}, [SAID] * 8, "rougeL perplexity"),
     "generation without texts": (
         "seq2seq",
         {"metrics": "loss", "label_smoothing_factor": 0.1, "max_target_length": 12},
-        [{"source": "good film", "target": "bad film"}] * 8,
-        {"perplexity"},
+        [SAID] * 8,
+        "perplexity",
     ),
-    "masked words": ("masked-lm", {}, reviews(40), {"perplexity"}),
-    "masked whole lines": ("masked-lm", {"line_by_line": True}, reviews(40), {"perplexity"}),
+    "masked words": ("masked-lm", {}, reviews(40), "perplexity"),
+    "masked whole lines": ("masked-lm", {"line_by_line": True}, reviews(40), "perplexity"),
 }
 
 
-@pytest.mark.parametrize(("task", "changed", "rows", "metrics"), TASKS.values(), ids=TASKS)
-def test_tasks(task, changed, rows, metrics, argv, tmp_path):
-    """Each trains, has its metrics, and has the same ones when its saved model is evaluated."""
+@pytest.mark.parametrize(("task", "changed", "rows", "metrics"), RUNS.values(), ids=RUNS)
+def test_runs(task, changed, rows, metrics, argv, tmp_path):
+    """Each trains, has its metrics, and has the same ones and the same predictions when its model is evaluated."""
     file = write_rows(tmp_path / "task.jsonl", rows)
-    assert run(argv(task, train_file=file, validation_file=file, **changed)) == 0
-    folder = tmp_path / "run"
-    report = json.loads((folder / "metrics.json").read_text())
-    assert metrics | {"loss"} <= report["validation"].keys()
-    evaluated = tmp_path / "evaluated"
-    given = [task, "--evaluate_only", f"--model={folder}", f"--validation_file={file}", f"--output_dir={evaluated}"]
-    assert run(given) == 0
-    again = json.loads((evaluated / "metrics.json").read_text())["validation"]
-    assert again == pytest.approx(report["validation"], abs=1e-6)
+    validation = None if "validation_fraction" in changed else file
+    assert run(argv(task, train_file=file, validation_file=validation, **changed)) == 0
+    folder, evaluated = tmp_path / "run", tmp_path / "evaluated"
+    report = report_of(folder)
+    assert {*metrics.split(), "loss"} <= report["validation"].keys()
+    assert [point["step"] for point in report["history"] if "train" in point][-1] == report["steps"]
+    assert (folder / "model.safetensors").exists()
+    if "perplexity" in metrics:
+        assert report["validation"]["perplexity"] == pytest.approx(math.exp(report["validation"]["loss"]))
+    if validation is None:
+        return
+    given = {"evaluate_only": True, "model": folder, "validation_file": file, "bf16": changed.get("bf16")}
+    assert run([task, *flags(**given, output_dir=evaluated)]) == 0
+    report["validation"].pop("null_threshold", None)  # which is chosen in the training
+    assert report_of(evaluated)["validation"] == pytest.approx(report["validation"], abs=1e-6)
+    predictions = [path / "predictions_validation.jsonl" for path in (folder, evaluated)]
+    if predictions[0].exists() and "score" not in (row := read_rows(predictions[0])[0]) and "scores" not in row:
+        assert predictions[0].read_text() == predictions[1].read_text()
+    assert not (evaluated / "model.safetensors").exists()
 
 
-def test_random_weights(argv, model, tmp_path):
-    """A model of --config_name, with changed fields."""
-    file = write_rows(tmp_path / "pairs.jsonl", [{"source": "good", "target": "bad"}] * 4)
-    overrides = [
-        "hidden_size=16",
-        "num_hidden_layers=1",
-        "num_attention_heads=2",
-        "intermediate_size=16",
-        "norm_first=true",
+QUESTIONS = [{**QUESTION, "context": QUESTION["context"] + end} for end in ("", " . a film", " is bad")]
+PAIRS = [{"source": f"{word} film", "target": f"a {word}"} for word in WORDS[:4]]
+
+# A task, arguments, rows, and the metric of a perfect model.
+LEARNT = {
+    "classification": ({}, reviews(8), "accuracy", 1),
+    "tagging": ({"max_length": 4, "stride": 1}, [SENTENCE, {"tokens": ["a"], "tags": ["O"]}], "entity_f1", 1),
+    "question-answering": ({"max_length": 9, "stride": 2}, [*QUESTIONS, NO_ANSWER], "f1", 100),
+    "seq2seq": (
+        {"max_target_length": 8, "metrics": "error_rate", "num_beams": 2},
+        PAIRS,
+        "item_error_rate",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("task", LEARNT)
+def test_rows_are_learnt_by_heart(task, argv, steady_model, tmp_path):
+    changed, rows, metric, perfect = LEARNT[task]
+    file = write_rows(tmp_path / "task.jsonl", rows)
+    steps = {"max_steps": 200, "learning_rate": 3e-3, "eval_strategy": "steps", "eval_steps": 100}
+    given = {"train_file": file, "validation_file": file, "model": steady_model}
+    assert run(argv(task, **given, **steps, **changed)) == 0
+    assert report_of(tmp_path / "run")["validation"][metric] == perfect
+
+
+def test_evaluations(argv, model, tmp_path, capsys):
+    """The length of inputs is that of the training, unless it is given. Unknown labels and other models are refused."""
+    test = write_rows(tmp_path / "test.jsonl", reviews(8))
+    assert run(argv(max_length=3)) == 0
+    given = {"evaluate_only": True, "model": tmp_path / "run", "test_file": test}
+    for length, tokens in ((None, 3), (9, 7)):
+        output = tmp_path / f"{length}"
+        assert run(["classification", *flags(**given, max_length=length, output_dir=output)]) == 0
+        assert report_of(output)["lengths"]["test"]["tokens"] <= 8 * tokens
+        assert (report_of(output)["lengths"]["test"]["tokens_cut"] == 0) == (length == 9)
+    capsys.readouterr()
+    other = write_rows(tmp_path / "other.jsonl", [*reviews(2), {"text": "good", "label": "fair"}])
+    numbered = write_rows(tmp_path / "numbered.jsonl", [{"text": "good", "label": "LABEL_1"}])
+    for changed, named in (
+        ({"test_file": None}, "--evaluate_only"),
+        ({"test_file": other}, "row 3"),
+        ({"model": model, "test_file": numbered, "max_length": 9}, "classifier"),
+    ):
+        assert run(["classification", *flags(**{**given, **changed}, output_dir=tmp_path / "no")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert named in line
+
+
+@pytest.mark.parametrize("task", ["classification", "tagging", "question-answering", "seq2seq", "masked-lm"])
+def test_a_dry_run_shows_inputs_and_writes_nothing(task, argv, tmp_path, capsys):
+    rows = {"tagging": [SENTENCE], "question-answering": [QUESTION], "seq2seq": [SAID]}.get(task, reviews(8))
+    file = write_rows(tmp_path / "task.jsonl", rows * 8)
+    more = {"question-answering": {"stride": 1}, "seq2seq": {"max_target_length": 8}}.get(task, {})
+    assert run(argv(task, train_file=file, **more, dry_run=True)) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("task.jsonl, row ") >= 3
+    assert "[CLS]" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_commands_do_what_the_evaluation_did(argv, tmp_path, capsys):
+    """question_answering.py has the threshold and the lengths of the training; a generator its beams and length; and a
+    pipeline of transformers the tags."""
+    context = "a good film . it is fun in Paris . Anna saw it ."
+    words = ["good film", "fun", "Paris", "Anna", "Anna saw"]
+    answers = [{"text": [word], "answer_start": [context.index(word)]} for word in words]
+    questions = [
+        {"question": f"is it {w}", "context": context, "answers": a} for w, a in zip(words, answers, strict=True)
     ]
-    new = {
-        "model": None,
-        "max_target_length": 12,
-        "config_name": "configuration/tiny.json",
-        "tokenizer_name": model,
-        "train_file": file,
+    file = write_rows(tmp_path / "questions.jsonl", questions)
+    given = {"train_file": file, "validation_file": file, "max_length": 14, "stride": 4, "max_answer_length": 2}
+    for threshold in (None, "-100", "best"):
+        output = tmp_path / f"answers{threshold}"
+        assert run(argv("question-answering", **given, null_threshold=threshold, output_dir=output)) == 0
+        capsys.readouterr()
+        for row in read_rows(output / "predictions_validation.jsonl"):
+            asked = ["--question", row["question"], "--context", row["context"]]
+            assert question_answering.main([str(output), *asked]) == 0
+            assert capsys.readouterr().out.removesuffix("\n") == row["prediction"]
+    pairs = write_rows(
+        tmp_path / "pairs.jsonl", [{"source": f"{a} {b} film", "target": a} for a in WORDS for b in WORDS[:2]]
+    )
+    given = {
+        "train_file": pairs,
+        "validation_file": pairs,
+        "max_target_length": 6,
+        "num_beams": 2,
+        "learning_rate": 2e-3,
+        "num_train_epochs": 20,
     }
-    assert run([*argv("seq2seq", **new), "--config_overrides", *overrides]) == 0
+    assert run(argv("seq2seq", **given, output_dir=tmp_path / "generator")) == 0
+    opened = [auto.from_pretrained(tmp_path / "generator") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)]
+    rows = read_rows(tmp_path / "generator" / "predictions_validation.jsonl")
+    assert [text for [text] in generate_text(*opened, [row["source"] for row in rows])] == [
+        row["prediction"] for row in rows
+    ]
+    assert len({row["prediction"] for row in rows}) > 1
+    tags = write_rows(tmp_path / "tags.jsonl", [SENTENCE, {"tokens": ["a", "film"], "tags": ["O", "O"]}] * 4)
+    given = {"train_file": tags, "num_train_epochs": 20, "learning_rate": 1e-2}
+    assert run(argv("tagging", **given, output_dir=tmp_path / "tagger")) == 0
+    opened = [auto.from_pretrained(tmp_path / "tagger") for auto in (AutoModelForTokenClassification, AutoTokenizer)]
+    tag = pipeline("token-classification", *opened[:1], tokenizer=opened[1], aggregation_strategy="simple")
+    found = [(each["entity_group"], each["start"], each["end"]) for each in tag("Anna saw Paris")]
+    assert found == [("PER", 0, 4), ("LOC", 9, 14)]
+
+
+@pytest.mark.parametrize("task", ["seq2seq", "masked-lm"])
+def test_random_weights(task, argv, model, tmp_path):
+    """A model of --config_name, with changed fields. It is evaluated like others."""
+    rows = [SAID] * 4 if task == "seq2seq" else reviews(8)
+    file = write_rows(tmp_path / "task.jsonl", rows)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    overrides = [f"{name}={value}" for name, value in sizes.items()] + ["norm_first=true"]
+    new = {"model": None, "config_name": TINY, "tokenizer_name": model, "train_file": file, "validation_file": file}
+    more = {"max_target_length": 12} if task == "seq2seq" else {}
+    assert run(argv(task, **new, **more, config_overrides=overrides)) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["hidden_size"], config["norm_first"]) == (16, True)
+    given = {"evaluate_only": True, "model": tmp_path / "run", "validation_file": file}
+    assert run([task, *flags(**given, output_dir=tmp_path / "evaluated")]) == 0
+    found = [report_of(tmp_path / name)["validation"] for name in ("run", "evaluated")]
+    assert found[0] == pytest.approx(found[1])
 
 
-WINDOWS = [
-    ([[None, 0, 0, 1, None]], 1, [{0: 1, 1: 3}]),
-    ([[None, 0, 1, 1, None], [None, 1, 2, 3, None]], 1, [{0: 1, 1: 2}, {2: 2, 3: 3}]),
-    ([[None, 0, 1, 2, 3, None], [None, 2, 3, 4, None]], 2, [{0: 1, 1: 2, 2: 3}, {3: 2, 4: 3}]),
-    ([[None, None]], 1, [{}]),
-]
-
-
-@pytest.mark.parametrize(("windows", "stride", "expected"), WINDOWS)
-def test_each_word_is_tagged_in_one_window(windows, stride, expected):
-    """By its first piece, in the window where that has more context."""
-    assert tagged_words(windows, stride) == expected
-
-
-CONTEXT = "In O\u0304saka, 1970."  # an uncased tokenizer drops the combining mark
-OFFSETS = np.array([(0, 2), (3, 9), (9, 10), (11, 15), (15, 16)])
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [(("1970", 11), (4, 4)), ((" 1970.", 10), (4, 5)), ((CONTEXT, 0), (1, 5)), (("97", 12), (4, 4)), (None, (0, 0))],
-)
-def test_tokens_of_an_answer(answer, expected):
-    assert positions(OFFSETS, answer) == expected
-    assert positions(OFFSETS[:3], ("1970", 11)) == (0, 0)  # not in this window
-
-
-def test_best_span():
-    """The highest sum of a start and a later end within the longest answer."""
-    random = np.random.default_rng(0)
-    for width in (1, 2, 5, 9):
-        start, end = random.normal(size=(2, 7))
-        example = {"first": 2, "offsets": np.array([(i, i + 1) for i in range(4)])}
-        pairs = [(start[2 + i] + end[2 + j], i, j + 1) for i in range(4) for j in range(i, min(i + width, 4))]
-        assert best_span(example, start, end, width) == pytest.approx(max(pairs))
-
-
-def test_squad_and_its_threshold():
-    assert best_match("The  cat.", ["a cat", "dog"]) == (1.0, 1.0)
-    assert best_match("black cat", ["cat"]) == (0.0, pytest.approx(2 / 3))
-    assert best_match("", []) == (1.0, 1.0)
-    answers = [("cat", 3.0), ("dog", 1.0), ("cat", -2.0)]
-    golds = [[("cat", 0)], [], [("cat", 0)]]
-    assert best_threshold(answers[:2], golds[:2]) == 2.0
-    assert best_threshold(answers, golds) in (-3.0, 2.0)
+def test_frozen_weights_stay(argv, model, tmp_path):
+    """Those above and new ones are trained. Gradient checkpointing changes no number."""
+    folders = [tmp_path / name for name in ("plain", "checkpointed")]
+    for folder, checkpointing in zip(folders, ("false", "true"), strict=True):
+        assert run(argv(output_dir=folder, freeze=1, gradient_checkpointing=checkpointing, learning_rate=1e-2)) == 0
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    start = ScratchBertModel.from_pretrained(model).state_dict()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=1e-6)
+        if "key.bias" not in name:  # which has no gradient
+            is_frozen = "embeddings" in name or "blocks.0." in name
+            assert (name.startswith("model.") and value.equal(start[name[6:]])) == is_frozen, name

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
-from support.finetuning import save_tiny
 from support.folders import ROOT
 from support.models import NO_DROPOUT, tiny_config
+from support.tiny import save_tiny
 
 PAD, START, END = 0, 1, 2
 

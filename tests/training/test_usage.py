@@ -1,101 +1,137 @@
 """Runs of train.py with other libraries: PEFT, FSDP and the Hub."""
 
-import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-import train
+from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
 from support.hub_server import serving, use
-from support.tiny import reviews, save_tiny, write_rows
+from support.tiny import break_off, flags, report_of, reset_accelerate, reviews, run, write_rows
 
-pytestmark = pytest.mark.usefixtures("new_accelerator")
+ROW = {"tokens": ["good"], "tags": ["B-X"], "question": "it", "context": "good", "text": "good bad film fun a very"}
+ROWS = [
+    {**ROW, "label": i % 2, "answers": {"text": ["good"], "answer_start": [0]}, "source": "good", "target": "bad"}
+    for i in range(9)
+]
+MORE = {"question-answering": {"stride": 2}, "seq2seq": {"max_target_length": 8, "source_column": "source"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def given(argv, tmp_path):
+    """The command line of a run on rows of all tasks."""
+    file = write_rows(tmp_path / "all.jsonl", ROWS)
+
+    def make(task: str, **changed) -> list[str]:
+        files = {"train_file": file, "validation_file": file, "max_length": 16}
+        return argv(task, **{**files, **MORE.get(task, {}), **changed})
+
+    return make
+
+
+def assert_same_when_evaluated(task: str, folder: Path, tmp_path: Path) -> None:
+    reset_accelerate()
+    files = {"model": folder, "validation_file": tmp_path / "all.jsonl", "output_dir": tmp_path / "evaluated"}
+    assert run([task, *flags(evaluate_only=True, **files)]) == 0
+    metrics = [report_of(each)["validation"] for each in (folder, tmp_path / "evaluated")]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize("task", ["classification", "tagging", "question-answering", "masked-lm"])
-def test_lora(task, model, tmp_path):
-    """Adapters are merged: the saved folder opens without PEFT, and a run is resumed."""
+def test_lora(task, given, model, tmp_path):
+    """Adapters are merged: the saved folder opens without PEFT, and only queries, values and the head have changed. A
+    resumed run has the same weights."""
     pytest.importorskip("peft")
-    row = {"tokens": ["good"], "tags": ["B-X"], "question": "it", "context": "good", "text": "good bad film fun a very"}
-    rows = [{**row, "label": i % 2, "answers": {"text": ["good"], "answer_start": [0]}} for i in range(8)]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = [
-        task,
-        f"--train_file={file}",
-        f"--validation_file={file}",
-        f"--model={model}",
-        f"--output_dir={tmp_path / 'run'}",
-        "--lora_rank=2",
-        "--max_length=16",
-        "--num_train_epochs=1",
-        *(["--stride=2"] if task == "question-answering" else []),
-    ]
-    assert train.main(argv) == 0
-    evaluated = [task, "--evaluate_only", f"--model={tmp_path / 'run'}", f"--validation_file={file}"]
-    assert train.main([*evaluated, f"--output_dir={tmp_path / 'evaluated'}"]) == 0
-    metrics = [
-        json.loads((tmp_path / name / "metrics.json").read_text())["validation"] for name in ("run", "evaluated")
-    ]
-    assert metrics[0] == pytest.approx(metrics[1], abs=1e-5)
+    changed = {"lora_rank": 2, "lora_dropout": 0.1, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1}
+    assert run(given(task, **changed)) == 0
+    assert_same_when_evaluated(task, tmp_path / "run", tmp_path)
+    before = ScratchBertModel.from_pretrained(model).state_dict()
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    base = {name.removeprefix("model."): value for name, value in after.items() if name.startswith("model.")}
+    adapted = {name for name, value in base.items() if not value.equal(before[name])}
+    assert adapted == {name for name in base if name.endswith(("query.weight", "value.weight"))}
+    reset_accelerate()
+    last = report_of(tmp_path / "run")["steps"]
+    break_off(tmp_path / "run", last - 1)
+    assert run(given(task, **changed, resume_from_checkpoint=True)) == 0
+    resumed = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(value.equal(resumed[name]) for name, value in after.items())
+
+
+def test_lora_of_a_generator(given, tmp_path):
+    pytest.importorskip("peft")
+    assert run(given("seq2seq")) == 0
+    reset_accelerate()
+    adapted = tmp_path / "adapted"
+    assert run(given("seq2seq", model=tmp_path / "run", lora_rank=2, learning_rate=1e-2, output_dir=adapted)) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", adapted))
+    changed = {name for name in after if not after[name].equal(before[name])}
+    assert changed == {name for name in after if name.endswith(("query.weight", "value.weight"))}
+    assert_same_when_evaluated("seq2seq", adapted, tmp_path)
 
 
 TOKEN = "hf_" + "Ada" * 12
 
 
-def test_what_is_pushed(model, tmp_path, monkeypatch, capsys):
+def test_what_is_pushed(argv, tmp_path, monkeypatch, capsys):
     """Model, code, tokenizer and card, and no rows, local paths or checkpoints."""
-    file = write_rows(tmp_path / "rows.jsonl", reviews(8))
-    flags = {"train_file": file, "validation_file": file, "model": model, "max_length": 16, "num_train_epochs": 1}
-    hub_flags = ["--push_to_hub", "--hub_model_id=ada/reviews", "--hub_private_repo"]
-    argv = ["classification", *(f"--{name}={value}" for name, value in flags.items()), *hub_flags]
+    hub_flags = {"push_to_hub": True, "hub_model_id": "ada/reviews", "hub_private_repo": True}
+    given = argv(validation_file=write_rows(tmp_path / "held_out.jsonl", reviews(8)), **hub_flags)
     with serving(**{TOKEN: {"ada"}}) as hub:
         use(hub, monkeypatch, tmp_path / "cache")
-        assert train.main([*argv, f"--output_dir={tmp_path / 'run'}"]) == 2
+        assert run(given) == 2
         assert "token" in capsys.readouterr().err.splitlines()[-1]
         use(hub, monkeypatch, tmp_path / "cache", TOKEN)
-        assert train.main([*argv, f"--output_dir={tmp_path / 'run'}"]) == 0
+        assert run(given) == 0
         repository = hub.repositories["ada/reviews"]
         files = repository.commits[repository.refs["main"]].files
     assert repository.private
-    assert {
-        "model.safetensors",
-        "config.json",
-        "tokenizer.json",
-        "README.md",
-        "modeling_scratchbert.py",
-    } <= files.keys()
+    names = "model.safetensors config.json tokenizer.json README.md modeling_scratchbert.py"
+    assert {*names.split()} <= files.keys()
     assert not [name for name in files if name.startswith(("predictions", "checkpoint-", "logs", ".checkpoint"))]
     assert not [name for name, blob in files.items() if str(tmp_path).encode() in blob.content]
 
 
-def test_fsdp(model, tmp_path):
-    """Two processes that share the weights of a model save it whole."""
-    file = write_rows(tmp_path / "rows.jsonl", reviews(9))
-    flags = {
-        "train_file": file,
-        "validation_file": file,
-        "model": model,
-        "max_length": 16,
-        "output_dir": tmp_path / "run",
-    }
+def test_a_push_that_fails_leaves_the_folder(argv, tmp_path, monkeypatch, capsys):
+    given = argv(push_to_hub=True, hub_model_id="bob/reviews")
+    with serving(**{TOKEN: {"ada"}}) as hub:
+        use(hub, monkeypatch, tmp_path / "cache", TOKEN)
+        assert run(given) == 2
+    assert "bob/reviews" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+TIED = {"tie_encoder_decoder": True}
+
+
+@pytest.mark.parametrize(("task", "changed"), [("classification", {}), ("seq2seq", {}), ("seq2seq", TIED)])
+def test_fsdp(task, changed, given, steady_model, tmp_path):
+    """Two processes that share the weights of a model train as one does, save it whole, and continue from its last
+    checkpoint."""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "configuration" / "fsdp_cpu.yaml"]
-    argv = ["classification", *(f"--{name}={value}" for name, value in flags.items())]
-    command = [sys.executable, *launcher, ROOT / "scripts" / "train.py", *argv]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    evaluated = ["classification", "--evaluate_only", f"--model={tmp_path / 'run'}", f"--validation_file={file}"]
-    assert train.main([*evaluated, f"--output_dir={tmp_path / 'evaluated'}"]) == 0
-    metrics = [
-        json.loads((tmp_path / name / "metrics.json").read_text())["validation"] for name in ("run", "evaluated")
-    ]
-    assert metrics[0] == pytest.approx(metrics[1], abs=1e-5)
+    steps = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9, "logging_steps": 1, **changed}
+    argv = given(task, **steps, model=steady_model, resume_from_checkpoint=True)
+    one = {"per_device_train_batch_size": 4, "output_dir": tmp_path / "one"}
+    assert run(given(task, **steps, model=steady_model, **one)) == 0
+    folder, reports = tmp_path / "run", []
+    for _ in range(2):
+        command = [sys.executable, *launcher, ROOT / "scripts" / "train.py", *argv]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        reports.append((report_of(folder)["validation"], load_file(folder / "model.safetensors")))
+        if len(reports) == 1:
+            assert_same_when_evaluated(task, folder, tmp_path)
+            histories = [report_of(each)["history"] for each in (folder, tmp_path / "one")]
+            losses = [[point["train"]["loss"] for point in each if "train" in point] for each in histories]
+            assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+            break_off(folder, 1)
+    assert "resuming at step 1 of 3" in done.stdout
+    assert reports[0][0] == pytest.approx(reports[1][0], abs=1e-6)
+    for name, weight in reports[0][1].items():
+        torch.testing.assert_close(reports[1][1][name], weight, rtol=0, atol=1e-6)

@@ -126,12 +126,13 @@ def write_metrics(store: Store, job: Job, parts: int) -> dict[str, float]:
         "regression": lambda numbers: numbers if isinstance(numbers, list) else [numbers],
     }[problem]
     predictions, references = zip(*pairs, strict=True)
-    metrics = classification_metrics(problem, list(map(convert, predictions)), list(map(convert, references)))
+    predicted, expected = (np.array([convert(each) for each in side]) for side in (predictions, references))
+    metrics = classification_metrics(problem, expected, predicted)
     store.write(METRICS, (json.dumps(to_json(metrics), indent=2) + "\n").encode())
     if problem == "single_label":
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder, "confusion_matrix.png")
-            plot_confusion(picture, labels, references, predictions, f"{len(references):,} rows")
+            plot_confusion(picture, labels, references, predictions)
             if picture.exists():
                 store.write(CONFUSION, picture.read_bytes())
     return metrics

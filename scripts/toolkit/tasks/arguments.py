@@ -228,7 +228,8 @@ class Seq2SeqArguments(NewModelArguments):
     def problems(self) -> Problems:
         yield from super().problems()
         yield self.implementation == "bert", "--implementation is bert; expected scratchbert for seq2seq."
-        for name in ("num_decoder_layers", "max_target_length", "max_new_tokens", "num_beams"):
+        yield self.max_target_length < 2, f"--max_target_length is {self.max_target_length}; expected 2 or more."
+        for name in ("num_decoder_layers", "max_new_tokens", "num_beams"):
             value = getattr(self, name)
             yield value is not None and value < 1, f"--{name} is {value}; expected 1 or more."
         for name in self.metrics or []:

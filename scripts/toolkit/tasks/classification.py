@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from toolkit.data import find_column, label_of, number_of, text_of, value_of
+from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import NUMBER, ClassificationArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
 from toolkit.tasks.task import chunks, tokenize
@@ -32,7 +33,7 @@ class Classification(LabelTask):
     def __init__(self, arguments: ClassificationArguments):
         super().__init__(arguments)
         self.problem = arguments.problem
-        self.metric = METRICS[self.problem][0]
+        self.metric_names = METRICS[self.problem]
         self.labels = arguments.label_columns or self.labels
 
     # -- data
@@ -133,7 +134,7 @@ class Classification(LabelTask):
         if self.problem == "multi_label":
             return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         weights = self.weights.to(logits.device)
-        return cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
+        return cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.smoothing)
 
     def outputs_of(self, logits, batch):
         return logits.tolist()
@@ -150,31 +151,15 @@ class Classification(LabelTask):
         return [{"prediction": label, "score": row[label]} for label, row in zip(best, named, strict=True)]
 
     def metrics(self, rows, predictions):
-        if self.problem == "regression":
-            return regression_metrics(
-                *(
-                    np.array([row[name] for row in side])
-                    for name, side in (("label", rows), ("prediction", predictions))
-                )
-            )
-        from sklearn import metrics
-
-        references, found = self.as_numbers(rows, "label"), self.as_numbers(predictions, "prediction")
-        f1 = metrics.f1_score(references, found, average="macro", zero_division=np.nan)  # of labels that occur
-        values = {"accuracy": metrics.accuracy_score(references, found), "f1_macro": np.nan_to_num(f1)}
-        if self.problem == "multi_label":
-            values["subset_accuracy"] = values.pop("accuracy")
-            values["f1_micro"] = metrics.f1_score(references, found, average="micro", zero_division=0)
-        else:
-            is_constant = len({*references, *found}) == 1  # scikit-learn warns
-            values["matthews_correlation"] = 0.0 if is_constant else metrics.matthews_corrcoef(references, found)
-        return {name: float(value) for name, value in values.items()}
+        return classification_metrics(
+            self.problem, self.as_numbers(rows, "label"), self.as_numbers(predictions, "prediction")
+        )
 
     def as_numbers(self, rows: list[dict], name: str) -> np.ndarray:
+        """Numbers of labels, `(N,)`; 0 and 1 for each label, `(N, L)`; or the numbers of a regression, `(N, C)`."""
         if self.problem == "multi_label":
-            # A last column of zeros, because scikit-learn takes a single column for two labels.
-            return np.array([[*(int(label in row[name]) for label in self.labels), 0] for row in rows])
-        return np.array([self.numbers[row[name]] for row in rows])
+            return np.array([[int(label in row[name]) for label in self.labels] for row in rows])
+        return np.array([row[name] if self.problem == "regression" else self.numbers[row[name]] for row in rows])
 
     def table_by_label(self, rows, predictions):
         if self.problem == "regression":
@@ -197,15 +182,3 @@ def one_hot(name: str, value) -> bool:
     if text not in ("0", "1", "0.0", "1.0", "false", "true"):
         raise ValueError(f"{name!r} is {value!r}; expected 0 or 1")
     return text in ("1", "1.0", "true")
-
-
-def regression_metrics(references: np.ndarray, predictions: np.ndarray) -> dict[str, float]:
-    """Means over the columns. The correlation of a column with one value is 0, because the formula divides 0 by 0."""
-    from scipy.stats import pearsonr, spearmanr
-
-    def correlation(function) -> float:
-        pairs = zip(references.T, predictions.T, strict=True)
-        return float(np.mean([function(*pair).statistic if np.ptp(pair, axis=1).all() else 0 for pair in pairs]))
-
-    error = float(((references - predictions) ** 2).mean())
-    return {"pearson": correlation(pearsonr), "spearman": correlation(spearmanr), "mean_squared_error": error}

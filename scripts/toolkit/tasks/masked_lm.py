@@ -25,7 +25,7 @@ class MaskedLM(Task):
 
     name = "fill-mask"
     model_class = "ForMaskedLM"
-    metric = "perplexity"
+    metric_names = ("perplexity",)
     lower_is_better: ClassVar = {"loss", "perplexity"}
     is_language_model = True
     arguments: MaskedLMArguments
@@ -72,6 +72,8 @@ class MaskedLM(Task):
         buffer: list[int] = []
         first = 0
         for number, ids in self.tokenized(rows):
+            if not ids:
+                continue
             if self.arguments.line_by_line:
                 yield number, ids[:room], max(len(ids) - room, 0)
                 continue

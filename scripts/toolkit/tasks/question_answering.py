@@ -31,7 +31,7 @@ class QuestionAnswering(Task):
 
     name = "question-answering"
     model_class = "ForQuestionAnswering"
-    metric = "f1"
+    metric_names = ("f1", "exact_match")
     arguments: QuestionAnsweringArguments
     threshold: float | None = None
 

@@ -1,5 +1,6 @@
 """Pairs of texts: a model that writes a target for each source, from a BERT, a generator or random weights."""
 
+from itertools import chain
 from typing import ClassVar
 
 import evaluate
@@ -32,7 +33,7 @@ class Seq2Seq(Task):
     def __init__(self, arguments: Seq2SeqArguments):
         super().__init__(arguments)
         self.texts = [name for name in arguments.metrics or ["rouge"] if name != "loss"]
-        self.metric = SEQ2SEQ_METRICS[(arguments.metrics or ["rouge"])[0]][0]
+        self.metric_names = [*chain(*(SEQ2SEQ_METRICS[name] for name in arguments.metrics or ["rouge"])), "perplexity"]
         tokenizer = self.tokenizer
         if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
             raise ValueError(
@@ -85,13 +86,13 @@ class Seq2Seq(Task):
         roles = {"decoder_start": "cls", "eos": "sep", "pad": "pad"}
         special = {f"{ours}_token_id": getattr(tokenizer, f"{its}_token_id") for ours, its in roles.items()}
         if flags.config_name is not None:
-            model = cls(new_config(flags, tokenizer, is_encoder_decoder=True, **special, **fields))
+            model = cls(new_config(flags, tokenizer, **{"is_encoder_decoder": True, **special, **fields}))
         else:
             config = read_config(flags.model)
             is_generator = bool(config.get("is_encoder_decoder")) or config.get("model_type") == "encoder-decoder"
             if is_generator and fields.keys() & set(names):
                 raise ValueError(f"--model {flags.model} has a decoder; expected none of --{' and --'.join(names)}.")
-            model = self.load(cls.from_pretrained if is_generator else cls.from_bert, flags.model, **special, **fields)
+            model = self.load(cls.from_pretrained if is_generator else cls.from_bert, flags.model, **(special | fields))
         beams = {
             "num_beams": flags.num_beams,
             **({"length_penalty": flags.length_penalty} if flags.num_beams > 1 else {}),
@@ -112,9 +113,8 @@ class Seq2Seq(Task):
         return model(**inputs, use_cache=False).logits.float()
 
     def loss_of(self, logits, batch):
-        labels, smoothing = batch["labels"].flatten(), self.label_smoothing if torch.is_grad_enabled() else 0.0
-        options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
-        return cross_entropy(logits.flatten(0, 1), labels, **options)
+        options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": self.smoothing}
+        return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), **options)
 
     def outputs_of(self, logits, batch):
         return [None] * len(logits)

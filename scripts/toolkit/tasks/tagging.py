@@ -32,7 +32,8 @@ class Tagging(LabelTask):
     def __init__(self, arguments: TaggingArguments):
         super().__init__(arguments)
         self.has_entities = arguments.scheme != "plain"
-        self.metric = "entity_f1" if self.has_entities else "f1_macro"
+        entities = ("entity_f1", "entity_precision", "entity_recall", "tag_accuracy")
+        self.metric_names = entities if self.has_entities else ("f1_macro", "tag_accuracy")
 
     # -- data
 
@@ -125,7 +126,7 @@ class Tagging(LabelTask):
             self.weights.to(logits.device),
             ignore_index=IGNORED,
             reduction="sum",
-            label_smoothing=self.label_smoothing,
+            label_smoothing=self.smoothing,
         )
 
     def outputs_of(self, logits, batch):

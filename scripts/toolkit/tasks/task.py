@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from toolkit.hub import check_vocabulary, open_tokenizer
+from toolkit.cli import about
+from toolkit.hub import check_vocabulary, open_tokenizer, read_config
 from toolkit.tasks.arguments import TaskArguments
 
 IGNORED = -100  # the label that torch's cross-entropy ignores
@@ -29,12 +31,13 @@ class Task(ABC):
         model_class: of this package, without "ScratchBert".
         txt_format: how .txt is read; see `toolkit.data.File`.
         is_language_model: whether the loss is per token, so that the perplexity is a metric.
-        metric: the metric that selects the best model by default.
+        metric_names: the metrics that can select the best model, besides the loss; the first one does by default.
         lower_is_better: the metrics of which a lower value is better.
         labels: the names of the labels, once `prepare` has been called; None: the task has no labels.
         label_counts: how often each label occurs in the training rows.
         say: prints a remark.
-        label_smoothing: the share of each label's weight that is spread over all labels, in the training.
+        label_smoothing: the share of each label's weight that is spread over all labels, in the training; see
+            `smoothing`.
         new_weights: the parameters that the checkpoint lacks. They are random before the training.
     """
 
@@ -42,7 +45,7 @@ class Task(ABC):
     model_class: ClassVar[str]
     txt_format: ClassVar[str] = "lines"
     is_language_model: ClassVar[bool] = False
-    metric: str
+    metric_names: Sequence[str]
     lower_is_better: ClassVar[set[str]] = {"loss"}
     labels: list[str] | None = None
     label_smoothing: float = 0.0
@@ -50,7 +53,9 @@ class Task(ABC):
     def __init__(self, arguments: TaskArguments):
         self.arguments = arguments
         self.say: Callable[[str], None] = print
-        self.tokenizer = open_tokenizer(getattr(arguments, "tokenizer_name", None) or arguments.model)
+        source = getattr(arguments, "tokenizer_name", None) or arguments.model
+        with about(source):
+            self.tokenizer = open_tokenizer(source)
         self.label_counts: Counter[str] = Counter()
         self.new_weights: set[str] = set()
 
@@ -107,6 +112,9 @@ class Task(ABC):
         import modeling_scratchbert
 
         is_ours = self.arguments.implementation == "scratchbert"
+        model = self.arguments.model
+        if not is_ours and read_config(model).get("model_type") == "scratchbert":
+            raise ValueError(f"--implementation is bert and --model {model} is a ScratchBert; expected scratchbert.")
         return getattr(
             *(modeling_scratchbert, f"ScratchBert{self.model_class}")
             if is_ours
@@ -117,15 +125,18 @@ class Task(ABC):
         """A model, opened by `from_pretrained` of a class or a method like it, with fields of its configuration.
 
         Raises:
-            ValueError: a weight below the model head has another shape than in the configuration, or the tokenizer
-                has more tokens than the model.
+            ValueError: the weights are damaged, one below the model head has another shape than in the configuration,
+                or the tokenizer has more tokens than the model.
         """
         # An update is often too small for a weight in half precision. --bf16 keeps float32 weights as well.
         options: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if self.arguments.implementation == "scratchbert":
             options["padding_free"] = True
-        with without_loading_reports():
-            model, info = opener(source, **options, **fields)
+        try:
+            with without_loading_reports():
+                model, info = opener(source, **options, **fields)
+        except SafetensorError as error:
+            raise ValueError(f"--model {source} has damaged weights: {error}; expected complete files.") from error
         for name, stored, expected in info["mismatched_keys"]:
             if name.startswith(f"{model.base_model_prefix}."):
                 raise ValueError(
@@ -145,6 +156,11 @@ class Task(ABC):
     def logits(self, model, batch: Batch) -> Any:
         """The scores that the loss and the predictions are computed from."""
         return model(**inputs_of(batch)).logits.float()
+
+    @property
+    def smoothing(self) -> float:
+        """The label smoothing of a loss: none in an evaluation."""
+        return self.label_smoothing if torch.is_grad_enabled() else 0.0
 
     @abstractmethod
     def loss_of(self, logits, batch: Batch) -> torch.Tensor:
@@ -207,6 +223,9 @@ def filled(mask: np.ndarray, examples: list[dict], name: str, padding: int) -> t
 
 def tokenize(tokenizer, texts: list[str], pairs: list[str] | None, max_length: int) -> Iterator[dict]:
     """For each text or pair of texts its ids, token types if it is a pair, length, and number of tokens cut off."""
+    least = tokenizer.num_special_tokens_to_add(pair=pairs is not None) + (1 if pairs is None else 2)
+    if max_length < least:
+        raise ValueError(f"--max_length is {max_length}; expected at least {least}, for a token of each text.")
     encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
     long = [i for i, encoding in enumerate(encoded.encodings) if encoding.overflowing]
     if long:

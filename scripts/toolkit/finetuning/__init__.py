@@ -1,1 +1,0 @@
-"""The training loop and everything around it, for the commands that train."""
