@@ -34,8 +34,11 @@ INLINE Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 INLINE __m256 first_half(Floats x) { return _mm512_castps512_ps256(x); }
 INLINE __m256 second_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
 INLINE Ints shift_to_exponent(Ints x) { return _mm512_slli_epi32(_mm512_add_epi32(x, all_words(127)), 23); }
-// Four sums of products of a byte without and one with a sign.
-INLINE Ints dot_bytes(Ints sum, Ints a, Ints b) { return _mm512_dpbusd_epi32(sum, a, b); }
+// Four sums of products of a byte without and one with a sign. With the intrinsic, g++ 12 copies each sum twice.
+INLINE Ints dot_bytes(Ints sum, Ints a, Ints b) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
 INLINE Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 INLINE void store_bytes(uint8_t* to, Ints x) {
   x = _mm512_min_epi32(_mm512_max_epi32(x, _mm512_setzero_si512()), all_words(255));
