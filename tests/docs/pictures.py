@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from toolkit.benchmark.plot import plot  # noqa: E402
 from toolkit.pictures import new_figure  # noqa: E402
 
-REPORT, DIGEST = ROOT / "docs" / "reports" / "zen4.json", "SHA-256 of the report"
+REPORT, DIGEST = ROOT / "docs" / "reports" / "zen5.json", "SHA-256 of the report"
 # The variants of each runtime in float32, bfloat16 and int8, from bottom to top.
 RUNTIMES = {
     "sentence-transformers": ["sentence-transformers"],
@@ -56,13 +56,13 @@ def plot_speeds(report: dict, path: Path) -> None:
                 place += 0.8
             axis.axvline(1, color="black", linewidth=1)
             axis.set_yticks(ticks, RUNTIMES)
-            axis.set_xlim(0, 8.5)
+            axis.margins(x=0.25)  # for the labels
             axis.set_title(title, loc="left", weight="bold")
             axis.set_xlabel("times as fast as BertModel in float32 (the line)")
             axis.spines[["top", "right", "left"]].set_visible(False)
             axis.tick_params(axis="y", length=0)
         axes[0].get_yticklabels()[-1].set_weight("bold")
-        figure.suptitle("BERT-base on two cores of an AMD EPYC (Zen 4)", fontsize="medium")
+        figure.suptitle("BERT-base on two cores of an AMD EPYC (Zen 5)", fontsize="medium")
 
 
 def main() -> int:
