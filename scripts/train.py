@@ -105,7 +105,7 @@ class TrainingArguments:
     eval_strategy: Literal["epoch", "steps", "no"] = flag("when the model is evaluated, besides at the end", "epoch")
     eval_steps: int | None = flag("updates between evaluations with --eval_strategy steps")
     save_strategy: Literal["epoch", "steps", "no"] = flag(
-        "when a checkpoint is saved, besides the best and the last", "epoch"
+        "when a checkpoint is saved, besides the best and the last; no: never", "epoch"
     )
     save_steps: int = flag("updates between checkpoints with --save_strategy steps", 500)
     save_total_limit: int | None = flag("number of checkpoints to keep besides the best", 2)
@@ -197,6 +197,10 @@ def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
         arguments.label_smoothing_factor > 0 and not smooths,
         ("--label_smoothing_factor is given; expected a task with one label for each text, word or token."),
     )
+    yield (
+        arguments.early_stopping_patience is not None and arguments.eval_strategy == "no",
+        "--early_stopping_patience is given with --eval_strategy no; expected epoch or steps.",
+    )
     for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
         yield (
             getattr(arguments, name) is not None and not has_validation,
@@ -240,7 +244,10 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
         names = {each.name for each in fields(ARGUMENTS[task])} - DATA - NEW_MODEL
         data, arguments, unknown = parse_known(parser, recipe_arguments(of_model, names) + given)
     if unknown:
-        raise ValueError(f"{unknown[0]} is unknown; `train.py {task} --help` lists the arguments.")
+        raise ValueError(
+            f"{unknown[0]}, on the command line or in the recipe, is unknown; `train.py {task} --help` lists the "
+            "arguments. A recipe follows the task directly."
+        )
     return data, arguments
 
 
@@ -522,7 +529,7 @@ def hold_out_rows(task, rows: list[dict], say) -> tuple[list[dict], list[dict]]:
     from toolkit.data import hold_out, value_of
 
     data = task.arguments
-    keys = [task.group_keys(row) for row in rows]
+    keys = [task.group_key(row) for row in rows]
     copies = len(keys) - len(set(keys))
     if data.group_column:
         keys = [(key, value_of(row["columns"], data.group_column)) for key, row in zip(keys, rows, strict=True)]
@@ -623,6 +630,7 @@ def make_model(run: Run) -> None:
 
 def make_optimizer_and_checkpoints(run: Run) -> None:
     """The optimizer, the learning-rate schedule, and the state of a run that has not begun."""
+    from toolkit.paths import with_paths
     from toolkit.training import Checkpoints, Progress, fingerprint, make_optimizer, make_schedule, prepare
 
     arguments, accelerator = run.arguments, run.accelerator
@@ -636,9 +644,9 @@ def make_optimizer_and_checkpoints(run: Run) -> None:
     run.model, run.optimizer = prepare(accelerator, run.model, optimizer)
     run.checkpoints = Checkpoints(run.output, accelerator, run.schedule, arguments.save_total_limit)
     # Where the data are may change: their content is compared.
-    given = asdict(run.data) | asdict(arguments)
+    given = with_paths(asdict(run.data) | asdict(arguments), absolute)
     run.progress = Progress(
-        arguments={name: value for name, value in given.items() if name not in FREE_TO_CHANGE | DATA},
+        arguments={name: value for name, value in given.items() if name not in FREE_TO_CHANGE | DATA - {"model"}},
         data={split: fingerprint(run.rows[split], run.examples[split]) for split in run.rows},
         processes=accelerator.num_processes,
         steps=steps,
@@ -764,7 +772,7 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
     own = torch.stack(
         [torch.stack(losses).sum(), tokens, torch.tensor(float(run.received or 0), device=accelerator.device)]
     )
-    total, tokens, stop = accelerator.reduce(own, "sum").tolist()  # the only synchronisation with the device
+    total, tokens, stop = accelerator.reduce(own, "sum").tolist()  # one synchronisation with the device
     run.stop = (run.received or signal.SIGTERM) if stop else None
     if not math.isfinite(total):
         bad = [own for (own, _), loss in zip(update, losses, strict=True) if not loss.isfinite()]
@@ -797,10 +805,11 @@ def not_finite(run: Run, what: str, examples: list[dict]) -> CommandError:
 
     rows = gather_object([run.rows[example.get("split", "train")][example["row"]]["place"] for example in examples])
     more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-    step = "" if run.progress is None else f" at step {run.progress.step + 1}"
+    step, advice = "", "use another model"
+    if run.progress is not None:
+        step, advice = f" at step {run.progress.step + 1}", "train anew with a lower --learning_rate"
     return TrainingError(
-        f"the {what} is not finite{step}, in {'; '.join(rows[:8])}{more}. Correct these "
-        "rows, or train anew with a lower --learning_rate."
+        f"the {what} is not finite{step}, in {'; '.join(rows[:8])}{more}. Correct these rows, or {advice}."
     )
 
 
@@ -1026,7 +1035,7 @@ def run_report(run: Run) -> dict:
     progress = run.progress
     return {
         "step": run.saved_step,
-        "steps": progress.step,
+        "updates": progress.step,
         "metric_for_best_model": run.metric,
         "seconds": progress.seconds,
         "processes": progress.processes,

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import PureWindowsPath
 
 # Flags whose values are files or folders; or, where no such folder exists, hub ids.
-FILES = ("train_file", "validation_file", "test_file", "config_file", "output", "output_dir", "config_name")
-FOLDERS_OR_HUB_IDS = ("model", "tokenizer", "tokenizer_name", "dataset")
+FILES = ("train_file", "validation_file", "test_file", "output_dir", "config_name")
+FOLDERS_OR_HUB_IDS = ("model", "tokenizer_name", "dataset")
 
 
 def with_paths(settings: dict, change: Callable[[str, bool], str]) -> dict:

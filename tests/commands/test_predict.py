@@ -142,7 +142,7 @@ def test_metrics_are_those_of_scikit_learn(make_bert, run, tmp_path):
         output = sorted(tmp_path.glob("out-*"))[-1]
         metrics = json.loads((output / "__run__" / "metrics.json").read_text())
         assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predictions))
-        assert metrics["f1"] == pytest.approx(f1_score(labels, predictions, average="macro"))
+        assert metrics["f1_macro"] == pytest.approx(f1_score(labels, predictions, average="macro"))
         assert (output / "__run__" / "confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -159,7 +159,7 @@ def test_metrics_of_several_labels_and_of_numbers(format, make_bert, run, tmp_pa
         for rows in ([label.split("|") for label in labels], given)
     ]
     metrics = json.loads((tmp_path / "out-0" / "__run__" / "metrics.json").read_text())
-    assert metrics["accuracy"] == pytest.approx(accuracy_score(*sets))
+    assert metrics["subset_accuracy"] == pytest.approx(accuracy_score(*sets))
     numbers = [float(i % 7) for i in range(40)]
     rows = [{"query": text, "document": text, "y": y} for text, y in zip(TEXTS, numbers, strict=True)]
     found = run(make_bert("rerank"), rows, "--label_column", "y", format=format)

@@ -198,7 +198,7 @@ def test_optimizers_are_resumed(changed, argv, tmp_path):
 @pytest.mark.parametrize(("epochs", "batch_size", "steps"), [(0.25, 2, 1), (0.3, 2, 2), (1.5, 3, 5), (2, 8, 2)])
 def test_fractions_of_epochs(epochs, batch_size, steps, argv, tmp_path):
     assert run(argv(num_train_epochs=epochs, per_device_train_batch_size=batch_size)) == 0
-    assert report_of(tmp_path / "run")["steps"] == steps
+    assert report_of(tmp_path / "run")["updates"] == steps
 
 
 def test_the_loss_of_an_update_without_labels_is_zero(argv, tmp_path):
@@ -326,7 +326,7 @@ def test_the_best_model_is_saved(argv, tmp_path):
     errors = {
         point["step"]: point["validation"]["mean_squared_error"] for point in report["history"] if "validation" in point
     }
-    assert min(errors, key=errors.__getitem__) == report["step"] == report["steps"] - 2 * 4
+    assert min(errors, key=errors.__getitem__) == report["step"] == report["updates"] - 2 * 4
     assert report["validation"]["mean_squared_error"] == pytest.approx(errors[report["step"]])
 
 

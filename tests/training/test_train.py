@@ -387,7 +387,7 @@ def test_runs(task, changed, rows, metrics, argv, tmp_path):
     folder, evaluated = tmp_path / "run", tmp_path / "evaluated"
     report = report_of(folder)
     assert {*metrics.split(), "loss"} <= report["validation"].keys()
-    assert [point["step"] for point in report["history"] if "train" in point][-1] == report["steps"]
+    assert [point["step"] for point in report["history"] if "train" in point][-1] == report["updates"]
     assert (folder / "model.safetensors").exists()
     if "perplexity" in metrics:
         assert report["validation"]["perplexity"] == pytest.approx(math.exp(report["validation"]["loss"]))

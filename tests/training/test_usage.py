@@ -56,7 +56,7 @@ def test_lora(task, given, model, tmp_path):
     adapted = {name for name, value in base.items() if not value.equal(before[name])}
     assert adapted == {name for name in base if name.endswith(("query.weight", "value.weight"))}
     reset_accelerate()
-    last = report_of(tmp_path / "run")["steps"]
+    last = report_of(tmp_path / "run")["updates"]
     break_off(tmp_path / "run", last - 1)
     assert run(given(task, **changed, resume_from_checkpoint=True)) == 0
     resumed = load_file(tmp_path / "run" / "model.safetensors")

@@ -91,6 +91,9 @@ class Classification(LabelTask):
         if self.problem == "single_label":
             check_labels(self.labels, self.arguments.labels is not None)
 
+    def group_key(self, row):
+        return row["text"], row.get("text_pair")
+
     def stratum(self, row):
         return row["label"] if self.problem == "single_label" else None
 
@@ -125,7 +128,9 @@ class Classification(LabelTask):
 
     def count(self, batch):
         labels = batch["labels"]
-        return self.weights.to(labels.device)[labels].sum() if labels.ndim == 1 else torch.tensor(labels.numel())
+        if labels.ndim > 1:
+            return torch.tensor(labels.numel(), device=labels.device)
+        return self.weights.to(labels.device)[labels].sum()
 
     def loss_of(self, logits, batch):
         labels = batch["labels"]

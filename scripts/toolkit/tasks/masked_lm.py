@@ -53,6 +53,9 @@ class MaskedLM(Task):
     def read(self, content):
         return {"text": text_of(content, self.text)}
 
+    def group_key(self, row):
+        return row["text"]
+
     def encode(self, rows):
         start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         examples = []

@@ -46,8 +46,8 @@ class QuestionAnswering(Task):
         context = text_of(content, "context")
         return {"question": text_of(content, "question"), "context": context, "answers": answers_of(content, context)}
 
-    def group_keys(self, row):
-        return (row["context"],)
+    def group_key(self, row):
+        return row["context"]
 
     def prepare(self, rows):
         without = sum(not row["answers"] for row in rows)

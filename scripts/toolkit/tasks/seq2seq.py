@@ -53,8 +53,8 @@ class Seq2Seq(Task):
     def read(self, content):
         return {"source": text_of(content, self.source), "target": text_of(content, self.target)}
 
-    def group_keys(self, row):
-        return (row["source"],)
+    def group_key(self, row):
+        return row["source"]
 
     def encode(self, rows):
         examples: list[dict] = []

@@ -53,8 +53,8 @@ class Tagging(LabelTask):
         check_known(tags, self.labels)
         return {"words": words, "tags": tags}
 
-    def group_keys(self, row):
-        return (tuple(row["words"]),)
+    def group_key(self, row):
+        return tuple(row["words"])
 
     def labels_of(self, row):
         return row["tags"]

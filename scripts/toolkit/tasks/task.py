@@ -4,7 +4,7 @@ import logging
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -24,7 +24,8 @@ Batch = dict[str, torch.Tensor]
 
 class Task(ABC):
     """A task. A row is a dict that `read` returns. An example is an input of the model: a dict with `input_ids`,
-    `length`, `row`, the index of its row, and `cut`, the number of tokens that --max_length cut off.
+    `length`, its number of tokens, by which batches are made; `row`, the index of its row; and `cut`, the number of
+    tokens that --max_length cut off.
 
     Attributes:
         name: of the task on the Hub, such as "text-classification".
@@ -80,9 +81,9 @@ class Task(ABC):
     def restore(self) -> None:  # noqa: B027
         """Takes from --model what `prepare` learns otherwise, for an evaluation without training."""
 
-    def group_keys(self, row: dict) -> tuple:
-        """Rows with a key in common are on the same side of --validation_fraction."""
-        return (row.get("text"), row.get("text_pair"))
+    @abstractmethod
+    def group_key(self, row: dict) -> Hashable:
+        """Rows with equal keys, such as copies of a text, are on the same side of --validation_fraction."""
 
     def stratum(self, row: dict) -> object:
         """Rows of each stratum have the same share in --validation_fraction."""
@@ -151,7 +152,8 @@ class Task(ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> torch.Tensor:
-        """The number of labels in a batch, or the sum of their weights. The loss of an update is divided by it."""
+        """The number of labels in a batch, or the sum of their weights, on its device. The loss of an update is divided
+        by it."""
 
     def logits(self, model, batch: Batch) -> Any:
         """The scores that the loss and the predictions are computed from."""
