@@ -138,7 +138,7 @@ class Task(ABC):
                 model, info = opener(source, **options, **fields)
         except SafetensorError as error:
             raise ValueError(f"--model {source} has damaged weights: {error}; expected complete files.") from error
-        for name, stored, expected in info["mismatched_keys"]:
+        for name, stored, expected in sorted(info["mismatched_keys"]):
             if name.startswith(f"{model.base_model_prefix}."):
                 raise ValueError(
                     f"--model {source} has {name} of shape {tuple(stored)}; expected {tuple(expected)}, as in its "
