@@ -132,9 +132,8 @@ def open_files(
         if system.isfile(path):
             paths, names = [path], [pattern]
         else:
-            found = system.find(path) if system.isdir(path) else system.glob(path)
             is_folder = system.isdir(path)
-            paths = sorted(filter(system.isfile, found))
+            paths = sorted(filter(system.isfile, system.find(path) if is_folder else system.glob(path)))
             # As in a shell, a pattern matches no hidden file.
             is_wanted = is_data if is_folder else (lambda each: not os.path.basename(each).startswith("."))
             paths = [each for each in paths if is_wanted(each.removeprefix(path))]

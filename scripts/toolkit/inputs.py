@@ -19,7 +19,6 @@ from typing import BinaryIO
 from toolkit import row_files
 from toolkit.input_paths import COMPRESSIONS, endings_of, expand, filesystem_of, name_files
 
-Readers = Mapping[str, Callable[..., row_files.Rows]]
 Check = Callable[[dict], dict]
 Warn = Callable[[str], None]
 
@@ -116,20 +115,19 @@ class InputFile(Input):
 
     Args:
         delimiter: of .csv, .tsv and .txt, which is a table then; None: comma, tab, and .txt has a text on each line.
-        readers: of endings that are read in another way than by `READERS`.
 
     Raises:
         OSError: there is no such file.
         ValueError: its ending or the delimiter is invalid.
     """
 
-    def __init__(self, url: str, delimiter: str | None = None, readers: Readers | None = None):
+    def __init__(self, url: str, delimiter: str | None = None):
         self.url = self.name = url
         ending, self.compression = endings_of(url)
         if ending not in row_files.READERS:
             expected = f"{', '.join(row_files.READERS)}, or with {' or '.join(COMPRESSIONS)}"
             raise ValueError(f"{url} has the unknown ending {ending!r}; expected {expected}")
-        self.choose_reader(ending, delimiter, readers)
+        self.choose_reader(ending, delimiter)
         self.system, self.path = filesystem_of(url)
         if not (self.system or os.path).isfile(self.path):
             raise FileNotFoundError(f"{url}: there is no such file")
@@ -138,14 +136,14 @@ class InputFile(Input):
     def __str__(self):
         return self.url
 
-    def choose_reader(self, ending: str, delimiter: str | None, readers: Readers | None = None) -> None:
+    def choose_reader(self, ending: str, delimiter: str | None) -> None:
         """Sets the delimiter and the reader, or raises ValueError if the delimiter is invalid."""
         self.delimiter = delimiter and delimiter.replace("\\t", "\t")
         if delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
             raise ValueError(f"--delimiter is {delimiter!r}; expected one character, or \\t for a tab")
         ending = ".tsv" if ending == ".txt" and delimiter is not None else ending
         self.is_table = ending in (".csv", ".tsv")
-        self.reader = {**row_files.READERS, **(readers or {})}[ending]
+        self.reader = row_files.READERS[ending]
 
     def open(self) -> BinaryIO:
         return self.system.open(self.path, "rb") if self.system else open(self.path, "rb")
@@ -240,28 +238,23 @@ class HubDataset(Input):
         return features and row_files.types_of(features.arrow_schema, features)
 
     def fingerprint(self):
-        return {"file": self.name, "commit": content_hash([self])}
+        return {"file": self.name, "commit": content_hash(self.dataset)}
 
 
-def content_hash(inputs: Sequence[Input]) -> str:
-    """A hash of files, which are read once, or of those in the folder of a dataset; or the commit of a dataset on the
-    Hub.
+def content_hash(dataset: str) -> str:
+    """A hash of the files in the folder of a dataset, which are read once; or the commit of a dataset on the Hub.
 
     Raises:
         OSError: a file cannot be read, or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    if isinstance(first := inputs[0], HubDataset):
-        paths = sorted(path for path in Path(first.dataset).rglob("*") if path.is_file())
-        if not paths:
-            return HfApi().dataset_info(first.dataset).sha
-        files = (path.open("rb") for path in paths)
-    else:
-        files = (each.open() for each in inputs)
+    paths = sorted(path for path in Path(dataset).rglob("*") if path.is_file())
+    if not paths:
+        return HfApi().dataset_info(dataset).sha
     digest = hashlib.sha256()
-    for opened in files:
-        with opened as file:
+    for path in paths:
+        with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
@@ -304,13 +297,7 @@ class Source:
         """The columns of the first rows; see `columns_of`."""
         return columns_of(self.rows, self.max_rows)
 
-    def label_names(self, column: str) -> list[str]:
-        """The names of the labels in a column, in the order of the dataset; none if the dataset has no names, or no row
-        has been read."""
-        found = (row_files.label_names(each.features.get(column)) or [] for each in self.inputs)
-        return list(dict.fromkeys(chain.from_iterable(found)))
-
-    def valid_rows(self, check: Check, on_bad_row: str, warn: Warn, may_be_empty: bool = False) -> Iterator[dict]:
+    def valid_rows(self, check: Check, on_bad_row: str, warn: Warn) -> Iterator[dict]:
         """The columns of each row that `check` keeps, and its place, of the first `max_rows` valid rows.
 
         Args:
@@ -318,7 +305,6 @@ class Source:
             on_bad_row: "stop" at the first invalid row; or "skip" invalid rows, and report their number and the first
                 ones at the end.
             warn: is called with this report.
-            may_be_empty: all rows may be invalid.
 
         Raises:
             ValueError: a row is invalid, with "stop"; or no row is valid.
@@ -341,10 +327,10 @@ class Source:
                     if total - bad == self.max_rows:
                         break
         finally:  # also if reading is stopped
-            if bad and (may_be_empty or bad < total):
+            if 0 < bad < total:
                 more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []
                 warn("\n  ".join([f"{bad} of {total} rows are invalid and were skipped:", *first_bad, *more]))
-        if bad == total and not may_be_empty:
+        if bad == total:
             raise ValueError(f"all {total} rows are invalid; the first is {first_bad[0]}")
 
 

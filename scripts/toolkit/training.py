@@ -294,7 +294,6 @@ class Checkpoints:
         if path.exists():
             return
         with removed_on_error(unfinished, f"{path} cannot be written"):
-            self.accelerator.wait_for_everyone()
             self.accelerator.save_state(str(unfinished))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:

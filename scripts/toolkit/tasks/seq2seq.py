@@ -32,8 +32,9 @@ class Seq2Seq(Task):
 
     def __init__(self, arguments: Seq2SeqArguments):
         super().__init__(arguments)
-        self.texts = [name for name in arguments.metrics or ["rouge"] if name != "loss"]
-        self.metric_names = [*chain(*(SEQ2SEQ_METRICS[name] for name in arguments.metrics or ["rouge"])), "perplexity"]
+        metrics = arguments.metrics or ["rouge"]
+        self.texts = [name for name in metrics if name != "loss"]
+        self.metric_names = [*chain(*(SEQ2SEQ_METRICS[name] for name in metrics)), "perplexity"]
         tokenizer = self.tokenizer
         if tokenizer("").input_ids != [tokenizer.cls_token_id, tokenizer.sep_token_id]:
             raise ValueError(
