@@ -1,20 +1,22 @@
 #!/usr/bin/env python
-"""Applies a model to a whole corpus: embeddings, labels, entities, scores of pairs, or masked words.
+"""Applies a model to a corpus, or to a text: embeddings, labels, entities, scores of pairs, answers, texts, masked words.
 
-    predict.py sentence-transformers/all-MiniLM-L6-v2 reviews.csv --id_column id --output embeddings
+    predict.py sentence-transformers/all-MiniLM-L6-v2 reviews.csv --output embeddings
     predict.py my-classifier 'data/*.jsonl.gz' --label_column label --output labels
+    predict.py my-classifier --text "A fine film."
+    predict.py my-reader --text "Who wrote it?" --text_pair "The book was written by Ada."
     cat texts.txt | predict.py my-tagger - --format jsonl --output entities
     predict.py --check --output embeddings
 
 MODEL is a BERT or a ScratchBert: a folder, one of sentence-transformers included, or a hub id. INPUT is a file, a
-folder or a quoted pattern of .txt (a text on each line), .csv, .tsv, .jsonl, .ndjson, .json or .parquet, each also .gz
-or .zst; any of them as a URL that fsspec opens; - for standard input; or hub:DATASET[:SPLIT]. The input is read twice:
-once to check all rows before the model is opened, and once to compute. It is never in memory as a whole.
+folder or a quoted pattern of .txt (a text on each line), .csv, .tsv, .jsonl, .ndjson, .json or .parquet, each also .gz,
+.zst or .bz2; any of them as a URL that fsspec opens; - for standard input; or hub:DATASET[:SPLIT]. The input is read
+twice: once to check all rows before the model is opened, and once to compute. It is never in memory as a whole.
 
-The folder --output gets numbered parts of --part_rows rows of the input each, in the input's order: the id, or the file
-and row, of each text, the columns of the input (--keep_columns), and the results. A part is written whole or not at
-all. The folder __run__ in it, which readers of datasets skip, has manifest.json; errors.jsonl, if rows were skipped;
-and with --label_column metrics.json.
+The folder --output gets numbered parts of --part_rows rows of the input each, in the input's order: file and row, the
+columns of the input (--keep_columns), and the results. A part is written whole or not at all. The folder __run__ in it,
+which readers of datasets skip, has manifest.json; errors.jsonl, if rows were skipped; and with --label_column
+metrics.json.
 
 After a crash, --resume computes the parts that are missing and nothing else. After a change of the input, --update
 computes the texts that are new. The files are the same, byte for byte, as those of one run. --check compares them with
@@ -25,241 +27,739 @@ cannot be written: what was finished is kept; 130 stopped by Ctrl-C or SIGTERM, 
 """
 
 import argparse
-import math
+import json
+import re
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import takewhile
+from pathlib import Path
 
-from toolkit.cli import Parser, integer_from, use_utf8
-from toolkit.corpus.job import (
-    AGGREGATIONS,
-    EMBEDDING_DTYPES,
-    FORMATS,
-    POOLINGS,
-    TASKS,
-    TOKENS_ON_ACCELERATOR,
-    TOKENS_ON_CPU,
-)
+from toolkit.cli import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
 
-COUNT = {"type": integer_from(1), "metavar": "N"}
-
-
-def share(text: str) -> float:
-    """An argument type: a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number from 0 to 1")
-    return value
-
-
-def processes(text: str) -> int | None:
-    """An argument type: an integer of at least 1, or None for `auto`."""
-    return None if text == "auto" else integer_from(1)(text)
-
-
-def poolings(text: str) -> list[str]:
-    """An argument type: names of poolings, separated by commas."""
-    names = text.split(",")
-    if not set(names) <= set(POOLINGS):
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected some of {', '.join(POOLINGS)}")
-    return names
+TASKS = {
+    "embed": "a vector for each text",
+    "classify": "the label of each text or pair",
+    "tag": "the entities in each text, or the tag of each word",
+    "rerank": "a score for each pair",
+    "answer": "the span of each context that answers its question",
+    "generate": "a text for each text",
+    "fill-mask": "the likeliest words for each [MASK]",
+}
+# The flags of single tasks. Their default is None or False.
+TASK_FLAGS = {
+    "embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "ranges"),
+    "classify": ("all_scores", "threshold", "text_pair_column", "label_separator", "prompt", "prompt_name"),
+    "tag": ("words_column",),
+    "rerank": ("prompt", "prompt_name", "text_pair_column"),
+    "answer": ("stride", "max_answer_length", "null_threshold"),
+    "generate": ("max_new_tokens", "num_beams"),
+    "fill-mask": ("top_k",),
+}
+QUANTIZED = ("uint8", "binary", "ubinary")
+TOKENS_ON_CPU, TOKENS_ON_ACCELERATOR = 2048, 16384
+TRIED_ROWS = 256  # of --dry_run
+SECONDS_BETWEEN_LOG_LINES = 60
+LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
-def ranges(path: str) -> list[list[float]]:
-    """An argument type: the numbers of a .npy file with a lowest and a highest value for each number of a vector."""
-    import numpy as np
-
-    try:
-        found = np.lib.format.open_memmap(path, "r")
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({error}); expected a .npy file") from error
-    if found.ndim != 2 or len(found) != 2 or found.dtype.kind not in "fiu":
-        raise argparse.ArgumentTypeError(f"{path!r} has shape {found.shape} of {found.dtype}; expected (2, N) numbers")
-    if not np.isfinite(found).all() or (found[0] > found[1]).any():
-        raise argparse.ArgumentTypeError(f"{path!r} is invalid; expected finite numbers, the lowest values first")
-    return found.astype(np.float32).tolist()
+# ========================================================================================================== arguments
 
 
 def make_parser() -> Parser:
+    count = {"type": integer_from(1), "metavar": "N"}
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL INPUT [INPUT …] --output FOLDER [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint with a tokenizer: a folder or a hub id")
     parser.add_argument(
         "inputs", metavar="INPUT", nargs="*", help="a file, a folder, a pattern, - or hub:DATASET[:SPLIT]"
     )
-    used = parser.group("most used")
-    used.add_argument(
-        "--task",
-        choices=TASKS,
-        help="; ".join(f"{name}: {what}" for name, what in TASKS.items()) + ". Default: what the model's class is for",
-    )
-    used.add_argument("--text_column", metavar="NAME", help="the texts; default: a usual name, such as text")
-    used.add_argument("--id_column", metavar="NAME", help="the ids, which the output has instead of file and row")
-    used.add_argument(
-        "--keep_columns",
-        metavar="all|none|A,B",
-        default="all",
-        help="the columns of the input that the output has, with their types; default: all",
-    )
-    used.add_argument("--output", metavar="FOLDER", help="a new folder, or a URL that fsspec writes to")
-    used.add_argument(
+
+    add = parser.group("most used").add_argument
+    what = "; ".join(f"{name}: {what}" for name, what in TASKS.items())
+    add("--task", choices=TASKS, help=f"{what}. Default: what the model's class is for")
+    add("--text", action="append", metavar="TEXT", help="in place of INPUT: print the result; may be repeated")
+    add("--text_pair", metavar="TEXT", help="with --text: the second text of a pair, or the context of a question")
+    add("--output", metavar="FOLDER", help="a new folder, or a URL that fsspec writes to")
+    add(
         "--format",
-        choices=FORMATS,
+        choices=("parquet", "jsonl", "csv", "npy"),
         default="parquet",
-        help="of the parts; npy parts are joined at the end into embeddings.npy and rows.csv",
+        help="of the parts; npy: embeddings.npy and rows.csv",
     )
-    used.add_argument("--resume", action="store_true", help="continue the run in --output: compute what is missing")
-    used.add_argument(
+    add("--resume", action="store_true", help="continue the run in --output: compute what is missing")
+    add(
         "--update",
         action="store_true",
-        help="bring the output of an earlier run up to date: "
-        "compute the texts that are new or changed; without an output, a new run",
+        help="bring the output of an earlier run up to date: compute the texts that are new",
     )
-    used.add_argument("--limit", **COUNT, help="use the first N rows only")
-    used.add_argument(
+    add("--limit", **count, help="use the first N rows only")
+    add(
         "--on_bad_row",
-        choices=["stop", "skip"],
+        choices=("stop", "skip"),
         default="stop",
-        help="what to do at a row that cannot be used; skip: list it in errors.jsonl",
+        help="at a row that cannot be used; skip: list it in errors.jsonl",
     )
-    used.add_argument(
+    add(
         "--empty_texts",
-        choices=["bad", "null"],
+        choices=("bad", "null"),
         default="bad",
-        help="a row with an empty text cannot be used (bad), or has null for its results",
+        help="a row with an empty text cannot be used, or has null for its results",
     )
-    used.add_argument(
+    add(
         "--processes",
-        type=processes,
-        metavar="N",
-        help="processes, each with a model; auto, the "
-        "default: one for each processor or accelerator; on Ray, as many as have room",
+        **count,
+        help="each with a model; default: one for each processor or accelerator; on Ray, as many as have room",
     )
-    used.add_argument("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
-    add_data_flags(parser.group("data"))
-    add_model_flags(parser.group("model"))
-    add_output_flags(parser.group("output"))
-    return parser
+    add("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
+    add("--check", action="store_true", help="compare every file of --output with what its run wrote")
 
-
-def add_data_flags(data) -> None:
-    data.add_argument("--text_pair_column", metavar="NAME", help="the second texts of pairs")
-    data.add_argument(
-        "--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a text on each line"
-    )
-    data.add_argument(
+    add = parser.group("data").add_argument
+    trained = "default: that of the training, or a usual name"
+    add("--text_column", metavar="NAME", help=f"the texts; {trained}, such as text")
+    add("--text_pair_column", metavar="NAME", help=f"classify, rerank: the second texts; {trained}")
+    add("--words_column", metavar="NAME", help=f"tag: lists of words, in place of texts; {trained}")
+    add("--source_column", metavar="NAME", help=f"generate: the texts to start from; {trained}")
+    add("--label_column", metavar="NAME", help="what the results are compared with, for metrics.json")
+    add("--label_separator", metavar="TEXT", help="between the labels of a row, for a model with several; default: |")
+    add("--keep_columns", metavar="all|none|A,B", default="all", help="the columns of the input that the output has")
+    add("--encoding", default="utf-8", help="of text files, such as cp1252 or utf-16")
+    add("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and .txt is no table")
+    add(
         "--stdin_format",
-        choices=["txt", "csv", "tsv", "jsonl"],
-        help="of standard input; default: jsonl if it begins with a brace, else txt",
+        choices=("txt", "csv", "tsv", "jsonl"),
+        help="default: jsonl if it begins with a brace, else txt",
     )
-    data.add_argument("--label_column", metavar="NAME", help="the true labels, for metrics.json and a confusion matrix")
-    data.add_argument(
-        "--label_separator", metavar="TEXT", default="|", help="between the labels of a row, for a model with several"
+    add("--part_rows", **count, default=1000, help="rows of the input in each part")
+
+    add = parser.group("task").add_argument
+    add(
+        "--max_length",
+        **count,
+        help="tokens to which a text is cut, or of a window; default: that of the training, or the model's",
     )
-    data.add_argument("--part_rows", **COUNT, default=1000, help="rows of the input in each part; default: 1000")
-
-
-def add_model_flags(model) -> None:
-    model.add_argument(
+    add(
         "--pooling",
-        type=poolings,
-        metavar="NAMES",
-        help=f"embed: of the tokens' vectors, some of "
-        f"{', '.join(POOLINGS)}, joined by commas; default: that of a sentence-transformers folder, or "
-        "mean",
+        choices=("mean", "cls", "max"),
+        help="embed: default: that of a sentence-transformers folder, or mean",
     )
-    model.add_argument(
-        "--normalize",
-        action="store_true",
-        help="embed: scale each vector to length 1, as many sentence-transformers folders do",
+    add("--normalize", action="store_true", help="embed: scale each vector to length 1")
+    add("--truncate_dim", **count, help="embed: only the first N numbers of each vector")
+    add(
+        "--embedding_dtype",
+        choices=("float32", "float16", "int8", *QUANTIZED),
+        default="float32",
+        help="embed: int8 vectors have a scale, unless --ranges is given",
     )
-    prompt = model.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="embed, rerank: put before each (first) text; default: that of a sentence-transformers folder",
+    add(
+        "--ranges",
+        metavar="FILE.npy",
+        help="embed, uint8 and int8: lowest and highest value of each number, shape (2, N)",
     )
-    prompt.add_argument("--prompt_name", metavar="NAME", help="embed, rerank: a prompt of the folder, such as query")
-    model.add_argument("--all_scores", action="store_true", help="classify: the scores of all labels, by name")
-    model.add_argument(
+    add(
+        "--prompt", metavar="TEXT", help="put before each (first) text; default: that of a sentence-transformers folder"
+    )
+    add("--prompt_name", metavar="NAME", help="a prompt of the folder, such as query")
+    add("--all_scores", action="store_true", help="classify: the scores of all labels, by name")
+    add(
         "--threshold",
         type=share,
         metavar="X",
         help="classify, several labels: the score above which a label is given; default: 0.5",
     )
-    model.add_argument(
+    add(
         "--aggregation",
-        choices=AGGREGATIONS,
-        help="tag: as aggregation_strategy of transformers' pipeline; default: simple",
+        choices=("none", "simple", "first", "average", "max"),
+        default="simple",
+        help="tag: as aggregation_strategy of transformers' pipeline",
     )
-    model.add_argument(
-        "--top_k",
-        **COUNT,
-        help="fill-mask: words for each mask, default: 5; classify: the N likeliest labels instead of one",
+    add(
+        "--stride",
+        **count,
+        help="answer: tokens of the context that two windows share; default: that of the training, or 128",
     )
-    model.add_argument(
-        "--max_length", **COUNT, help="tokens to which a text is cut (tag: of a window); default: the model's"
+    add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
+    add(
+        "--null_threshold",
+        metavar="X",
+        help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
-    model.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "int8"],
-        help="of the computation; default: that of the stored weights",
+    add("--max_new_tokens", **count, help="generate: tokens of a text; default: the model's, or 128")
+    add("--num_beams", **count, help="generate: beams; 1: greedy decoding; default: the model's")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        type=option,
+        metavar="NAME=VALUE",
+        help="generate: any other field of GenerationConfig, as JSON; may be repeated",
     )
-    model.add_argument(
-        "--device",
-        help="such as cpu or cuda:1, and with --engine ray cpu or cuda; default: all accelerators if there are any",
-    )
-    model.add_argument(
+    add("--top_k", **count, help="fill-mask: words for each mask; default: 5")
+
+    add = parser.group("computation").add_argument
+    add("--dtype", choices=("float32", "bfloat16", "int8"), help="default: that of the stored weights")
+    add("--device", help="such as cpu or cuda:1; on Ray cpu or cuda; default: all accelerators if there are any")
+    add(
         "--tokens_per_batch",
-        **COUNT,
-        help="texts are sorted by length and computed in batches of so "
-        f"many tokens, without padding; default: {TOKENS_ON_CPU:,} on a CPU, {TOKENS_ON_ACCELERATOR:,} "
-        "on an accelerator",
+        **count,
+        help=f"default: {TOKENS_ON_CPU:,} on a CPU, {TOKENS_ON_ACCELERATOR:,} on an accelerator",
     )
-    model.add_argument("--threads_per_process", **COUNT, help="default: OMP_NUM_THREADS, or processors / processes")
-    model.add_argument(
-        "--engine",
-        choices=["local", "ray"],
-        default="local",
-        help="processes of this machine, or actors of a Ray cluster",
+    add("--threads_per_process", **count, help="default: OMP_NUM_THREADS, or processors / processes")
+    add(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="actors of a Ray cluster in place of processes; auto: the running one",
     )
-    model.add_argument(
-        "--ray_address", metavar="ADDRESS", help="of a running cluster, or auto; default: a new one on this machine"
+    add(
+        "--shard",
+        type=shard,
+        metavar="K/N",
+        help="compute one share of the parts, such as 3/16; the same again continues it",
     )
-    model.add_argument(
+    add(
         "--verify",
         action="store_true",
         help="first compare the model with its probe.json, which save_pretrained writes",
     )
-    model.add_argument(
+    add(
         "--trust_remote_code",
         action="store_true",
-        help="run the code in the folder of the model; needed only if it is not what modeling_scratchbert saves",
+        help="run the code in the folder of the model, if it is not what modeling_scratchbert saves",
     )
+    return parser
 
 
-def add_output_flags(output) -> None:
-    output.add_argument("--truncate_dim", **COUNT, help="embed: only the first N numbers of each vector")
-    output.add_argument(
-        "--embedding_dtype",
-        choices=EMBEDDING_DTYPES,
-        help="embed: of the numbers; int8 vectors have "
-        "a scale, unless --ranges is given; binary ones a bit for each number; default: "
-        "float32",
-    )
-    output.add_argument(
-        "--ranges",
-        type=ranges,
-        metavar="FILE.npy",
-        help="embed, for uint8 and int8: the lowest and the highest value of each number, shape (2, N)",
-    )
-    output.add_argument(
-        "--shard",
-        metavar="K/N",
-        help="compute one share of the parts, such as 3/16, so that several "
-        "machines fill one folder; the same again continues it",
-    )
-    output.add_argument("--check", action="store_true", help="compare every file of --output with what its run wrote")
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number from 0 to 1")
+    return value
+
+
+def shard(text: str) -> tuple[int, int]:
+    """A share of the parts: its number, from 1, and how many there are."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a share such as 3/16, from 1/16 to 16/16")
+    return int(found[1]), int(found[2])
+
+
+def option(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def check_flags(args, task: str) -> None:
+    """Raises ValueError if flags do not go together, or not with the task."""
+    for name in sorted({name for names in TASK_FLAGS.values() for name in names} - {*TASK_FLAGS[task]}):
+        if getattr(args, name) not in (None, False):
+            tasks = [other for other, names in TASK_FLAGS.items() if name in names]
+            raise ValueError(f"--{name} is given for the task {task}; expected --task {' or '.join(tasks)}.")
+    is_remote = "://" in (args.output or "")
+    rules = [
+        (args.text and args.inputs, "--text is given with INPUT; expected one of them."),
+        (args.text_pair and not args.text, "--text_pair is given; expected --text with it."),
+        (
+            not args.text and not args.output and not args.dry_run,
+            "--output is missing; expected a new folder, or --dry_run.",
+        ),
+        (args.prompt and args.prompt_name, "--prompt is given with --prompt_name; expected one of them."),
+        (args.option and task != "generate", "--option is given; expected --task generate."),
+        (args.embedding_dtype != "float32" and task != "embed", "--embedding_dtype is given; expected --task embed."),
+        (
+            args.embedding_dtype == "uint8" and args.ranges is None,
+            "--embedding_dtype is uint8; expected --ranges with it.",
+        ),
+        (
+            args.ranges and args.embedding_dtype not in ("uint8", "int8"),
+            "--ranges is given; expected --embedding_dtype uint8 or int8.",
+        ),
+        (
+            args.format == "npy" and (task != "embed" or is_remote),
+            "--format is npy; expected --task embed and a local folder.",
+        ),
+        (args.format == "npy" and args.shard, "--format is npy, whose parts are joined; expected no --shard."),
+        (
+            args.format == "npy" and args.empty_texts == "null",
+            "--format is npy, which has no null; expected --empty_texts bad.",
+        ),
+        (args.update and args.format != "parquet", f"--update is given with --format {args.format}; expected parquet."),
+        (args.update and args.shard, "--update is given with --shard; expected one of them."),
+        (args.update and args.resume, "--update is given with --resume; expected --update, which continues an update."),
+        (
+            args.ray and args.device not in (None, "cpu", "cuda"),
+            f"--device is {args.device}; expected cpu or cuda with --ray.",
+        ),
+    ]
+    for is_broken, message in rules:
+        if is_broken:
+            raise ValueError(message)
+
+
+def read_ranges(path: str | None):
+    """The lowest and the highest value of each number of a vector, `(2, N)`. Raises ValueError for another file."""
+    if path is None:
+        return None
+    import numpy as np
+
+    try:
+        found = np.load(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--ranges {path} cannot be read ({error}); expected a .npy file.") from error
+    if found.ndim != 2 or len(found) != 2 or not np.isfinite(found).all() or (found[0] > found[1]).any():
+        raise ValueError(f"--ranges {path} has shape {found.shape}; expected (2, N), the lowest values first.")
+    return found.astype(np.float32)
+
+
+# ================================================================================================================ run
+
+
+class Run:
+    """A run of the command, from its flags to its output.
+
+    Attributes:
+        is_interrupted: whether it is to stop, which the parts in work do not notice.
+        rows: of the input.
+    """
+
+    def __init__(self, args, report):
+        from toolkit.corpus.models import read_usage
+        from toolkit.corpus.workers import devices_and_threads
+
+        self.args, self.report, self.is_interrupted = args, report, False
+        with about(args.model):
+            self.usage = read_usage(args.model, args.trust_remote_code)
+            args.task = args.task or self.usage.task
+        if args.task is None:
+            raise ValueError(f"{args.model} has no class with a task; expected --task.")
+        check_flags(args, args.task)
+        if args.embedding_dtype in QUANTIZED or args.ranges or (self.usage.modules and args.pooling is None):
+            require("sentence_transformers")
+        if args.ray:
+            require("ray")
+        args.ranges = read_ranges(args.ranges)
+        args.txt_format = "lines"
+        self.devices, self.threads = devices_and_threads(args)
+        is_cpu = (self.devices or [args.device or "cpu"])[0] == "cpu"
+        args.tokens_per_batch = args.tokens_per_batch or (TOKENS_ON_CPU if is_cpu else TOKENS_ON_ACCELERATOR)
+
+    def start(self) -> int:
+        """Runs. Returns the exit code."""
+        if self.args.text:
+            return self.print_texts()
+        with tempfile.TemporaryDirectory() as folder:
+            return self.run_corpus(Path(folder))
+
+    # -- one text
+
+    def print_texts(self) -> int:
+        """Prints the result of each text, in one line of JSON, or several texts as lines."""
+        from toolkit.corpus.workers import Worker
+        from toolkit.data import Row
+
+        args = self.args
+        names = {"answer": ("question", "context")}.get(args.task, ("text", "text_pair"))
+        contents = [
+            dict(zip(names, (text, args.text_pair) if args.text_pair else (text,), strict=False)) for text in args.text
+        ]
+        if args.text_pair and args.task != "answer":
+            args.text_column, args.text_pair_column = names
+        args.label_column, args.on_bad_row = None, "stop"
+        worker = Worker(self.make_job(list(contents[0]), "", b""), self.devices[0])
+        for number, content in enumerate(contents, 1):
+            [result] = worker.predict([Row("--text", number, None, content)])
+            print(json.dumps(result, ensure_ascii=False))
+        return 0
+
+    def make_job(self, columns: list[str], output: str, settings: bytes, **more):
+        from toolkit.corpus.workers import Job
+
+        run = "shard-{}-of-{}".format(*self.args.shard) if self.args.shard else "run"
+        return Job(self.args, self.usage, self.args.task, columns, settings, self.threads, run, output, **more)
+
+    # -- a corpus
+
+    def run_corpus(self, folder: Path) -> int:
+        """Checks the input and the output, computes what is missing, and prints the summary.
+
+        Args:
+            folder: a temporary one.
+        """
+        from toolkit.corpus import output
+        from toolkit.corpus.rows import open_corpus
+
+        args, started = self.args, time.perf_counter()
+        self.corpus = open_corpus(args, folder)
+        columns = self.corpus.columns()
+        self.settings = self.what_decides()
+        job = self.make_job(columns, args.output or "", json.dumps(self.settings, sort_keys=True, default=str).encode())
+        scan = self.scan(job, columns)
+        if args.dry_run:
+            return self.try_out(job)
+        self.store = output.Store(args.output, job.run)
+        self.manifest = self.make_manifest(job)
+        self.check_output()
+        with self.store.locked():
+            output.finish_update(self.store, args.format)
+            before = self.check_output()  # again: another run may have been faster
+            is_update = args.update and before is not None
+            done = self.update(job, scan, before) if is_update else self.compute_missing(job)
+            if self.is_interrupted:
+                again = "--update" if is_update else "the same --shard" if args.shard else "--resume"
+                self.report(f"stopped; {done.rows:,} rows were computed, and {again} computes the others")
+                return 130
+            return self.finish(job, done, time.perf_counter() - started)
+
+    def what_decides(self) -> dict:
+        """What decides the results of a text, besides the text."""
+        from toolkit.corpus.models import model_fingerprint
+
+        args = self.args
+        layout = {
+            "model",
+            "inputs",
+            "output",
+            "resume",
+            "update",
+            "check",
+            "shard",
+            "dry_run",
+            "processes",
+            "ray",
+            "verify",
+        }
+        layout |= {"text", "limit", "on_bad_row", "empty_texts", "format", "part_rows", "keep_columns", "encoding"}
+        layout |= {"delimiter", "stdin_format", "label_column", "label_separator", "tokens_per_batch", "txt_format"}
+        layout |= {
+            "text_column",
+            "text_pair_column",
+            "words_column",
+            "source_column",
+            "text_pair",
+            "threads_per_process",
+        }
+        settings = {name: value for name, value in vars(args).items() if name not in layout}
+        settings["ranges"] = None if args.ranges is None else args.ranges.tolist()
+        settings["device"] = (self.devices or [args.device or "cpu"])[0].partition(":")[0]
+        return settings | {"model_sha256": model_fingerprint(args.model, args.trust_remote_code)}
+
+    def scan(self, job, columns: list[str]):
+        """Reads the input once: its number of rows, the types of columns, and rows that cannot be used.
+
+        Raises:
+            CommandError: a row cannot be used, and --on_bad_row is stop.
+            ValueError: a column is missing, or has the name of a result.
+        """
+        from functools import partial
+
+        from toolkit.corpus.rows import in_words, scan_rows
+        from toolkit.corpus.tasks import make_task
+        from toolkit.data import find_column
+
+        args = self.args
+        with about(args.model):
+            task = make_task(args, self.usage, args.task, columns)
+        kept = args.keep_columns
+        chosen = (
+            None
+            if kept in ("all", "none")
+            else [find_column(columns, "--keep_columns", each.strip(), ()) for each in kept.split(",")]
+        )
+        keep = (lambda name: kept == "all") if chosen is None else chosen.__contains__
+        stops = args.on_bad_row == "stop"
+        scan = scan_rows(self.corpus, partial(job.read, task), keep, job.digest if args.update else None, stops)
+        if scan.bad and stops:
+            raise CommandError(in_words(scan.bad[0]) + ". --on_bad_row skip leaves such rows out")
+        results = {"embedding", "scale"} if args.task == "embed" else set(task.columns)
+        if clash := sorted(scan.types.keys() & (results | {"file", "row"})):
+            others = ",".join(name for name in scan.types if name not in clash) or "none"
+            raise ValueError(
+                f"the input has the column {clash[0]!r}, which is one of the results; pass --keep_columns {others}."
+            )
+        job.types, self.rows = scan.types, scan.rows
+        return scan
+
+    def make_manifest(self, job) -> dict:
+        from toolkit.corpus.output import ROWS_IN_GROUP
+        from toolkit.machine import processor, version
+
+        names = ("format", "part_rows", "limit", "on_bad_row", "empty_texts", "label_column", "tokens_per_batch")
+        names += ("text_column", "text_pair_column", "words_column", "source_column", "keep_columns")
+        layout = {name: getattr(self.args, name) for name in names}
+        return {
+            "model": self.args.model,
+            "settings": self.settings,
+            "inputs": self.corpus.fingerprints(),
+            "rows": self.rows,
+            "layout": {
+                **layout,
+                "types": {name: str(own) for name, own in job.types.items()},
+                "rows_in_group": ROWS_IN_GROUP,
+            },
+            "machine": {"processor": processor(), **{library: version(library) for library in LIBRARIES}},
+        }
+
+    def check_output(self) -> dict | None:
+        """The manifest in the output; None if it is empty. Raises ValueError unless it may be written or continued."""
+        from toolkit.corpus import output
+
+        args, store = self.args, self.store
+        if store.is_local and Path(store.root).is_file():
+            raise ValueError(f"--output {args.output} is a file; expected a folder.")
+        before = output.read_manifest(store)
+        if before is None:
+            if store.sizes():
+                raise ValueError(
+                    f"--output {args.output} is not empty and has no {output.MANIFEST}; expected a new folder."
+                )
+            return None
+        if not store.sizes(output.RECORDS) and not store.has(output.JOINED):
+            return None  # nothing was computed
+        if args.update:
+            return before
+        if store.has(f"{output.UPDATE}/{output.MANIFEST}"):
+            raise ValueError(f"--output {args.output} has an unfinished update; expected --update, which continues it.")
+        if not (args.resume or args.shard):
+            raise ValueError(f"--output {args.output} has a run; expected a new folder, --resume or --update.")
+        for remark in output.check_same(before, json.loads(output.to_json_bytes(self.manifest))):
+            self.report(remark)
+        return before
+
+    def compute_missing(self, job):
+        """Computes the parts that are not there."""
+        from toolkit.corpus import output
+
+        if self.store.has(output.JOINED):
+            return Totals()
+        self.store.write(output.MANIFEST, output.to_json_bytes(self.manifest))
+        complete = {number for number, _ in output.read_records(self.store)}
+        number, count = self.args.shard or (1, 1)
+        missing = {
+            part for part in range(output.number_of_parts(self.manifest)) if part % count == number - 1
+        } - complete
+        return self.compute(job, self.corpus.parts(self.args.part_rows, missing.__contains__), missing)
+
+    def update(self, job, scan, before: dict):
+        """Writes all parts anew, beside the old ones, from known results and those of new texts; and then in their
+        places.
+
+        Raises:
+            ValueError: a text may have other bits in another batch.
+        """
+        from dataclasses import replace
+
+        import numpy as np
+        import pyarrow as pa
+        from pyarrow import compute
+
+        from toolkit.corpus import output
+
+        if self.settings["device"] != "cpu" or self.args.trust_remote_code or dict(self.args.option).get("do_sample"):
+            raise ValueError(
+                "--update is given for an accelerator, own code or sampling; expected a CPU, where a text has the same bits in any batch."
+            )
+        if before["layout"]["format"] != "parquet":
+            raise ValueError(f"--update is given for an output of {before['layout']['format']}; expected parquet.")
+        for name in ("settings", "machine"):
+            if before[name] != json.loads(output.to_json_bytes(self.manifest[name])):
+                self.report(
+                    f"the {'model or an option' if name == 'settings' else 'processor or a library'} has changed: all rows are computed"
+                )
+        records = (
+            list(output.read_records(self.store, with_rows=True))
+            if before["machine"] == json.loads(output.to_json_bytes(self.manifest["machine"]))
+            else []
+        )
+        empty = pa.array([], pa.binary(16))
+        old = pa.concat_arrays(
+            [empty, *(chunk for _, record in records for chunk in record["hidden"]["digest"].chunks)]
+        )
+        new = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), scan.rows, [None, pa.py_buffer(bytes(scan.digests))])
+        found = compute.index_in(new, value_set=old).fill_null(-1).to_numpy()
+        starts = np.cumsum([0, *(len(record["hidden"]) for _, record in records)])
+        at = np.searchsorted(starts, found, side="right") - 1
+        numbers = np.array([number for number, _ in records] or [-1])
+        known = np.stack(
+            [np.where(found < 0, -1, numbers[np.maximum(at, 0)]), found - starts[np.maximum(at, 0)]], axis=1
+        )
+
+        size, beside = self.args.part_rows, output.Store(f"{self.args.output}/{output.UPDATE}", job.run)
+        planned = output.to_json_bytes(self.manifest)
+        if not beside.has(output.MANIFEST) or beside.read(output.MANIFEST) != planned:
+            self.store.remove_folder(output.UPDATE)  # what is left of an update to another input
+        with beside.locked():
+            beside.write(output.MANIFEST, planned)
+            missing = {*range(output.number_of_parts(self.manifest))} - {
+                number for number, _ in output.read_records(beside)
+            }
+            parts = self.corpus.parts(size, missing.__contains__)
+            parts = (replace(part, known=known[part.number * size :][: len(part.rows)]) for part in parts)
+            done = self.compute(replace(job, output=f"{self.args.output}/{output.UPDATE}"), parts, missing)
+        if not self.is_interrupted:
+            self.store.write(output.COMPLETE, b"")
+            output.finish_update(self.store, self.args.format)
+        return done
+
+    def compute(self, job, parts, numbers: set[int]) -> "Totals":
+        """Computes parts, until the run is stopped, and shows the progress. Returns what was computed.
+
+        Raises:
+            CommandError: the input has changed meanwhile; or those of the engine.
+        """
+        from toolkit.corpus.workers import run_locally, run_on_ray
+
+        size, totals = self.args.part_rows, Totals()
+        if not numbers:
+            return totals
+        parts = takewhile(lambda part: not self.is_interrupted, parts)
+        if self.args.ray:
+            finished = run_on_ray(job, parts, self.devices)
+        else:
+            again = "the same command" if self.args.update or self.args.shard else "the same command with --resume"
+            finished = run_locally(job, parts, self.devices, again)
+        expected = sum(min(size, self.rows - size * number) for number in numbers)
+        with self.interruptible(), progress_bar(expected, self.args.task) as bar:
+            for done in finished:
+                totals.rows += done.rows
+                totals.tokens += done.tokens
+                rate = totals.tokens / max(time.time() - bar.start_t, 1e-9)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                bar.update(done.rows + done.skipped)
+        if not self.is_interrupted and self.corpus.fingerprints() != self.manifest["inputs"]:
+            raise CommandError("an input has changed during the run, and the output mixes both; start in a new folder")
+        return totals
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Stops the run at the first Ctrl-C or SIGTERM. The second one ends the run at once."""
+
+        def stop(number, frame) -> None:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            self.is_interrupted = True
+
+        is_main = threading.current_thread() is threading.main_thread()
+        with handling_stop_signals(stop) if is_main else nullcontext():
+            yield
+
+    # -- the end
+
+    def finish(self, job, computed: "Totals", seconds: float) -> int:
+        """Joins what belongs together, and prints the summary."""
+        from toolkit.corpus import output
+
+        args, store, parts = self.args, self.store, output.number_of_parts(self.manifest)
+        rate = computed.rows / max(seconds, 1e-9)
+        now = f"{computed.rows:,} rows now in {seconds:,.1f} s, {rate:,.0f} rows a second"
+        if store.has(output.JOINED):
+            output.join_arrays(store, parts)
+            print(f"{args.output} has the output")
+            return 0
+        totals, skipped, evaluated, there = Totals(), [], [], 0
+        for _, record in output.read_records(store):
+            there += 1
+            totals.add(record)
+            skipped += record["skipped"]
+            evaluated += record.get("evaluated", [])
+        if there < parts:
+            print(f"{now}; {there:,} of {parts:,} parts are there")
+            return 0
+        store.remove(output.ERRORS)
+        if skipped:
+            store.write(
+                output.ERRORS, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in skipped).encode()
+            )
+        print(f"{totals.rows:,} rows, {totals.tokens:,} tokens; {now}")
+        if totals.truncated:
+            print(f"{totals.truncated:,} texts are longer than the model's input")
+        if skipped:
+            print(f"{len(skipped):,} rows were skipped; {output.ERRORS} names them")
+        if args.label_column is not None:
+            self.write_metrics(job, evaluated, len(skipped))
+        if args.format == "npy":
+            output.join_arrays(store, parts)
+        print(f"{args.output} has the output")
+        return 0
+
+    def write_metrics(self, job, evaluated: list, skipped: int) -> None:
+        """Writes and prints the metrics of the rows that have a result."""
+        from toolkit.corpus import output
+        from toolkit.corpus.tasks import make_task
+        from toolkit.files import to_json
+
+        self.store.remove(output.METRICS)
+        pairs = [pair for pair in evaluated if pair is not None]
+        if not pairs:
+            return
+        task = make_task(self.args, self.usage, self.args.task, job.columns)
+        rows, predictions = zip(*pairs, strict=True)
+        left_out = skipped + len(evaluated) - len(pairs)
+        found = {**task.metrics(list(rows), list(predictions)), "rows": len(pairs), "rows_left_out": left_out}
+        self.store.write(output.METRICS, output.to_json_bytes(to_json(found)))
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float))
+        print(f"{output.METRICS}: {shown}; on {len(pairs):,} rows, {left_out:,} left out")
+
+    def try_out(self, job) -> int:
+        """Computes a few rows, writes nothing, and prints what a run would do."""
+        from toolkit.corpus.workers import Worker
+
+        worker = Worker(job, (self.devices or ["cpu"])[0])
+        rows = next(self.corpus.parts(TRIED_ROWS)).rows
+        worker.predict(rows)  # the first call is slower
+        started = time.perf_counter()
+        results = worker.predict(rows)
+        rate, processes = len(rows) / (time.perf_counter() - started), max(len(self.devices), 1)
+        print(f"task: {self.args.task}; columns: {', '.join(['file', 'row', *job.types, *results[0]])}")
+        print(
+            f"first result: {json.dumps({name: shown(value) for name, value in results[0].items()}, ensure_ascii=False)}"
+        )
+        minutes = self.rows / rate / processes / 60
+        print(
+            f"{rate:,.0f} rows a second in one of {processes} processes; {self.rows:,} rows in all, about {minutes:,.0f} minutes. Nothing was written."
+        )
+        return 0
+
+
+class Totals:
+    """What is known of parts."""
+
+    def __init__(self):
+        self.rows = self.tokens = self.truncated = 0
+
+    def add(self, record: dict) -> None:
+        self.rows += record["rows"]
+        self.tokens += record["tokens"]
+        self.truncated += record["truncated"]
+
+
+def shown(value):
+    """A value without most of a vector."""
+    return [*value[:3], "…"] if isinstance(value, list) and len(value) > 3 else value
+
+
+def progress_bar(total: int, what: str):
+    """A bar in a terminal; in a log, a line a minute."""
+    from tqdm import tqdm
+
+    from toolkit.progress import LogLines
+
+    is_terminal = sys.stderr.isatty()
+    options = {"total": total, "unit": "rows", "unit_scale": True, "desc": what, "dynamic_ncols": is_terminal}
+    if is_terminal:
+        return tqdm(mininterval=0.5, **options)
+    return LogLines(mininterval=SECONDS_BETWEEN_LOG_LINES, **options)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,22 +767,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     use_utf8()
-
     if args.check and (args.output is None or args.model is not None):
         parser.error("--check is given without --output, or with MODEL; expected --check --output FOLDER")
-    if not args.check and not args.inputs:
-        parser.error("MODEL or INPUT is missing; expected a model and one or more inputs")
+    if not args.check and (args.model is None or not (args.inputs or args.text)):
+        parser.error("MODEL or INPUT is missing; expected a model and one or more inputs, or --text")
 
     def work() -> int:
+        require("pyarrow")
         if args.check:
-            from toolkit.corpus.summary import check_output
+            from toolkit.corpus.output import check_output
 
-            for difference in (wrong := check_output(args.output)):
+            wrong = check_output(args.output)
+            for difference in wrong:
                 parser.report(difference)
             print(f"{args.output} is {'incomplete or changed' if wrong else 'complete and as it was written'}")
             return int(bool(wrong))
-        from toolkit.corpus.run import Run
-
         return Run(args, parser.report).start()
 
     return parser.run(work, is_silent=True)

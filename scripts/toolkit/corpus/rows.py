@@ -1,227 +1,266 @@
-"""The rows of a run: what is needed of each, which cannot be used, and the types of the columns that are kept."""
+"""The rows of a corpus: read twice, once to check them and to find the types of their columns, and once in parts."""
 
-import math
+import datetime
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
-from operator import itemgetter
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
 
-from toolkit.corpus.digests import DigestIndex, digest_of
-from toolkit.corpus.formats import arrow_type
-from toolkit.corpus.job import Job
-from toolkit.inputs import Input, Row
-from toolkit.labels import read_labels
-from toolkit.row_files import text_of
+import numpy as np
+import pyarrow as pa
 
+from toolkit.data import ROWS_WITH_COLUMNS, Row, Source, flat_names, open_files, usable
+
+HUB, STANDARD_INPUT = "hub:", "-"
+TABLES = (".csv", ".tsv")
 # Integers of CSV that are the same when they are written again: "007" is a text.
 INTEGER = re.compile(r"-?[1-9][0-9]*|0")
-
-# Rows whose columns are looked at together.
-ROWS_AT_ONCE = 100
+ROWS_AT_ONCE = 1000  # whose types are found together
 
 
-def check_row(job: Job, row: Row) -> dict:
-    """What is needed of a row. Raises ValueError if it cannot be used."""
-    content = row.content
-    if isinstance(content, str):
-        raise ValueError(content)
-    values = {"text": read_text(job, content, job.options["text_column"])}
-    if (column := job.options.get("text_pair_column")) is not None:
-        values["text_pair"] = read_text(job, content, column)
-    if job.id_column is not None:
-        values["id"] = read_id(content.get(job.id_column), job.id_column)
-    if job.label_column is not None:
-        problem, labels = job.options["problem"], job.options["labels"]
-        found = read_labels(content.get(job.label_column), problem, labels, job.options["label_separator"])
-        values["reference"] = found[0] if problem == "single_label" else found
-    return values
+@dataclass
+class Part:
+    """Rows of the input, in its order: the unit of work, of writing and of resuming.
+
+    Args:
+        known: for each row, where an earlier run has its result: the numbers of a part and of a row in it; -1: nowhere.
+    """
+
+    number: int
+    rows: list[Row]
+    known: np.ndarray | None = None
 
 
-def read_text(job: Job, content: dict, column: str) -> str | None:
-    """The text in a column; None for an empty one, if the job gives it a row without results."""
-    value = content.get(column)
-    if job.empty_texts == "null" and (value is None or (isinstance(value, str) and not value.strip())):
-        return None
-    return text_of(content, column)
+@dataclass
+class Corpus:
+    """The rows of all inputs.
+
+    Args:
+        sources: each with the format of its files, such as ".csv".
+        limit: use the first so many rows only.
+    """
+
+    sources: list[tuple[str, Source]]
+    limit: int | None = None
+
+    def rows(self) -> Iterator[Row]:
+        return islice((row for _, row in self.with_formats()), self.limit)
+
+    def with_formats(self) -> Iterator[tuple[str, Row]]:
+        """Each row with the format of its file."""
+        for format, source in self.sources:
+            for row in source.rows():
+                yield format, row
+
+    def columns(self) -> list[str]:
+        """The columns of the first rows."""
+        first = list(islice(self.rows(), ROWS_WITH_COLUMNS))
+        found = [name for row in first if isinstance(row.content, dict) for name in flat_names(row.content)]
+        if not found:
+            raise ValueError(f"{first[0].place}: {first[0].content}")
+        return list(dict.fromkeys(found))
+
+    def parts(self, size: int, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Part]:
+        """The parts that are wanted, by their numbers, in order. All rows are read."""
+        rows, number = self.rows(), 0
+        while part := list(islice(rows, size)):
+            if wanted(number):
+                yield Part(number, part)
+            number += 1
+
+    def fingerprints(self) -> list[dict]:
+        """What identifies each input: of a local file its content, else what its store says of it."""
+        return [own for _, source in self.sources for own in fingerprints_of(source)]
 
 
-def read_id(value, column: str) -> int | str:
-    """The id of a row. Raises ValueError if it is missing or neither a text nor a number."""
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-        raise ValueError(f"{column!r} is {value!r}; expected an id")
-    if isinstance(value, str) and value.strip().lower() in ("", "nan"):
-        raise ValueError(f"{column!r} is {value!r}, which stands for a missing number; expected an id")
-    if isinstance(value, (dict, list, bool)):
-        raise ValueError(f"{column!r} is {value!r}; expected a text or a number")
-    return value if isinstance(value, int) else str(value)
+def fingerprints_of(source: Source) -> Iterator[dict]:
+    if source.dataset is not None:
+        yield {"input": str(source)}
+    for file in source.files:
+        if "file" in file.system.protocol:
+            with open(file.path, "rb") as content:
+                identity = hashlib.file_digest(content, "sha256").hexdigest()
+        else:
+            identity = str(file.system.checksum(file.path))
+        yield {"input": file.name, "content": identity, "encoding": file.encoding, "delimiter": file.delimiter}
+
+
+def open_corpus(args, folder: Path) -> Corpus:
+    """The inputs of a command. A folder or a pattern stands for the files in it.
+
+    Args:
+        folder: a temporary one, for a copy of standard input.
+
+    Raises:
+        OSError: an input does not exist.
+        ValueError: its format is unknown, or it is given twice.
+    """
+    sources = []
+    for name in args.inputs:
+        if name.startswith(HUB):
+            first, _, last = name.removeprefix(HUB).rpartition(":")
+            dataset = (first or last, None, last if first else "train")
+            sources.append((name, Source("INPUT", [], dataset)))
+            continue
+        patterns = [save_standard_input(folder, args.stdin_format)] if name == STANDARD_INPUT else [name]
+        for file in open_files(patterns, "INPUT", args.encoding, args.delimiter, args.txt_format):
+            if name == STANDARD_INPUT:
+                file.name = "standard input"
+            sources.append((file.format, Source("INPUT", [file])))
+    names = [str(source) for _, source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"INPUT {twice[0]} is given twice; expected each input once.")
+    return Corpus(sources, args.limit)
+
+
+def save_standard_input(folder: Path, format: str | None) -> str:
+    """Copies standard input, which is read twice, into a file. Without a format it is JSON lines if it begins with a
+    brace, else a text on each line."""
+    if sys.stdin is None:
+        raise OSError("INPUT is -, and there is no standard input; expected text in it.")
+    with open(folder / "input", "wb") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+    if format is None:
+        with open(folder / "input", "rb") as copy:
+            format = "jsonl" if copy.read(1024).lstrip()[:1] == b"{" else "txt"
+    return str((folder / "input").rename(folder / f"input.{format}"))
+
+
+# --------------------------------------------------------------------------------------------------------- first reading
 
 
 @dataclass
 class Scan:
-    """What a first reading of all rows finds.
+    """What the first reading finds.
 
     Attributes:
-        rows: their number.
-        repeated: what is wrong with rows whose id another row has, by their place among all rows, from 0.
-        kinds: of the columns, see `toolkit.corpus.formats`.
-        first_bad: the first row that cannot be used, and why.
+        types: of the columns that the output keeps; None: values of several types, which are written as JSON.
+        bad: the rows that cannot be used, as errors.jsonl has them.
+        digests: of the rows that can be used, 16 bytes each, and zeros for the others.
     """
 
     rows: int = 0
-    repeated: dict[int, str] = field(default_factory=dict)
-    kinds: dict[str, object] = field(default_factory=dict)
-    first_bad: tuple[Row, str] | None = None
+    types: dict[str, pa.DataType | None] = field(default_factory=dict)
+    bad: list[dict] = field(default_factory=list)
+    digests: bytearray = field(default_factory=bytearray)
 
 
-def scan_rows(job: Job, rows: Iterator[tuple[Row, Input]], keeps_all: bool) -> Scan:
-    """Reads all rows once; or, if the job stops at a row that cannot be used, up to it.
+def scan_rows(
+    corpus: Corpus, read: Callable[[dict], dict], keep: Callable[[str], bool], digest_of, stops: bool
+) -> Scan:
+    """Reads all rows once.
 
     Args:
-        rows: each with its input.
-        keeps_all: also look at columns that only later rows have, and that the job does not name.
+        read: returns what is needed of a row, or raises ValueError.
+        keep: whether the output has a column.
+        digest_of: of what `read` returns; None: digests are not needed.
+        stops: at the first row that cannot be used.
     """
-    found, ids = Scan(), DigestIndex()
-    texts = (job.options["text_column"], job.options.get("text_pair_column"))
-    columns = {column: ColumnKind(column in texts) for column in (*job.keep, job.id_column) if column is not None}
-    for source, of_source in groupby(rows, key=itemgetter(1)):
-        declared = source.types() or {}
-        while batch := [row for row, _ in islice(of_source, ROWS_AT_ONCE)]:
-            used = scan_batch(job, batch, found, ids)
-            if job.on_bad_row == "stop" and found.first_bad is not None:
-                return found
-            if keeps_all:
-                new = dict.fromkeys(column for row in used for column in row.content if column not in columns)
-                columns |= {column: ColumnKind(column in texts) for column in new}
-            for column, kind in columns.items():
-                values = [row.content.get(column) for row in used]
-                kind.look_at(values, declared.get(column), source.is_table)
-            found.rows += len(batch)
-    found.kinds = {column: kind.kind or "text" for column, kind in columns.items()}
-    if found.kinds.get(job.id_column) in ("double", "boolean", "json"):
-        found.kinds[job.id_column] = "text"
-    return found
+    scan, types, large = Scan(), {}, set()
+    rows = islice(corpus.with_formats(), corpus.limit)
+    while batch := list(islice(rows, ROWS_AT_ONCE)):
+        columns: dict[tuple[str, bool], list] = {}
+        for format, row in batch:
+            digest = bytes(16)
+            try:
+                fields = read(usable(row.content))
+                digest = digest_of(fields) if digest_of else digest
+            except ValueError as error:
+                scan.bad.append(fault(row, str(error)))
+                if stops:
+                    return scan
+            for name, value in row.content.items() if isinstance(row.content, dict) else ():
+                if keep(name):
+                    columns.setdefault((name, format in TABLES), []).append(value)
+            if digest_of:
+                scan.digests += digest
+        for (name, is_table), values in columns.items():
+            own = type_of_cells(values) if is_table else type_of_values(values)
+            types[name] = common_type(types[name], own, is_table) if name in types else own
+            if own == pa.int64() and any(abs(int(value)) > 2**53 for value in values if value not in (None, "")):
+                large.add(name)
+        scan.rows += len(batch)
+    for name, own in types.items():
+        # As numbers with a decimal point, large integers would lose digits; a column without values is text.
+        is_text = own == pa.null() or (own == pa.float64() and name in large)
+        scan.types[name] = pa.string() if is_text else own
+    return scan
 
 
-def scan_batch(job: Job, batch: list[Row], found: Scan, ids: DigestIndex) -> list[Row]:
-    """The rows that can be used. Notes the others in `found`."""
-    values: dict[int, dict] = {}
-    for index, row in enumerate(batch):
-        try:
-            values[index] = check_row(job, row)
-        except ValueError as error:
-            found.first_bad = found.first_bad or (row, str(error))
-    if job.id_column is not None:
-        for index in find_repeated({index: str(each["id"]) for index, each in values.items()}, ids):
-            reason = f"{job.id_column!r} is {values.pop(index)['id']!r}, as in an earlier row; expected each id once"
-            found.repeated[found.rows + index] = reason
-            found.first_bad = found.first_bad or (batch[index], reason)
-    return [batch[index] for index in values]
+def fault(row: Row, reason: str) -> dict:
+    """A row that cannot be used, as errors.jsonl has it."""
+    return {"file": row.file, "row": row.number, "line": row.line, "reason": reason}
 
 
-def find_repeated(ids: Mapping[int, str], known: DigestIndex) -> list[int]:
-    """The places of ids that are known or occur before among these. Adds the others to the known ones."""
-    digests = {place: digest_of(text) for place, text in ids.items()}
-    new: dict[bytes, int] = {}
-    repeated = [
-        place
-        for (place, digest), before in zip(digests.items(), known.find(list(digests.values())), strict=True)
-        if before >= 0 or new.setdefault(digest, place) != place
-    ]
-    known.add(list(new), list(new.values()))
-    return repeated
+def in_words(bad: dict) -> str:
+    return f"{Row(bad['file'], bad['row'], bad['line'], {}).place}: {bad['reason']}"
 
 
-def kind_of_json(value) -> object:
-    """The kind of a value of a JSON file; "nested" for a list or an object."""
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer" if -(2**63) <= value < 2**63 else "unsigned" if 0 <= value < 2**64 else "json"
-    return {str: "text", float: "double"}.get(type(value), "nested")
+def type_of_cells(cells: list[str]) -> pa.DataType:
+    """The type of cells of CSV: numbers only if each one is the same when it is written again."""
+    filled = [cell for cell in cells if cell]
+    if not filled:
+        return pa.null()
+    if all(INTEGER.fullmatch(cell) and abs(int(cell)) < 2**63 for cell in filled):
+        return pa.int64()
+    return pa.float64() if all(map(is_number, filled)) else pa.string()
 
 
-def kind_of_cell(text: str) -> object:
-    """The kind of a cell of CSV: a number only if it is the same when it is written again."""
-    if INTEGER.fullmatch(text):
-        kind = kind_of_json(int(text))
-        return "text" if kind == "json" else kind
+def is_number(cell: str) -> bool:
     try:
-        return "double" if text.strip("-")[:1].isdecimal() and repr(float(text)) == text else "text"
+        return cell.strip("-")[:1].isdecimal() and (repr(float(cell)) == cell or str(int(float(cell))) == cell)
     except ValueError:
-        return "text"
+        return False
 
 
-def kind_of_nested(values: list) -> object:
-    """The kind of lists or objects of JSON."""
+def type_of_values(values: list) -> pa.DataType | None:
+    kinds = {type(value) for value in values} - {type(None)}
+    if {bool} < kinds:  # Arrow takes them for numbers
+        return None
     try:
-        import pyarrow as pa
-
         return pa.array(values).type
-    except (ImportError, ValueError, TypeError):  # those of Arrow are among them
-        return "json"
+    except (pa.ArrowException, OverflowError):
+        return None
 
 
-def common_kind(one: object, other: object, is_negative: bool) -> object:
-    """The kind of a column with values of both kinds; "json" if there is none.
-
-    Args:
-        is_negative: an integer of the column is.
-    """
-    if one is None or one == other:
-        return other
-    if {one, other} == {"integer", "unsigned"}:
-        return "json" if is_negative else "unsigned"
-    if {one, other} <= {"integer", "unsigned", "double"}:
-        return "double"
-    if isinstance(one, str) and isinstance(other, str):
-        return "json"
-    import pyarrow as pa
-
+def common_type(one: pa.DataType | None, other: pa.DataType | None, is_table: bool) -> pa.DataType | None:
+    if one is None or other is None:
+        return None
+    if is_table and pa.string() in (one, other):
+        return pa.string()
+    schemas = [pa.schema([("value", each)]) for each in (one, other)]
     try:
-        schemas = [pa.schema([("value", arrow_type(kind))]) for kind in (one, other)]
         return pa.unify_schemas(schemas, promote_options="permissive").field("value").type
-    except (TypeError, ValueError):
-        return "json"
+    except pa.ArrowException:
+        return None
 
 
-class ColumnKind:
-    """The kind of a column, from the values that it is shown.
-
-    Args:
-        is_text: its values are texts, also where they could be numbers.
-    """
-
-    def __init__(self, is_text: bool):
-        self.is_text, self.kind, self.is_negative = is_text, None, False
-
-    def look_at(self, values: list, declared: object, is_table: bool) -> None:
-        """Takes values into account.
-
-        Args:
-            declared: the Arrow type that their input declares; None: none.
-            is_table: they are cells of CSV.
-        """
-        found = {declared}
-        if declared is None:
-            values = [value for value in values if value is not None]
-            is_number = is_table and not self.is_text
-            found = set(map(kind_of_cell, filter(None, values)) if is_number else map(kind_of_json, values))
-            if "nested" in found:
-                found = {kind_of_nested(values)}
-            if "integer" in found and not self.is_negative:
-                self.is_negative = any(str(value).startswith("-") for value in values)
-        for kind in found:
-            is_text = is_table and "text" in (self.kind, kind)  # some cells are no numbers
-            self.kind = "text" if is_text else common_kind(self.kind, kind, self.is_negative)
+def column(values: list, type: pa.DataType | None) -> pa.Array:
+    """Values of a column that is kept."""
+    if type is None:
+        return pa.array([None if value is None else to_json_text(value) for value in values], pa.string())
+    if type in (pa.int64(), pa.float64()):
+        convert = int if type == pa.int64() else float
+        values = [(convert(value) if value else None) if isinstance(value, str) else value for value in values]
+    if type == pa.string():
+        values = [value if value is None or isinstance(value, str) else to_json_text(value) for value in values]
+    return pa.array(values, type)
 
 
-def in_kind(kind: object, value):
-    """A value of an input as one of a column of this kind."""
-    if value is None or not isinstance(kind, str):
-        return value
-    if kind in ("integer", "unsigned"):
-        return int(value) if value != "" else None
-    if kind == "double":
-        return float(value) if value != "" else None
-    return str(value) if kind == "text" else value
+def to_json_text(value) -> str:
+    return json.dumps(value, ensure_ascii=False, default=json_value)
+
+
+def json_value(value):
+    """A value of Arrow that JSON does not have: bytes as hexadecimal digits, dates and decimals as text."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal):
+        return str(value)
+    return value.tolist()

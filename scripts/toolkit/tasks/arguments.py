@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+# Usual names of columns.
+WORDS = ("tokens", "words")
+SOURCES = ("source", "text", "article", "document", "en")
+
 Problems = Iterator[tuple[bool, str]]
 
 

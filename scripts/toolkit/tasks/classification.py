@@ -23,9 +23,15 @@ METRICS = {
 
 
 class Classification(LabelTask):
-    """Texts and their labels."""
+    """Texts and their labels.
+
+    Attributes:
+        threshold: for multi_label, the score above which a label is given.
+    """
 
     name = "text-classification"
+    label_fields = ("label",)
+    threshold = 0.5
     model_class = "ForSequenceClassification"
     lower_is_better: ClassVar = {"loss", "mean_squared_error"}
     arguments: ClassificationArguments
@@ -38,26 +44,30 @@ class Classification(LabelTask):
 
     # -- data
 
-    def find_columns(self, columns):
+    def find_inputs(self, columns):
         flags = self.arguments
         self.text = find_column(columns, "--text_column", flags.text_column, TEXTS)
         is_usual = flags.text_column is None and flags.text_pair_column is None
         second = [name for name in SECOND_TEXTS if name in columns] if is_usual else [flags.text_pair_column]
         self.pair = find_column(columns, "--text_pair_column", second[0], ()) if any(second) else None
+        return f"the text is {self.text!r}" + (f", the second text is {self.pair!r}" if self.pair else "")
+
+    def find_labels(self, columns):
+        flags = self.arguments
         self.label = None
         for name in flags.label_columns or ():
             find_column(columns, "--label_columns", name, ())
-        if not flags.label_columns:
-            self.label = find_column(columns, "--label_column", flags.label_column, LABELS)
-        pair = f", the second text is {self.pair!r}" if self.pair else ""
-        label = f"the label is {self.label!r}" if self.label else f"the labels are {', '.join(flags.label_columns)}"
-        return f"the text is {self.text!r}{pair}, {label}"
+        if flags.label_columns:
+            return f"the labels are {', '.join(flags.label_columns)}"
+        self.label = find_column(columns, "--label_column", flags.label_column, LABELS)
+        return f"the label is {self.label!r}"
 
-    def read(self, content):
+    def read_inputs(self, content):
         row = {"text": text_of(content, self.text)}
-        if self.pair:
-            row["text_pair"] = text_of(content, self.pair)
-        return row | {"label": self.read_label(content)}
+        return row | ({"text_pair": text_of(content, self.pair)} if self.pair else {})
+
+    def read_labels(self, content):
+        return {"label": self.read_label(content)}
 
     def read_label(self, content: dict):
         """One label, a list of labels, or a list of numbers."""
@@ -104,7 +114,8 @@ class Classification(LabelTask):
             pairs = [row["text_pair"] for row in chunk] if self.pair else None
             encoded = tokenize(self.tokenizer, texts, pairs, self.arguments.max_length)
             for row, example in zip(chunk, encoded, strict=True):
-                examples.append({**example, "row": len(examples), "labels": self.target(row)})
+                target = {"labels": self.target(row)} if "label" in row else {}
+                examples.append({**example, "row": len(examples), **target})
         return examples
 
     def target(self, row: dict):
@@ -118,7 +129,8 @@ class Classification(LabelTask):
         return self.numbers[row["label"]]
 
     def collate(self, examples, seed=()):
-        return super().collate(examples) | {"labels": torch.tensor([example["labels"] for example in examples])}
+        labels = [example["labels"] for example in examples if "labels" in example]
+        return super().collate(examples) | ({"labels": torch.tensor(labels)} if labels else {})
 
     # -- model, loss and metrics
 
@@ -145,15 +157,21 @@ class Classification(LabelTask):
         return logits.tolist()
 
     def decode(self, rows, examples, outputs):
-        logits = torch.tensor(outputs)
         if self.problem == "regression":
-            return [{"prediction": numbers} for numbers in outputs]
-        scores = logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
-        named = [dict(zip(self.labels, row, strict=True)) for row in scores.tolist()]
+            return [{"prediction": numbers if len(numbers) > 1 else numbers[0]} for numbers in outputs]
+        # One row after the other: the functions of an array have other last bits at its end.
+        scores = [self.activation(torch.tensor(logits)).tolist() for logits in outputs]
+        named = [dict(zip(self.labels, row, strict=True)) for row in scores]
         if self.problem == "multi_label":
-            return [{"prediction": [label for label in row if row[label] > 0.5], "scores": row} for row in named]
+            return [
+                {"prediction": [label for label in row if row[label] > self.threshold], "scores": row} for row in named
+            ]
         best = [max(row, key=row.__getitem__) for row in named]
         return [{"prediction": label, "score": row[label]} for label, row in zip(best, named, strict=True)]
+
+    def activation(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scores of the labels, from the logits of a row."""
+        return logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
 
     def metrics(self, rows, predictions):
         return classification_metrics(
@@ -164,7 +182,9 @@ class Classification(LabelTask):
         """Numbers of labels, `(N,)`; 0 and 1 for each label, `(N, L)`; or the numbers of a regression, `(N, C)`."""
         if self.problem == "multi_label":
             return np.array([[int(label in row[name]) for label in self.labels] for row in rows])
-        return np.array([row[name] if self.problem == "regression" else self.numbers[row[name]] for row in rows])
+        if self.problem == "regression":
+            return np.array([row[name] for row in rows]).reshape(len(rows), -1)
+        return np.array([self.numbers[row[name]] for row in rows])
 
     def table_by_label(self, rows, predictions):
         if self.problem == "regression":

@@ -46,11 +46,11 @@ class MaskedLM(Task):
 
     # -- data
 
-    def find_columns(self, columns):
+    def find_inputs(self, columns):
         self.text = find_column(columns, "--text_column", self.arguments.text_column, TEXTS)
         return f"the text is {self.text!r}"
 
-    def read(self, content):
+    def read_inputs(self, content):
         return {"text": text_of(content, self.text)}
 
     def group_key(self, row):

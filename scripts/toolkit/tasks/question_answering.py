@@ -30,6 +30,7 @@ class QuestionAnswering(Task):
     """
 
     name = "question-answering"
+    label_fields = ("answers",)
     model_class = "ForQuestionAnswering"
     metric_names = ("f1", "exact_match")
     arguments: QuestionAnsweringArguments
@@ -37,14 +38,19 @@ class QuestionAnswering(Task):
 
     # -- data
 
-    def find_columns(self, columns):
-        for name in ("question", "context", "answers"):
+    def find_inputs(self, columns):
+        for name in ("question", "context"):
             find_column(columns, "question answering", name, ())
-        return "the columns are 'question', 'context' and 'answers'"
+        return "the columns are 'question' and 'context'"
 
-    def read(self, content):
-        context = text_of(content, "context")
-        return {"question": text_of(content, "question"), "context": context, "answers": answers_of(content, context)}
+    def find_labels(self, columns):
+        return f"the answers are {find_column(columns, 'question answering', 'answers', ())!r}"
+
+    def read_inputs(self, content):
+        return {"question": text_of(content, "question"), "context": text_of(content, "context")}
+
+    def read_labels(self, content):
+        return {"answers": answers_of(content, text_of(content, "context"))}
 
     def group_key(self, row):
         return row["context"]
@@ -86,7 +92,8 @@ class QuestionAnswering(Task):
             )
             for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
                 examples.append(window(encoding, chunk[i], start + i))
-        self.check_answers(rows, examples)
+        if rows and "answers" in rows[0]:
+            self.check_answers(rows, examples)
         return examples
 
     def check_answers(self, rows: list[dict], examples: list[dict]) -> None:
@@ -99,6 +106,8 @@ class QuestionAnswering(Task):
             self.say(f"{lost:,} of {answers:,} answers fit in no window, and are trained as questions without answer")
 
     def collate(self, examples, seed=()):
+        if "start" not in examples[0]:
+            return super().collate(examples)
         targets = {f"{name}_positions": torch.tensor([each[name] for each in examples]) for name in ("start", "end")}
         return super().collate(examples) | targets
 
@@ -135,16 +144,17 @@ class QuestionAnswering(Task):
     def tune(self, rows, examples, outputs):
         if self.arguments.null_threshold == "best":
             answers = self.best_answers(rows, examples, outputs)
-            self.threshold = best_threshold(answers, [row["answers"] for row in rows])
+            self.threshold = best_threshold([each[:2] for each in answers], [row["answers"] for row in rows])
 
     def decode(self, rows, examples, outputs):
         limit = -np.inf if self.threshold is None else self.threshold
         answers = self.best_answers(rows, examples, outputs)
-        return [{"prediction": text if score > limit else "", "score": score} for text, score in answers]
+        found = [(text, score, start) if score > limit else ("", score, None) for text, score, start in answers]
+        return [{"prediction": text, "score": score, "start": start} for text, score, start in found]
 
-    def best_answers(self, rows, examples, outputs) -> list[tuple[str, float]]:
-        """The best span of each text, and its score: S·T_i + E·T_j of all windows, less the lowest S·C + E·C, where C
-        is [CLS] (Devlin et al. 2018, section 4.3)."""
+    def best_answers(self, rows, examples, outputs) -> list[tuple[str, float, int]]:
+        """The best span of each text; its score, S·T_i + E·T_j of all windows, less the lowest S·C + E·C, where C is
+        [CLS] (Devlin et al. 2018, section 4.3); and its first character."""
         best: dict[int, tuple] = {}
         null: dict[int, float] = {}
         for example, (start, end) in zip(examples, outputs, strict=True):
@@ -155,7 +165,7 @@ class QuestionAnswering(Task):
             null[row] = min(null.get(row, np.inf), float(start[0] + end[0]))
         spans = [(*best[i], null[i]) for i in range(len(rows))]
         return [
-            (row["context"][-begin:-stop], score - lowest)
+            (row["context"][-begin:-stop], score - lowest, -begin)
             for row, (score, begin, stop, lowest) in zip(rows, spans, strict=True)
         ]
 
@@ -199,8 +209,7 @@ def window(encoding, row: dict, number: int) -> dict:
     first = parts.index(1)
     count = parts.count(1)
     offsets = np.array(with_marks(encoding.offsets[first : first + count], row["context"]))
-    start, end = positions(offsets, row["answers"][0] if row["answers"] else None)
-    return {
+    example = {
         "input_ids": np.array(encoding.ids, dtype=np.int32),
         "token_type_ids": np.array(encoding.type_ids, dtype=np.int8),
         "length": len(encoding.ids),
@@ -208,9 +217,11 @@ def window(encoding, row: dict, number: int) -> dict:
         "cut": 0,
         "first": first,
         "offsets": offsets,
-        "start": start and start + first - 1,
-        "end": end and end + first - 1,
     }
+    if "answers" not in row:
+        return example
+    start, end = positions(offsets, row["answers"][0] if row["answers"] else None)
+    return example | {"start": start and start + first - 1, "end": end and end + first - 1}
 
 
 def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, int]]:

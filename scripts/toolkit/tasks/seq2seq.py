@@ -13,11 +13,10 @@ from transformers import GenerationConfig
 from modeling_scratchbert import ScratchBertForConditionalGeneration
 from toolkit.data import find_column, text_of
 from toolkit.hub import read_config
-from toolkit.tasks.arguments import SEQ2SEQ_METRICS, Seq2SeqArguments
+from toolkit.tasks.arguments import SEQ2SEQ_METRICS, SOURCES, Seq2SeqArguments
 from toolkit.tasks.new_model import new_config, overrides
 from toolkit.tasks.task import IGNORED, Task, chunks, compute, inputs_of, pad, tokenize
 
-SOURCES = ("source", "text", "article", "document", "en")
 TARGETS = ("target", "summary", "highlights", "translation", "de")
 
 
@@ -25,6 +24,7 @@ class Seq2Seq(Task):
     """Sources and targets. The decoder starts with [CLS] and ends with [SEP]."""
 
     name = "text2text-generation"
+    label_fields = ("source", "target")
     model_class = "ForConditionalGeneration"
     lower_is_better: ClassVar = {"loss", "perplexity", "token_error_rate", "item_error_rate"}
     is_language_model = True
@@ -43,16 +43,22 @@ class Seq2Seq(Task):
 
     # -- data
 
-    def find_columns(self, columns):
+    def find_inputs(self, columns):
         flags = self.arguments
         others = [name for name in columns if flags.source_column or name != flags.target_column]
         self.source = find_column(others, "--source_column", flags.source_column, SOURCES)
-        others = [name for name in columns if name != self.source]
-        self.target = find_column(others, "--target_column", flags.target_column, TARGETS)
-        return f"the source is {self.source!r}, the target is {self.target!r}"
+        return f"the source is {self.source!r}"
 
-    def read(self, content):
-        return {"source": text_of(content, self.source), "target": text_of(content, self.target)}
+    def find_labels(self, columns):
+        others = [name for name in columns if name != self.source]
+        self.target = find_column(others, "--target_column", self.arguments.target_column, TARGETS)
+        return f"the target is {self.target!r}"
+
+    def read_inputs(self, content):
+        return {"source": text_of(content, self.source)}
+
+    def read_labels(self, content):
+        return {"target": text_of(content, self.target)}
 
     def group_key(self, row):
         return row["source"]
@@ -61,6 +67,9 @@ class Seq2Seq(Task):
         examples: list[dict] = []
         for _, chunk in chunks(rows):
             sources = tokenize(self.tokenizer, [row["source"] for row in chunk], None, self.arguments.max_length)
+            if "target" not in chunk[0]:
+                examples += [{**source, "row": len(examples) + i} for i, source in enumerate(sources)]
+                continue
             longest = self.arguments.max_target_length + 1  # with [CLS], which labels lack
             targets = tokenize(self.tokenizer, [row["target"] for row in chunk], None, longest)
             for source, target in zip(sources, targets, strict=True):
@@ -71,6 +80,8 @@ class Seq2Seq(Task):
         return examples
 
     def collate(self, examples, seed=()):
+        if "labels" not in examples[0]:
+            return super().collate(examples)
         padding, start = self.tokenizer.pad_token_id, self.tokenizer.cls_token_id
         sources = pad([{**each, "length": len(each["input_ids"])} for each in examples], padding)
         targets = pad([{"input_ids": each["labels"], "length": len(each["labels"])} for each in examples], padding)
@@ -122,14 +133,14 @@ class Seq2Seq(Task):
 
     def predict(self, model, batch):
         texts, loss = super().predict(model, batch)
-        if self.texts:
-            whole = getattr(model, "module", model)
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            is_sharded = torch.distributed.is_initialized() and whole is model
-            texts = self.tokenizer.batch_decode(
-                whole.generate(**inputs, synced_gpus=is_sharded), skip_special_tokens=True
-            )
-        return texts, loss
+        return self.answer(model, batch) if self.texts else texts, loss
+
+    def answer(self, model, batch):
+        whole = getattr(model, "module", model)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        is_sharded = torch.distributed.is_initialized() and whole is model
+        ids = whole.generate(**inputs, synced_gpus=is_sharded)
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def decode(self, rows, examples, outputs):
         return [{"prediction": text} for text in outputs] if self.texts else []

@@ -11,11 +11,10 @@ from datasets import Features, List, Value
 from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, label_of, sorted_labels, value_of
-from toolkit.tasks.arguments import TaggingArguments
+from toolkit.tasks.arguments import WORDS, TaggingArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
 from toolkit.tasks.task import IGNORED, chunks, compute, filled, is_token
 
-WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
 OUTSIDE = "O"
 
@@ -25,6 +24,7 @@ class Tagging(LabelTask):
     word is tagged in one window, by its first piece."""
 
     name = "token-classification"
+    label_fields = ("tags",)
     model_class = "ForTokenClassification"
     txt_format = "conll"
     arguments: TaggingArguments
@@ -37,12 +37,18 @@ class Tagging(LabelTask):
 
     # -- data
 
-    def find_columns(self, columns):
+    def find_inputs(self, columns):
         self.words = find_column(columns, "--words_column", self.arguments.words_column, WORDS)
-        self.tags = find_column(columns, "--tags_column", self.arguments.tags_column, TAGS)
-        return f"the words are {self.words!r}, the tags are {self.tags!r}"
+        return f"the words are {self.words!r}"
 
-    def read(self, content):
+    def find_labels(self, columns):
+        self.tags = find_column(columns, "--tags_column", self.arguments.tags_column, TAGS)
+        return f"the tags are {self.tags!r}"
+
+    def read_inputs(self, content):
+        return {"words": list_of(content, self.words)}
+
+    def read_labels(self, content):
         words, tags = list_of(content, self.words), [label_of(tag) for tag in list_of(content, self.tags)]
         if len(words) != len(tags):
             raise ValueError(f"there are {len(words)} words and {len(tags)} tags; expected as many")
@@ -51,7 +57,7 @@ class Tagging(LabelTask):
         if self.has_entities:
             check_iob2(tags)
         check_known(tags, self.labels)
-        return {"words": words, "tags": tags}
+        return {"tags": tags}
 
     def group_key(self, row):
         return tuple(row["words"])
@@ -89,15 +95,19 @@ class Tagging(LabelTask):
             for i, row in enumerate(chunk):
                 first_pieces = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
                 for encoding, own in zip(windows[i], first_pieces, strict=True):
-                    examples.append(self.example(encoding, own, row["tags"], start + i))
+                    examples.append(self.example(encoding, own, row.get("tags"), start + i))
         return examples
 
-    def example(self, encoding, first_pieces: dict[int, int], tags: list[str], row: int) -> dict:
-        """A window with the target of each token.
+    def example(self, encoding, first_pieces: dict[int, int], tags: list[str] | None, row: int) -> dict:
+        """A window, with the target of each token if there are tags.
 
         Args:
             first_pieces: of each word that is tagged in this window, the position of its first piece.
         """
+        ids = np.array(encoding.ids, dtype=np.int32)
+        example = {"input_ids": ids, "length": len(ids), "row": row, "cut": 0, "first_pieces": first_pieces}
+        if tags is None:
+            return example
         targets = np.full(len(encoding.ids), IGNORED)
         for i, word in enumerate(encoding.word_ids):
             if word in first_pieces and self.arguments.label_all_pieces:
@@ -105,12 +115,12 @@ class Tagging(LabelTask):
                 targets[i] = self.numbers[inside if inside in self.numbers else tags[word]]
         for word, i in first_pieces.items():
             targets[i] = self.numbers[tags[word]]
-        ids = np.array(encoding.ids, dtype=np.int32)
-        example = {"input_ids": ids, "length": len(ids), "row": row, "cut": 0}
-        return example | {"labels": targets, "first_pieces": first_pieces}
+        return example | {"labels": targets}
 
     def collate(self, examples, seed=()):
         batch = super().collate(examples)
+        if "labels" not in examples[0]:
+            return batch
         return batch | {"labels": filled(batch["attention_mask"].bool().numpy(), examples, "labels", IGNORED)}
 
     # -- model, loss and metrics

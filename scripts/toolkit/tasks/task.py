@@ -29,6 +29,7 @@ class Task(ABC):
 
     Attributes:
         name: of the task on the Hub, such as "text-classification".
+        label_fields: the fields of a row that `metrics` needs.
         model_class: of this package, without "ScratchBert".
         txt_format: how .txt is read; see `toolkit.data.File`.
         is_language_model: whether the loss is per token, so that the perplexity is a metric.
@@ -43,6 +44,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
+    label_fields: ClassVar[tuple[str, ...]] = ()
     model_class: ClassVar[str]
     txt_format: ClassVar[str] = "lines"
     is_language_model: ClassVar[bool] = False
@@ -63,16 +65,32 @@ class Task(ABC):
     # -- data
 
     @abstractmethod
-    def find_columns(self, columns: list[str]) -> str:
-        """Finds the columns to read, and describes what is read as what.
+    def find_inputs(self, columns: list[str]) -> str:
+        """Finds the columns of the model's input, and describes what is read as what.
 
         Raises:
             ValueError: a column is missing.
         """
 
+    def find_labels(self, columns: list[str]) -> str:
+        """The same for the columns of what the model is trained to return, if it is more than the input. `find_inputs`
+        comes first."""
+        return ""
+
     @abstractmethod
+    def read_inputs(self, content: dict) -> dict:
+        """The fields of the input of a row. Raises ValueError if it cannot be used."""
+
+    def read_labels(self, content: dict) -> dict:
+        """The fields of what is to be returned for a row. Raises ValueError if it cannot be used."""
+        return {}
+
+    def find_columns(self, columns: list[str]) -> str:
+        return ", ".join(filter(None, [self.find_inputs(columns), self.find_labels(columns)]))
+
     def read(self, content: dict) -> dict:
         """The fields of a row. Raises ValueError if it cannot be used."""
+        return {**self.read_inputs(content), **self.read_labels(content)}
 
     def prepare(self, rows: list[dict]) -> Iterator[str]:
         """Learns from the training rows what the model depends on, such as the labels. Yields remarks to print."""
@@ -176,6 +194,15 @@ class Task(ABC):
         """The loss of a batch in the training."""
         return self.loss_of(self.logits(model, batch), batch)
 
+    def answer(self, model, batch: Batch) -> list:
+        """What `decode` needs of each example, of a batch without labels; None if the model's numbers are not
+        finite."""
+        logits = self.logits(model, batch)
+        parts = logits if isinstance(logits, tuple) else (logits,)  # at padding they may be -inf
+        is_bad = sum(part.flatten(1).isnan().any(1) | part.flatten(1).isposinf().any(1) for part in parts)
+        outputs = self.outputs_of(logits, batch)
+        return [None if bad else output for bad, output in zip(is_bad.tolist(), outputs, strict=True)]
+
     def predict(self, model, batch: Batch) -> tuple[list, torch.Tensor]:
         """What `decode` needs of each example, and the loss."""
         logits = self.logits(model, batch)
@@ -230,12 +257,17 @@ def tokenize(tokenizer, texts: list[str], pairs: list[str] | None, max_length: i
         raise ValueError(f"--max_length is {max_length}; expected at least {least}, for a token of each text.")
     encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
     long = [i for i, encoding in enumerate(encoded.encodings) if encoding.overflowing]
-    if long:
-        second = [pairs[i] for i in long] if pairs else None
-        whole = tokenizer([texts[i] for i in long], second, verbose=False)["input_ids"]
-    lengths = {i: len(ids) for i, ids in zip(long, whole, strict=True)} if long else {}
+    cuts = dict.fromkeys(long, 0)
+    if pairs:
+        whole = (
+            tokenizer([texts[i] for i in long], [pairs[i] for i in long], verbose=False) if long else {"input_ids": []}
+        )
+        cuts = {i: len(ids) - max_length for i, ids in zip(long, whole["input_ids"], strict=True)}
+    else:
+        special = tokenizer.num_special_tokens_to_add()
+        cuts = {i: sum(len(rest.ids) - special for rest in encoded.encodings[i].overflowing) for i in long}
     for i, ids in enumerate(encoded["input_ids"]):
-        cut = lengths.get(i, len(ids)) - len(ids)
+        cut = cuts.get(i, 0)
         example = {"input_ids": np.array(ids, dtype=np.int32), "length": len(ids), "cut": cut}
         if pairs:
             example["token_type_ids"] = np.array(encoded["token_type_ids"][i], dtype=np.int8)

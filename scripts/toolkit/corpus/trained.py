@@ -1,0 +1,51 @@
+"""Tasks of `predict.py` that are tasks of `train.py`: their columns, lengths and answers are those of the training."""
+
+import pyarrow as pa
+
+from toolkit.corpus.models import Usage
+from toolkit.corpus.tasks import max_length, own_arguments, prepare_generation
+from toolkit.tasks import arguments
+from toolkit.tasks.question_answering import QuestionAnswering
+from toolkit.tasks.seq2seq import Seq2Seq
+from toolkit.tasks.tagging import Tagging
+
+
+class TagWords(Tagging):
+    """The tag of each word."""
+
+    columns = {"predicted_tags": pa.list_(pa.string())}
+
+    def __init__(self, args, usage: Usage, columns: list[str]):
+        super().__init__(own_arguments(arguments.TaggingArguments, args, usage, columns))
+        self.restore()
+
+
+class Answer(QuestionAnswering):
+    """The span of each context that answers its question."""
+
+    columns = {"prediction": pa.string(), "score": pa.float32(), "start": pa.int32()}
+
+    def __init__(self, args, usage: Usage, columns: list[str]):
+        saved = usage.fields.get("question_answering") or {}
+        names = ("stride", "max_answer_length", "null_threshold")
+        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        usual = {name: value for name, value in saved.items() if name in names}
+        own = own_arguments(arguments.QuestionAnsweringArguments, args, usage, columns, **usual | given)
+        own.max_length = max_length(
+            args, usage, saved.get("max_length", arguments.QuestionAnsweringArguments.max_length)
+        )
+        super().__init__(own)
+        self.restore()
+
+
+class Write(Seq2Seq):
+    """A text for each source, by an encoder and a decoder."""
+
+    columns = {"prediction": pa.string()}
+
+    def __init__(self, args, usage: Usage, columns: list[str]):
+        super().__init__(own_arguments(arguments.Seq2SeqArguments, args, usage, columns))
+        self.args = args
+
+    def open(self, model) -> None:
+        prepare_generation(model, self.tokenizer, self.args, model.config.max_position_embeddings)

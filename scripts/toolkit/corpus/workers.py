@@ -1,0 +1,445 @@
+"""Computing parts: in this process, in several, or in actors of a Ray cluster.
+
+Nothing here imports torch before a process has set its number of threads.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from toolkit.cli import CommandError, about, is_expected, one_line
+from toolkit.corpus.models import Usage
+from toolkit.corpus.output import Store, read_part, write_part
+from toolkit.corpus.rows import Part, column, fault, in_words
+from toolkit.data import Row, usable
+
+# Of a row, besides the columns of the output.
+HIDDEN = {"digest": pa.binary(16), "tokens": pa.int32(), "cut": pa.int32()}
+PARTS_EACH = 2  # that a process or an actor has been given: one to compute, and the next
+RETRIES = 5  # of an actor that is lost
+PARTS_IN_MEMORY = 8  # of an earlier run: rows that stay in their order need few
+
+
+@dataclass
+class Job:
+    """What a worker needs to know of a run.
+
+    Args:
+        args: the flags.
+        task: the name of the task.
+        columns: of the input.
+        settings: what decides the results of a text, besides the text.
+        run: the name of the run among those that write to one output.
+        output: where parts are written.
+        types: of the columns of the input that the output has, see `toolkit.corpus.rows`.
+    """
+
+    args: Namespace
+    usage: Usage
+    task: str
+    columns: list[str]
+    settings: bytes
+    threads: int
+    run: str
+    output: str
+    types: dict[str, pa.DataType | None] = field(default_factory=dict)
+
+    def read(self, task, content: dict) -> dict:
+        """The input of a row, and under `expected` its labels. A row with an empty text that gets no result has the
+        field `is_empty`.
+
+        Raises:
+            ValueError: the row cannot be used.
+        """
+        expected = task.read_labels(content) if self.args.label_column is not None else {}
+        try:
+            return {"expected": expected, **task.read_inputs(content)}
+        except ValueError:
+            is_empty = any(value is None or not str(value).strip() for value in content.values())
+            if self.args.empty_texts == "null" and is_empty:
+                return {"expected": expected, "is_empty": True}
+            raise
+
+    def digest(self, fields: dict) -> bytes:
+        """A digest of the settings and of the input of a row."""
+        inputs = json.dumps(
+            [fields.get(name) for name in ("text", "text_pair", "words", "question", "context", "source")]
+        )
+        return hashlib.blake2b(self.settings + inputs.encode(), digest_size=16).digest()
+
+
+@dataclass
+class Done:
+    """What a run learns of a part."""
+
+    rows: int
+    skipped: int
+    tokens: int
+
+
+class Worker:
+    """Computes parts, with a model that is opened when it is first needed."""
+
+    def __init__(self, job: Job, device: str):
+        self.job, self.device = job, device
+        self.store = Store(job.output, job.run)
+        self.earlier = Store(job.args.output, job.run) if job.args.output else None
+        self.parts: OrderedDict[int, pa.Table] = OrderedDict()
+
+    @cached_property
+    def task(self):
+        from toolkit.corpus.tasks import make_task
+        from toolkit.hub import silence_libraries
+
+        silence_libraries()
+        with about(self.job.args.model):
+            return make_task(self.job.args, self.job.usage, self.job.task, self.job.columns)
+
+    @cached_property
+    def model(self):
+        import torch
+
+        from toolkit.corpus.models import open_model
+
+        if self.device == "cpu":
+            torch.set_num_threads(self.job.threads)
+        with about(self.job.args.model), torch.inference_mode():
+            model = open_model(self.job.args, self.job.usage, self.job.task, self.device)
+            if hasattr(self.task, "open"):
+                self.task.open(model)
+        return model
+
+    def predict(self, rows: list[Row]) -> list[dict]:
+        """The results of rows. Raises CommandError at one that cannot be used, with --on_bad_row stop."""
+        table, hidden, record = self.compute(Part(0, rows))
+        return table.select(record["results"]).to_pylist()
+
+    def run(self, part: Part) -> Done:
+        """Computes and writes a part. Raises CommandError at a row that cannot be used, with --on_bad_row stop."""
+        table, hidden, record = self.compute(part)
+        write_part(self.store, part.number, self.job.args.format, table, hidden, record)
+        return Done(record["rows"], len(record["skipped"]), record["tokens"])
+
+    def compute(self, part: Part) -> tuple[pa.Table, pa.Table, dict]:
+        """The columns of a part, the hidden ones, and its record."""
+        rows, skipped = self.readable(part.rows)
+        known = (
+            {}
+            if part.known is None
+            else {place: tuple(part.known[place]) for place in rows if part.known[place][0] >= 0}
+        )
+        asked = [place for place, fields in rows.items() if place not in known and "is_empty" not in fields]
+        results, faults = self.results([{**rows[place], "place": part.rows[place].place} for place in asked])
+        skipped |= {asked[i]: fault(part.rows[asked[i]], reason) for i, reason in faults.items()}
+        if skipped and self.job.args.on_bad_row == "stop":
+            raise CommandError(in_words(skipped[min(skipped)]) + ". --on_bad_row skip leaves such rows out")
+        kept = [place for place in rows if place not in skipped]
+        computed = {place: i for i, place in enumerate(place for place in asked if place not in skipped)}
+        found = self.gather(results, computed, known, kept)
+        names = [name for name in found.column_names if name not in HIDDEN]
+        table = self.row_columns([part.rows[place] for place in kept])
+        for name in names:
+            table = table.append_column(name, found[name])
+        hidden = found.select(list(HIDDEN))
+        record = {
+            "rows": len(kept),
+            "tokens": sum(filter(None, hidden["tokens"].to_pylist())),
+            "truncated": sum(bool(cut) for cut in hidden["cut"].to_pylist()),
+            "skipped": [skipped[place] for place in sorted(skipped)],
+            "results": names,
+        }
+        if self.job.args.label_column is not None:
+            record["evaluated"] = self.evaluated([rows[place] for place in kept], found.select(names))
+        return table, hidden, record
+
+    def readable(self, rows: list[Row]) -> tuple[dict[int, dict], dict[int, dict]]:
+        """By its place, what is needed of each row that can be used, and why the others cannot."""
+        used, skipped = {}, {}
+        for place, row in enumerate(rows):
+            try:
+                used[place] = self.job.read(self.task, usable(row.content))
+            except ValueError as error:
+                skipped[place] = fault(row, str(error))
+        return used, skipped
+
+    def results(self, rows: list[dict]) -> tuple[pa.Table | None, dict[int, str]]:
+        """The results of rows, and for those that have none, why. None without a row."""
+        if not rows:
+            return None, {}
+        model, (examples, faults) = self.model, self.encoded(rows)
+        outputs = self.outputs(model, examples)
+        for example, output in zip(examples, outputs, strict=True):
+            if output is None:
+                faults[example["row"]] = "the model's numbers for it are NaN or infinite"
+        used = [i for i in range(len(rows)) if i not in faults]
+        numbers = {row: i for i, row in enumerate(used)}
+        both = [pair for pair in zip(examples, outputs, strict=True) if pair[0]["row"] in numbers]
+        examples = [{**example, "row": numbers[example["row"]]} for example, _ in both]
+        found = self.task.decode([rows[i] for i in used], examples, [output for _, output in both])
+        tokens, cut = (np.zeros(len(used), int) for _ in range(2))
+        for example in examples:
+            tokens[example["row"]] += example["length"]
+            cut[example["row"]] += example["cut"]
+        hidden = {"digest": [self.job.digest(rows[i]) for i in used], "tokens": tokens, "cut": cut}
+        columns = {name: pa.array([row[name] for row in found], type) for name, type in self.task.columns.items()}
+        return pa.table(columns | {name: pa.array(hidden[name], type) for name, type in HIDDEN.items()}), faults
+
+    def encoded(self, rows: list[dict]) -> tuple[list[dict], dict[int, str]]:
+        """The examples of rows, and why rows have none."""
+        try:
+            return self.task.encode(rows), {}
+        except ValueError:
+            examples, faults = [], {}
+            for i, row in enumerate(rows):
+                try:
+                    examples += [{**example, "row": i} for example in self.task.encode([row])]
+                except ValueError as error:
+                    faults[i] = str(error).removeprefix(f"{row['place']}: ")
+            return examples, faults
+
+    def outputs(self, model, examples: list[dict]) -> list[Any]:
+        """The outputs of examples, computed in batches of similar length."""
+        import torch
+
+        outputs: list[Any] = [None] * len(examples)
+        with torch.inference_mode():
+            for batch in batches_by_length([example["length"] for example in examples], self.job.args.tokens_per_batch):
+                inputs = self.task.collate([examples[i] for i in batch])
+                inputs = {name: values.to(self.device) for name, values in inputs.items()}
+                for i, output in zip(batch, self.task.answer(model, inputs), strict=True):
+                    outputs[i] = output
+        return outputs
+
+    def gather(self, results: pa.Table | None, computed: dict, known: dict, kept: list[int]) -> pa.Table:
+        """The results of the rows that are kept, in their order: computed, of an earlier run, or null.
+
+        Args:
+            computed: from the place of a row to its number in `results`.
+            known: from the place of a row to a part of the earlier run, and its row there.
+        """
+        pieces, starts, total = [], {}, 0
+        if results is not None:
+            pieces, total = [results], len(results)
+        for number in dict.fromkeys(part for part, _ in known.values()):
+            table = self.earlier_part(number)
+            pieces.append(table)
+            starts[number] = total
+            total += len(table)
+        if not pieces:
+            self.model  # noqa: B018  (the columns of a task are known when its model is open)
+            schema = pa.schema([*self.task.columns.items(), *HIDDEN.items()])
+            pieces = [schema.empty_table()]
+        places = [
+            computed[place]
+            if place in computed
+            else starts[known[place][0]] + known[place][1]
+            if place in known
+            else None
+            for place in kept
+        ]
+        return pa.concat_tables(pieces).combine_chunks().take(pa.array(places, pa.int64())).combine_chunks()
+
+    def earlier_part(self, number: int) -> pa.Table:
+        """The columns of results in a part of the earlier run, and the hidden ones."""
+        if number not in self.parts:
+            self.parts[number] = read_part(self.earlier, number)
+            if len(self.parts) > PARTS_IN_MEMORY:
+                self.parts.popitem(last=False)
+        self.parts.move_to_end(number)
+        return self.parts[number]
+
+    def row_columns(self, rows: list[Row]) -> pa.Table:
+        """The columns that say which row it is, and those that are kept of the input."""
+        columns = {
+            "file": pa.array([row.file for row in rows], pa.string()),
+            "row": pa.array([row.number for row in rows], pa.int64()),
+        }
+        for name, type in self.job.types.items():
+            columns[name] = column([row.content.get(name) for row in rows], type)
+        return pa.table(columns)
+
+    def evaluated(self, rows: list[dict], results: pa.Table) -> list:
+        """The labels and the prediction of each row that has a result; null for the others."""
+        names = self.task.label_fields
+        return [
+            None if "is_empty" in row else [{name: (row | row["expected"])[name] for name in names}, prediction]
+            for row, prediction in zip(rows, results.to_pylist(), strict=True)
+        ]
+
+
+def batches_by_length(lengths: list[int], tokens: int) -> list[list[int]]:
+    """The indices of sequences, the longest first, in batches of at most so many tokens, or of one longer sequence."""
+    batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if lengths[index] > room or not batches:
+            batches.append([])
+            room = tokens
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
+
+
+# -------------------------------------------------------------------------------------------------------------- where
+
+
+def processors() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def devices_and_threads(args) -> tuple[list[str], int]:
+    """The device of each process, and the threads of each. On CPUs, by default a process for each processor, or for as
+    many processors as it has threads; on accelerators, one for each; on Ray, as many as have room.
+
+    Raises:
+        ValueError: there are more processes than accelerators.
+    """
+    # A list in OMP_NUM_THREADS has a number for each level of nesting.
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = args.threads_per_process or (int(text) if text.isdecimal() and int(text) else None)
+    if args.ray is not None:
+        return [args.device or "cpu"] * (args.processes or 0), threads or 1
+    import torch
+
+    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    device = args.device or (torch.accelerator.current_accelerator().type if available else "cpu")
+    if device == "cpu":
+        devices = ["cpu"] * (args.processes or max(1, processors() // (threads or 1)))
+    elif ":" in device:
+        devices = [device]
+    else:
+        devices = [f"{device}:{number}" for number in range(args.processes or max(1, available))]
+        if len(devices) > available:
+            raise ValueError(
+                f"--processes is {len(devices)}; there are {available} devices {device}. Expected one for each."
+            )
+    return devices, threads or max(1, processors() // len(devices))
+
+
+def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str) -> Iterator[Done]:
+    """Computes the parts in this process or, with several devices, in a process for each. Yields what is done.
+
+    Args:
+        again: what a user does after an error of a process.
+
+    Raises:
+        CommandError: the model cannot be used, a part cannot be computed, or a process has died.
+    """
+    if len(devices) == 1:
+        yield from map(Worker(job, devices[0]).run, parts)
+        return
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # which the processes inherit
+    os.environ.setdefault("RAYON_NUM_THREADS", str(job.threads))  # of the tokenizers
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.SimpleQueue()
+    for device in devices:
+        queue.put(device)
+    pool = ProcessPoolExecutor(len(devices), spawn, start_worker, (job, queue))
+    waiting = set()
+    try:
+        for part in parts:
+            waiting.add(pool.submit(run_part, part))
+            if len(waiting) == PARTS_EACH * len(devices):
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    except BrokenProcessPool:
+        raise CommandError(f"a process has ended, perhaps for lack of memory; {again} computes the rest") from None
+    finally:
+        # After an error the parts in work are finished, and those that wait are not begun.
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def start_worker(job: Job, queue) -> None:
+    """Prepares a process of `run_locally`. Its model is opened with its first part, so that an error has a message."""
+    global worker
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal or a scheduler sends them to all; the main process decides
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    worker = Worker(job, queue.get())
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def run_part(part: Part) -> Done:
+    """Computes a part in a process. Errors that the user can resolve become one line, which can be sent."""
+    try:
+        return worker.run(part)
+    except CommandError:
+        raise
+    except Exception as error:
+        if is_expected(error, (RuntimeError, MemoryError)):
+            raise CommandError(one_line(error) or type(error).__name__) from None
+        raise
+
+
+def run_on_ray(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator[Done]:
+    """Computes the parts in actors, and yields what is done.
+
+    Raises:
+        CommandError: the cluster has no room for an actor, an actor reports an error, or was lost too often.
+    """
+    import ray
+    from ray.util import ActorPool
+
+    import toolkit
+    from toolkit.remote_code import import_package
+
+    code = [str(Path(module.__file__).parent) for module in (import_package(), toolkit)]
+    variables = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
+    address, device = job.args.ray, job.args.device or "cpu"
+    local = {"include_dashboard": False} if address == "local" else {}
+    ray.init(
+        address=address,
+        runtime_env={"py_modules": code, "env_vars": variables},
+        log_to_driver=False,
+        logging_level="error",
+        **local,
+    )
+    try:
+        gpus = int(device != "cpu")
+        needs = {"CPU": job.threads, **({"GPU": 1} if gpus else {})}
+        room = int(min(ray.cluster_resources().get(name, 0) // amount for name, amount in needs.items()))
+        if not room:
+            raise CommandError(
+                f"the cluster has no room for an actor, which needs {needs}; give fewer --threads_per_process"
+            )
+        options = {"max_restarts": RETRIES, "max_task_retries": RETRIES, "num_cpus": job.threads, "num_gpus": gpus}
+        actor = ray.remote(**options)(Worker)
+        actors = [actor.remote(job, device) for _ in range(len(devices) or room)]
+        pool, waiting = ActorPool(actors), 0
+        for part in parts:
+            pool.submit(lambda actor, part: actor.run.remote(part), part)
+            waiting += 1
+            if waiting == PARTS_EACH * len(actors):
+                yield pool.get_next_unordered()
+                waiting -= 1
+        while pool.has_next():
+            yield pool.get_next_unordered()
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
+        raise CommandError(f"an actor was lost more than {RETRIES} times: {one_line(error)}") from error
+    finally:
+        ray.shutdown()
