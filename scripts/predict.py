@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Applies a model to a corpus, or to a text: embeddings, labels, entities, scores of pairs, answers, texts, masked words.
+"""Applies a model to a corpus or a text: embeddings, labels, entities, scores of pairs, answers, texts, masked words.
 
     predict.py sentence-transformers/all-MiniLM-L6-v2 reviews.csv --output embeddings
     predict.py my-classifier 'data/*.jsonl.gz' --label_column label --output labels
@@ -427,33 +427,16 @@ class Run:
         from toolkit.corpus.models import model_fingerprint
 
         args = self.args
-        layout = {
-            "model",
-            "inputs",
-            "output",
-            "resume",
-            "update",
-            "check",
-            "shard",
-            "dry_run",
-            "processes",
-            "ray",
-            "verify",
+        names = {
+            name for names in TASK_FLAGS.values() for name in names if not name.startswith(("label", "text", "words"))
         }
-        layout |= {"text", "limit", "on_bad_row", "empty_texts", "format", "part_rows", "keep_columns", "encoding"}
-        layout |= {"delimiter", "stdin_format", "label_column", "label_separator", "tokens_per_batch", "txt_format"}
-        layout |= {
-            "text_column",
-            "text_pair_column",
-            "words_column",
-            "source_column",
-            "text_pair",
-            "threads_per_process",
+        names |= {"task", "max_length", "embedding_dtype", "aggregation", "option", "dtype"}
+        return {
+            **{name: getattr(args, name) for name in sorted(names)},
+            "ranges": None if args.ranges is None else args.ranges.tolist(),
+            "device": (self.devices or [args.device or "cpu"])[0].partition(":")[0],
+            "model_sha256": model_fingerprint(args.model, args.trust_remote_code),
         }
-        settings = {name: value for name, value in vars(args).items() if name not in layout}
-        settings["ranges"] = None if args.ranges is None else args.ranges.tolist()
-        settings["device"] = (self.devices or [args.device or "cpu"])[0].partition(":")[0]
-        return settings | {"model_sha256": model_fingerprint(args.model, args.trust_remote_code)}
 
     def scan(self, job, columns: list[str]):
         """Reads the input once: its number of rows, the types of columns, and rows that cannot be used.
@@ -481,7 +464,7 @@ class Run:
         stops = args.on_bad_row == "stop"
         scan = scan_rows(self.corpus, partial(job.read, task), keep, job.digest if args.update else None, stops)
         if scan.bad and stops:
-            raise CommandError(in_words(scan.bad[0]) + ". --on_bad_row skip leaves such rows out")
+            raise CommandError(in_words(scan.bad[0]).rstrip(".") + ". --on_bad_row skip leaves such rows out")
         results = {"embedding", "scale"} if args.task == "embed" else set(task.columns)
         if clash := sorted(scan.types.keys() & (results | {"file", "row"})):
             others = ",".join(name for name in scan.types if name not in clash) or "none"
@@ -492,23 +475,25 @@ class Run:
         return scan
 
     def make_manifest(self, job) -> dict:
+        """What the run computes, from what and on which machine. A run is continued by the same run only."""
+        from modeling_scratchbert.cpu.library import find_library
         from toolkit.corpus.output import ROWS_IN_GROUP
         from toolkit.machine import processor, version
 
-        names = ("format", "part_rows", "limit", "on_bad_row", "empty_texts", "label_column", "tokens_per_batch")
-        names += ("text_column", "text_pair_column", "words_column", "source_column", "keep_columns")
-        layout = {name: getattr(self.args, name) for name in names}
+        names = ("format", "part_rows", "limit", "on_bad_row", "empty_texts", "label_column", "keep_columns")
+        names += ("text_column", "text_pair_column", "words_column", "source_column")
+        types = {name: str(own) for name, own in job.types.items()}
+        compiled = find_library()
+        # With the library in C++, a text has the same bits with any number of threads.
+        engine = compiled[0] if compiled else f"torch with {self.threads} threads"
         return {
             "model": self.args.model,
             "settings": self.settings,
             "inputs": self.corpus.fingerprints(),
             "rows": self.rows,
-            "layout": {
-                **layout,
-                "types": {name: str(own) for name, own in job.types.items()},
-                "rows_in_group": ROWS_IN_GROUP,
-            },
-            "machine": {"processor": processor(), **{library: version(library) for library in LIBRARIES}},
+            "layout": {name: getattr(self.args, name) for name in names}
+            | {"types": types, "rows_in_group": ROWS_IN_GROUP},
+            "machine": {"processor": processor(), "engine": engine, **{name: version(name) for name in LIBRARIES}},
         }
 
     def check_output(self) -> dict | None:
@@ -552,61 +537,45 @@ class Run:
         return self.compute(job, self.corpus.parts(self.args.part_rows, missing.__contains__), missing)
 
     def update(self, job, scan, before: dict):
-        """Writes all parts anew, beside the old ones, from known results and those of new texts; and then in their
-        places.
+        """Writes all parts anew, beside the old ones, from the results that are known and those of new texts; and then
+        puts them in their places.
 
         Raises:
             ValueError: a text may have other bits in another batch.
         """
         from dataclasses import replace
 
-        import numpy as np
-        import pyarrow as pa
-        from pyarrow import compute
-
         from toolkit.corpus import output
 
-        if self.settings["device"] != "cpu" or self.args.trust_remote_code or dict(self.args.option).get("do_sample"):
-            raise ValueError(
-                "--update is given for an accelerator, own code or sampling; expected a CPU, where a text has the same bits in any batch."
+        is_sampled = dict(self.args.option).get("do_sample")
+        if self.settings["device"] != "cpu" or self.args.trust_remote_code or is_sampled:
+            what = (
+                "sampling" if is_sampled else "--trust_remote_code" if self.args.trust_remote_code else "an accelerator"
             )
+            raise ValueError(f"--update is given with {what}; expected a run in which a text has the same bits again.")
         if before["layout"]["format"] != "parquet":
             raise ValueError(f"--update is given for an output of {before['layout']['format']}; expected parquet.")
-        for name in ("settings", "machine"):
-            if before[name] != json.loads(output.to_json_bytes(self.manifest[name])):
-                self.report(
-                    f"the {'model or an option' if name == 'settings' else 'processor or a library'} has changed: all rows are computed"
-                )
-        records = (
-            list(output.read_records(self.store, with_rows=True))
-            if before["machine"] == json.loads(output.to_json_bytes(self.manifest["machine"]))
-            else []
-        )
-        empty = pa.array([], pa.binary(16))
-        old = pa.concat_arrays(
-            [empty, *(chunk for _, record in records for chunk in record["hidden"]["digest"].chunks)]
-        )
-        new = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), scan.rows, [None, pa.py_buffer(bytes(scan.digests))])
-        found = compute.index_in(new, value_set=old).fill_null(-1).to_numpy()
-        starts = np.cumsum([0, *(len(record["hidden"]) for _, record in records)])
-        at = np.searchsorted(starts, found, side="right") - 1
-        numbers = np.array([number for number, _ in records] or [-1])
-        known = np.stack(
-            [np.where(found < 0, -1, numbers[np.maximum(at, 0)]), found - starts[np.maximum(at, 0)]], axis=1
-        )
+        now = json.loads(output.to_json_bytes(self.manifest))
+        for name, what in (("settings", "the model or an option"), ("machine", "the processor or a library")):
+            if before[name] != now[name]:
+                self.report(f"{what} has changed: all rows are computed")
+        records = list(output.read_records(self.store, True)) if before["machine"] == now["machine"] else []
+        known = output.find_known(records, bytes(scan.digests))
 
-        size, beside = self.args.part_rows, output.Store(f"{self.args.output}/{output.UPDATE}", job.run)
+        url, size = f"{self.args.output}/{output.UPDATE}", self.args.part_rows
+        beside = output.Store(url, job.run)
         planned = output.to_json_bytes(self.manifest)
         if not beside.has(output.MANIFEST) or beside.read(output.MANIFEST) != planned:
             self.store.remove_folder(output.UPDATE)  # what is left of an update to another input
         with beside.locked():
             beside.write(output.MANIFEST, planned)
-            missing = {*range(output.number_of_parts(self.manifest))} - {
-                number for number, _ in output.read_records(beside)
-            }
-            parts = self.corpus.parts(size, missing.__contains__)
-            parts = (replace(part, known=known[part.number * size :][: len(part.rows)]) for part in parts)
-            done = self.compute(replace(job, output=f"{self.args.output}/{output.UPDATE}"), parts, missing)
+            complete = {number for number, _ in output.read_records(beside)}
+            missing = set(range(output.number_of_parts(self.manifest))) - complete
+            parts = (
+                replace(part, known=known[part.number * size :][: len(part.rows)])
+                for part in self.corpus.parts(size, missing.__contains__)
+            )
+            done = self.compute(replace(job, output=url), parts, missing)
         if not self.is_interrupted:
             self.store.write(output.COMPLETE, b"")
             output.finish_update(self.store, self.args.format)
@@ -721,14 +690,13 @@ class Run:
         started = time.perf_counter()
         results = worker.predict(rows)
         rate, processes = len(rows) / (time.perf_counter() - started), max(len(self.devices), 1)
-        print(f"task: {self.args.task}; columns: {', '.join(['file', 'row', *job.types, *results[0]])}")
-        print(
-            f"first result: {json.dumps({name: shown(value) for name, value in results[0].items()}, ensure_ascii=False)}"
-        )
+        columns = ["file", "row", *job.types, *(results[0] if results else ())]
+        print(f"task: {self.args.task}; columns: {', '.join(columns)}")
+        first = {name: shown(value) for name, value in results[0].items()} if results else None
+        print(f"first result: {json.dumps(first, ensure_ascii=False)}")
         minutes = self.rows / rate / processes / 60
-        print(
-            f"{rate:,.0f} rows a second in one of {processes} processes; {self.rows:,} rows in all, about {minutes:,.0f} minutes. Nothing was written."
-        )
+        print(f"{rate:,.0f} rows a second in one of {processes} processes")
+        print(f"{self.rows:,} rows take about {minutes:,.0f} minutes; nothing was written")
         return 0
 
 

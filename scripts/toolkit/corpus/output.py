@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from toolkit.cli import CommandError
 from toolkit.corpus.rows import to_json_text
@@ -208,7 +208,7 @@ def read_records(store: Store, with_rows: bool = False) -> Iterator[tuple[int, d
 
 
 def read_part(store: Store, number: int) -> pa.Table:
-    """The results in a part of Parquet, with the hidden columns. Raises CommandError if it is not what the run wrote."""
+    """The results in a part of Parquet, with the hidden columns. Raises CommandError if the part has changed."""
     with parquet.ParquetFile(io.BytesIO(store.read(record_name(number)))) as file:
         hidden = file.read()
         record = json.loads(file.schema_arrow.metadata[b"record"])
@@ -219,6 +219,25 @@ def read_part(store: Store, number: int) -> pa.Table:
     for name in hidden.column_names:
         table = table.append_column(name, hidden[name])
     return table
+
+
+def find_known(records: list[tuple[int, dict]], digests: bytes) -> np.ndarray:
+    """For each row where an earlier run has the result of its text: the numbers of a part and of a row in it; -1:
+    nowhere. `(N, 2)`.
+
+    Args:
+        records: those of the earlier run, with their tables.
+        digests: of the rows, 16 bytes each.
+    """
+    empty = pa.array([], pa.binary(16))
+    old = pa.concat_arrays([empty, *(chunk for _, record in records for chunk in record["hidden"]["digest"].chunks)])
+    buffers = [None, pa.py_buffer(digests)]
+    new = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(digests) // 16, buffers)
+    found = compute.index_in(new, value_set=old).fill_null(-1).to_numpy()
+    starts = np.cumsum([0, *(len(record["hidden"]) for _, record in records)])
+    at = np.maximum(np.searchsorted(starts, found, side="right") - 1, 0)
+    parts = np.array([number for number, _ in records] or [-1])
+    return np.stack([np.where(found < 0, -1, parts[at]), found - starts[at]], axis=1)
 
 
 # ----------------------------------------------------------------------------------------------------------- manifests
@@ -289,7 +308,7 @@ def finish_update(store: Store, format: str) -> None:
 
 
 def join_arrays(store: Store, parts: int) -> None:
-    """Joins the parts of the format npy into embeddings.npy and rows.csv, with a line for each row, and removes them."""
+    """Joins the parts of the format npy into embeddings.npy and rows.csv, a line for each row, and removes them."""
     names = [part_name(number, "npy") for number in range(parts)]
     if not store.has(JOINED):
         folder = Path(store.root)

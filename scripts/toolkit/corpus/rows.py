@@ -132,7 +132,7 @@ def save_standard_input(folder: Path, format: str | None) -> str:
     return str((folder / "input").rename(folder / f"input.{format}"))
 
 
-# --------------------------------------------------------------------------------------------------------- first reading
+# -------------------------------------------------------------------------------------------------------- first reading
 
 
 @dataclass

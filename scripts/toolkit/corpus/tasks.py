@@ -141,7 +141,7 @@ def activation_of(path: str) -> torch.nn.Module:
     return known[name]
 
 
-# ------------------------------------------------------------------------------------------------ tasks without training
+# ----------------------------------------------------------------------------------------------- tasks without training
 
 
 class TextTask:
@@ -387,7 +387,7 @@ def prepare_generation(model, tokenizer, args, most: int) -> int:
         ValueError: there is no such field, or fields contradict each other.
     """
     config = model.generation_config
-    options: dict[str, Any] = {name: value for name, value in args.option}
+    options: dict[str, Any] = dict(args.option)
     options |= {name: getattr(args, name) for name in ("max_new_tokens", "num_beams") if getattr(args, name)}
     if unknown := config.update(**options):
         raise ValueError(f"--option {min(unknown)} is unknown; expected a field of GenerationConfig.")

@@ -27,13 +27,14 @@ class Answer(QuestionAnswering):
 
     def __init__(self, args, usage: Usage, columns: list[str]):
         saved = usage.fields.get("question_answering") or {}
+        saved_length = saved.get("max_length", arguments.QuestionAnsweringArguments.max_length)
         names = ("stride", "max_answer_length", "null_threshold")
         given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         usual = {name: value for name, value in saved.items() if name in names}
         own = own_arguments(arguments.QuestionAnsweringArguments, args, usage, columns, **usual | given)
-        own.max_length = max_length(
-            args, usage, saved.get("max_length", arguments.QuestionAnsweringArguments.max_length)
-        )
+        own.max_length = max_length(args, usage, saved_length)
+        if "stride" not in usual | given:  # a model may have few positions
+            own.stride = min(own.stride, own.max_length // 3)
         super().__init__(own)
         self.restore()
 

@@ -126,7 +126,7 @@ class Worker:
 
     def predict(self, rows: list[Row]) -> list[dict]:
         """The results of rows. Raises CommandError at one that cannot be used, with --on_bad_row stop."""
-        table, hidden, record = self.compute(Part(0, rows))
+        table, _, record = self.compute(Part(0, rows))
         return table.select(record["results"]).to_pylist()
 
     def run(self, part: Part) -> Done:
@@ -147,7 +147,7 @@ class Worker:
         results, faults = self.results([{**rows[place], "place": part.rows[place].place} for place in asked])
         skipped |= {asked[i]: fault(part.rows[asked[i]], reason) for i, reason in faults.items()}
         if skipped and self.job.args.on_bad_row == "stop":
-            raise CommandError(in_words(skipped[min(skipped)]) + ". --on_bad_row skip leaves such rows out")
+            raise CommandError(in_words(skipped[min(skipped)]).rstrip(".") + ". --on_bad_row skip leaves such rows out")
         kept = [place for place in rows if place not in skipped]
         computed = {place: i for i, place in enumerate(place for place in asked if place not in skipped)}
         found = self.gather(results, computed, known, kept)

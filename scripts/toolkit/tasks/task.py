@@ -211,8 +211,9 @@ class Task(ABC):
     def tune(self, rows: list[dict], examples: list[dict], outputs: list) -> None:  # noqa: B027
         """Chooses what depends on the outputs for the validation rows, such as a threshold, before `decode`."""
 
-    def save_settings(self, config) -> None:  # noqa: B027
-        """Adds to the model's configuration what predictions depend on, before the model is saved."""
+    def save_settings(self, config) -> None:
+        """Notes in the model's configuration or tokenizer what predictions depend on, before both are saved."""
+        self.tokenizer.model_max_length = self.arguments.max_length
 
     @abstractmethod
     def decode(self, rows: list[dict], examples: list[dict], outputs: list) -> list[dict]:
