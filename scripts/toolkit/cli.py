@@ -28,7 +28,6 @@ LIBRARIES = {
     "train": (
         "accelerate",
         "datasets",
-        "evaluate",
         "rapidfuzz",
         "rouge_score",
         "sacrebleu",

@@ -7,10 +7,9 @@ import pytest
 
 from support.tiny import make_task
 from toolkit.metrics import classification_metrics
-from toolkit.tasks.question_answering import Squad, best_match, best_threshold
-from toolkit.tasks.seq2seq import ErrorRate, Rouge, Sacrebleu
-from toolkit.tasks.tagging import Entities
-from toolkit.tasks.task import compute
+from toolkit.tasks.question_answering import best_match, best_threshold, squad
+from toolkit.tasks.seq2seq import error_rate, rouge, sacrebleu
+from toolkit.tasks.tagging import entity_metrics
 
 # The predicted and the true labels, accuracy, macro F1 and Matthews correlation.
 LABELS = [
@@ -72,52 +71,54 @@ def test_numbers(found, right, pearson, spearman, error):
     assert classification_metrics("regression", np.array(right), np.array(found)) == pytest.approx(expected)
 
 
-PERSON = ["B-PER", "I-PER", "O", "B-LOC"]
+def test_entities():
+    """A person and two places are there, of which one is found too short, and four entities are found."""
+    person = ["B-PER", "I-PER", "O", "B-LOC"]
+    values, table = entity_metrics([person, ["B-LOC", "O", "B-ORG"]], [person, ["B-LOC", "I-LOC", "O"]])
+    assert values == pytest.approx(
+        {"entity_precision": 2 / 4, "entity_recall": 2 / 3, "entity_f1": 4 / 7, "tag_accuracy": 5 / 7}
+    )
+    assert [list(row.values()) for row in table] == [
+        ["LOC", *[1 / 2] * 3, 2],
+        ["ORG", 0, 0, 0, 0],
+        ["PER", 1, 1, 1, 1],
+    ]
+    values, table = entity_metrics([["O", "O"]], [["O", "O"]])
+    assert (values["entity_f1"], values["tag_accuracy"], table) == (0, 1, [])
+
+
 TEXTS = {
     # 3 words of 4 and 3 are shared, and 1 pair of 3 and 2; the longest common subsequence is the reference.
-    "rouge": (Rouge, ["The cat also sat."], [["the cat sat"]], {"rouge1": 6 / 7, "rouge2": 2 / 5, "rougeL": 6 / 7}),
+    "rouge": (rouge, ["The cat also sat."], [["the cat sat"]], {"rouge1": 6 / 7, "rouge2": 2 / 5, "rougeL": 6 / 7}),
     "rouge by lines": (
-        Rouge,
+        rouge,
         ["red fox\nblue bird"],
         [["blue bird\nred fox"]],
         {"rougeL": 0.5, "rougeLsum": 1.0},
     ),
     "the best reference, without stemming": (
-        Rouge,
+        rouge,
         ["a cat", "", "cats"],
         [["a dog", "a cat"], ["a"], ["cat"]],
         {"rouge1": 1 / 3, "rouge2": 1 / 3, "rougeL": 1 / 3},
     ),
     # 5 of 6 tokens, 4 of 5 pairs and so on are in the reference, which has 7 tokens.
     "bleu": (
-        Sacrebleu,
+        sacrebleu,
         ["a b c d e x"],
         [["a b c d e f g"]],
         {"bleu": 100 * (5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25 * math.exp(1 - 7 / 6)},
     ),
-    "chrf": (Sacrebleu, ["abcd"], [["abcx"]], {"chrf": 100 * (3 / 4 + 2 / 3 + 1 / 2 + 0) / 4}),
+    "chrf": (sacrebleu, ["abcd"], [["abcx"]], {"chrf": 100 * (3 / 4 + 2 / 3 + 1 / 2 + 0) / 4}),
     "unequal numbers of references": (
-        Sacrebleu,
+        sacrebleu,
         ["the cat sat on the mat", "a bird sang in the old tree"],
         [["the cat sat on the mat"], ["no bird", "a bird sang in the old tree"]],
         {"bleu": 100, "chrf": 100},
     ),
-    "no text": (Sacrebleu, ["", ""], [["a b"], ["c", "d"]], {"bleu": 0, "chrf": 0}),
-    # A person and two places are there, of which one is found too short, and four entities are found.
-    "entities": (
-        Entities,
-        [PERSON, ["B-LOC", "O", "B-ORG"]],
-        [PERSON, ["B-LOC", "I-LOC", "O"]],
-        {
-            **{"entity_precision": 2 / 4, "entity_recall": 2 / 3, "entity_f1": 4 / 7, "tag_accuracy": 5 / 7},
-            **{"PER/precision": 1, "PER/recall": 1, "PER/f1": 1, "PER/entities": 1},
-            **{"LOC/precision": 1 / 2, "LOC/recall": 1 / 2, "LOC/f1": 1 / 2, "LOC/entities": 2},
-            **{"ORG/precision": 0, "ORG/recall": 0, "ORG/f1": 0, "ORG/entities": 0},
-        },
-    ),
-    "no entities": (Entities, [["O", "O"]], [["O", "O"]], {"entity_f1": 0, "tag_accuracy": 1}),
+    "no text": (sacrebleu, ["", ""], [["a b"], ["c", "d"]], {"bleu": 0, "chrf": 0}),
     "questions with and without answer": (
-        Squad,
+        squad,
         ["black cat", "dog", "", "guess"],
         [["cat"], ["dog"], [], []],
         {
@@ -130,7 +131,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(("metric", "found", "right", "expected"), TEXTS.values(), ids=TEXTS)
 def test_texts(metric, found, right, expected):
-    values = compute(metric, found, right)
+    values = metric(found, right)
     assert {name: values[name] for name in expected} == pytest.approx(expected)
 
 
@@ -149,7 +150,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("found", "right", "tokens", "items"), ERRORS)
 def test_error_rates(found, right, tokens, items):
-    assert compute(ErrorRate, found, right) == pytest.approx({"token_error_rate": tokens, "item_error_rate": items})
+    assert error_rate(found, right) == pytest.approx({"token_error_rate": tokens, "item_error_rate": items})
 
 
 # An answer, the right ones, the exact match and the F1.

@@ -4,13 +4,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-from toolkit.data import find_column, label_of, number_of, text_of, value_of
+from toolkit.data import canonical, find_column, label_of, number_of, text_of, value_of
 from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import NUMBER, ClassificationArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
-from toolkit.tasks.task import chunks, tokenize
+from toolkit.tasks.task import tokenize
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
@@ -28,6 +28,7 @@ class Classification(LabelTask):
     name = "text-classification"
     model_class = "ForSequenceClassification"
     lower_is_better: ClassVar = {"loss", "mean_squared_error"}
+    grouped_by = ("text", "text_pair")
     arguments: ClassificationArguments
 
     def __init__(self, arguments: ClassificationArguments):
@@ -41,17 +42,18 @@ class Classification(LabelTask):
     def find_columns(self, columns):
         flags = self.arguments
         self.text = find_column(columns, "--text_column", flags.text_column, TEXTS)
-        is_usual = flags.text_column is None and flags.text_pair_column is None
-        second = [name for name in SECOND_TEXTS if name in columns] if is_usual else [flags.text_pair_column]
-        self.pair = find_column(columns, "--text_pair_column", second[0], ()) if any(second) else None
-        self.label = None
-        for name in flags.label_columns or ():
-            find_column(columns, "--label_columns", name, ())
-        if not flags.label_columns:
-            self.label = find_column(columns, "--label_column", flags.label_column, LABELS)
-        pair = f", the second text is {self.pair!r}" if self.pair else ""
-        label = f"the label is {self.label!r}" if self.label else f"the labels are {', '.join(flags.label_columns)}"
-        return f"the text is {self.text!r}{pair}, {label}"
+        second = flags.text_pair_column
+        if second is None and flags.text_column is None:
+            second = next((name for name in SECOND_TEXTS if name in columns), None)
+        self.pair = second and find_column(columns, "--text_pair_column", second, ())
+        description = f"the text is {self.text!r}" + (f", the second text is {self.pair!r}" if self.pair else "")
+        if flags.label_columns:
+            self.label = None
+            for name in flags.label_columns:
+                find_column(columns, "--label_columns", name, ())
+            return f"{description}, the labels are {', '.join(flags.label_columns)}"
+        self.label = find_column(columns, "--label_column", flags.label_column, LABELS)
+        return f"{description}, the label is {self.label!r}"
 
     def read(self, content):
         row = {"text": text_of(content, self.text)}
@@ -91,21 +93,14 @@ class Classification(LabelTask):
         if self.problem == "single_label":
             check_labels(self.labels, self.arguments.labels is not None)
 
-    def group_key(self, row):
-        return row["text"], row.get("text_pair")
-
     def stratum(self, row):
         return row["label"] if self.problem == "single_label" else None
 
     def encode(self, rows):
-        examples: list[dict] = []
-        for _, chunk in chunks(rows):
-            texts = [row["text"] for row in chunk]
-            pairs = [row["text_pair"] for row in chunk] if self.pair else None
-            encoded = tokenize(self.tokenizer, texts, pairs, self.arguments.max_length)
-            for row, example in zip(chunk, encoded, strict=True):
-                examples.append({**example, "row": len(examples), "labels": self.target(row)})
-        return examples
+        texts = [row["text"] for row in rows]
+        pairs = [row["text_pair"] for row in rows] if self.pair else None
+        encoded = tokenize(self.tokenizer, texts, pairs, self.arguments.max_length)
+        return [{**example, "labels": self.target(row)} for row, example in zip(rows, encoded, strict=True)]
 
     def target(self, row: dict):
         """A label's number, 0 and 1 for each label, or numbers."""
@@ -127,33 +122,28 @@ class Classification(LabelTask):
         return super().open_model(problem_type=self.problem if is_number else f"{self.problem}_classification")
 
     def count(self, batch):
-        labels = batch["labels"]
-        if labels.ndim > 1:
-            return torch.tensor(labels.numel(), device=labels.device)
-        return self.weights.to(labels.device)[labels].sum()
+        is_number = self.problem == "regression"
+        return torch.ones_like(batch["labels"]).sum() if is_number else super().count(batch)
 
     def loss_of(self, logits, batch):
-        labels = batch["labels"]
         if self.problem == "regression":
-            return mse_loss(logits, labels, reduction="sum")
+            return mse_loss(logits, batch["labels"], reduction="sum")
         if self.problem == "multi_label":
-            return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        weights = self.weights.to(logits.device)
-        return cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.smoothing)
+            return binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
+        return super().loss_of(logits, batch)
 
     def outputs_of(self, logits, batch):
         return logits.tolist()
 
     def decode(self, rows, examples, outputs):
-        logits = torch.tensor(outputs)
         if self.problem == "regression":
             return [{"prediction": numbers} for numbers in outputs]
-        scores = logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
-        named = [dict(zip(self.labels, row, strict=True)) for row in scores.tolist()]
+        logits = torch.tensor(outputs)
         if self.problem == "multi_label":
+            named = [dict(zip(self.labels, row, strict=True)) for row in logits.sigmoid().tolist()]
             return [{"prediction": [label for label in row if row[label] > 0.5], "scores": row} for row in named]
-        best = [max(row, key=row.__getitem__) for row in named]
-        return [{"prediction": label, "score": row[label]} for label, row in zip(best, named, strict=True)]
+        scores, numbers = (values.tolist() for values in logits.softmax(-1).max(-1))
+        return [{"prediction": self.labels[i], "score": score} for i, score in zip(numbers, scores, strict=True)]
 
     def metrics(self, rows, predictions):
         return classification_metrics(
@@ -183,7 +173,7 @@ def check_labels(labels: list[str], are_given: bool) -> None:
 
 def one_hot(name: str, value) -> bool:
     """Whether a column of 0 and 1 has 1. Raises ValueError if it has another value."""
-    text = str(value).strip().lower()
-    if text not in ("0", "1", "0.0", "1.0", "false", "true"):
+    number = canonical(str(value))
+    if number not in (0, 1):
         raise ValueError(f"{name!r} is {value!r}; expected 0 or 1")
-    return text in ("1", "1.0", "true")
+    return number == 1

@@ -23,7 +23,6 @@ class LabelTask(Task):
 
     Attributes:
         numbers: of the labels, by name.
-        weights: of the labels in the loss.
         saved: the labels of the checkpoint; None if they are only numbered.
     """
 
@@ -59,12 +58,15 @@ class LabelTask(Task):
 
     def set_labels(self, labels: list[str]) -> None:
         self.labels, self.numbers = labels, {label: number for number, label in enumerate(labels)}
-        self.weights = class_weights(self.arguments.class_weights, labels, self.label_counts)
+        given, counts = self.arguments.class_weights, self.label_counts
+        if given == ["balanced"]:  # as in scikit-learn
+            given = [counts.total() / (len(labels) * max(counts[label], 1)) for label in labels]
+        self.weights = given and torch.tensor([float(each) for each in given])
 
     def open_model(self, **fields):
         """The model for the labels. Its head is new if the checkpoint has other labels."""
         labels = {"id2label": dict(enumerate(self.labels)), "label2id": self.numbers}
-        model = self.load(self.choose_class().from_pretrained, self.arguments.model, **labels, **fields)
+        model = super().open_model(**labels, **fields)
         if self.saved not in (None, self.labels):
             self.new_weights |= initialise_head(model)
         return model
@@ -98,25 +100,6 @@ def initialise_head(model) -> set[str]:
     return names
 
 
-def class_weights(given: list[str] | None, labels: list[str], counts: Counter[str]) -> torch.Tensor:
-    """The weight of each label in the loss, `(L,)`: numbers, or "balanced" as in scikit-learn.
-
-    Raises:
-        ValueError: one is no number of 0 or more, or all are 0.
-    """
-    if given is None:
-        return torch.ones(len(labels))
-    if given == ["balanced"]:
-        return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
-    try:
-        weights = torch.tensor([float(each) for each in given])
-    except ValueError:
-        weights = torch.tensor([-1.0])
-    if not (weights.isfinite().all() and (weights >= 0).all() and weights.any()):
-        raise ValueError(f"--class_weights is {' '.join(given)}; expected numbers of 0 or more, or balanced.")
-    return weights
-
-
 def table_by_label(labels: list[str], references: np.ndarray, predictions: np.ndarray) -> list[dict]:
     """Precision, recall, F1 and the number of rows of each label.
 
@@ -127,8 +110,6 @@ def table_by_label(labels: list[str], references: np.ndarray, predictions: np.nd
 
     with warnings.catch_warnings(action="ignore"):
         columns = precision_recall_fscore_support(references, predictions, labels=range(len(labels)), zero_division=0)
-    names = ("precision", "recall", "f1", "rows")
-    return [
-        {"label": label, **dict(zip(names, map(float, values), strict=True))}
-        for label, values in zip(labels, zip(*columns, strict=True), strict=True)
-    ]
+    names = ("label", "precision", "recall", "f1", "rows")
+    rows = zip(labels, *(column.tolist() for column in columns), strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]

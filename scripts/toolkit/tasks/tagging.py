@@ -1,19 +1,17 @@
 """Tagging the words of texts, such as named entities."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
-import evaluate
 import numpy as np
-from datasets import Features, List, Value
-from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, label_of, sorted_labels, value_of
+from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import TaggingArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
-from toolkit.tasks.task import IGNORED, chunks, compute, filled, is_token
+from toolkit.tasks.task import IGNORED, encodings, example_of, is_token
 
 WORDS = ("tokens", "words")
 TAGS = ("tags", "ner_tags", "labels")
@@ -27,6 +25,7 @@ class Tagging(LabelTask):
     name = "token-classification"
     model_class = "ForTokenClassification"
     txt_format = "conll"
+    grouped_by = ("words",)
     arguments: TaggingArguments
 
     def __init__(self, arguments: TaggingArguments):
@@ -53,9 +52,6 @@ class Tagging(LabelTask):
         check_known(tags, self.labels)
         return {"words": words, "tags": tags}
 
-    def group_key(self, row):
-        return tuple(row["words"])
-
     def labels_of(self, row):
         return row["tags"]
 
@@ -74,60 +70,26 @@ class Tagging(LabelTask):
         if room <= stride:
             raise ValueError(f"--stride is {stride}; expected less than {room}, with --max_length {length}.")
         examples: list[dict] = []
-        for start, chunk in chunks(rows):
-            encoded = self.tokenizer(
-                [row["words"] for row in chunk],
-                is_split_into_words=True,
-                truncation=True,
-                max_length=length,
-                stride=stride,
-                return_overflowing_tokens=True,
-            )
-            windows = defaultdict(list)
-            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
-                windows[i].append(encoding)
-            for i, row in enumerate(chunk):
-                first_pieces = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
-                for encoding, own in zip(windows[i], first_pieces, strict=True):
-                    examples.append(self.example(encoding, own, row["tags"], start + i))
+        encoded = encodings(
+            self.tokenizer,
+            [row["words"] for row in rows],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=length,
+            stride=stride,
+            return_overflowing_tokens=True,
+        )
+        for row, group in groupby(encoded, lambda each: each[0]):
+            windows = [encoding for _, encoding in group]
+            first_pieces = tagged_words([encoding.word_ids for encoding in windows], stride)
+            for encoding, own in zip(windows, first_pieces, strict=True):
+                targets = np.full(len(encoding.ids), IGNORED)
+                for word, i in own.items():
+                    targets[i] = self.numbers[rows[row]["tags"][word]]
+                examples.append(example_of(encoding, row) | {"labels": targets, "first_pieces": own})
         return examples
 
-    def example(self, encoding, first_pieces: dict[int, int], tags: list[str], row: int) -> dict:
-        """A window with the target of each token.
-
-        Args:
-            first_pieces: of each word that is tagged in this window, the position of its first piece.
-        """
-        targets = np.full(len(encoding.ids), IGNORED)
-        for i, word in enumerate(encoding.word_ids):
-            if word in first_pieces and self.arguments.label_all_pieces:
-                inside = tags[word].replace("B-", "I-", 1)
-                targets[i] = self.numbers[inside if inside in self.numbers else tags[word]]
-        for word, i in first_pieces.items():
-            targets[i] = self.numbers[tags[word]]
-        ids = np.array(encoding.ids, dtype=np.int32)
-        example = {"input_ids": ids, "length": len(ids), "row": row, "cut": 0}
-        return example | {"labels": targets, "first_pieces": first_pieces}
-
-    def collate(self, examples, seed=()):
-        batch = super().collate(examples)
-        return batch | {"labels": filled(batch["attention_mask"].bool().numpy(), examples, "labels", IGNORED)}
-
-    # -- model, loss and metrics
-
-    def count(self, batch):
-        labels = batch["labels"]
-        return self.weights.to(labels.device)[labels[labels != IGNORED]].sum()
-
-    def loss_of(self, logits, batch):
-        return cross_entropy(
-            logits.flatten(0, 1),
-            batch["labels"].flatten(),
-            self.weights.to(logits.device),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.smoothing,
-        )
+    # -- predictions and metrics
 
     def outputs_of(self, logits, batch):
         return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), is_token(batch), strict=True)]
@@ -144,12 +106,9 @@ class Tagging(LabelTask):
     def metrics(self, rows, predictions):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if self.has_entities:
-            return {name: value for name, value in compute(Entities, found, right).items() if "/" not in name}
-        from sklearn.metrics import f1_score
-
-        flat_found, flat_right = self.flat(found), self.flat(right)
-        f1 = f1_score(flat_right, flat_found, average="macro", zero_division=0)
-        return {"f1_macro": float(f1), "tag_accuracy": float((flat_found == flat_right).mean())}
+            return entity_metrics(found, right)[0]
+        values = classification_metrics("single_label", self.flat(right), self.flat(found))
+        return {"f1_macro": values["f1_macro"], "tag_accuracy": values["accuracy"]}
 
     def flat(self, tags: list[list[str]]) -> np.ndarray:
         return np.array([self.numbers[tag] for row in tags for tag in row])
@@ -158,12 +117,7 @@ class Tagging(LabelTask):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if not self.has_entities:
             return table_by_label(self.labels, self.flat(right), self.flat(found))
-        values = compute(Entities, found, right)
-        types = dict.fromkeys(name.partition("/")[0] for name in values if "/" in name)
-        return [
-            {"label": kind, **{name: values[f"{kind}/{name}"] for name in ("precision", "recall", "f1", "entities")}}
-            for kind in types
-        ]
+        return entity_metrics(found, right)[1]
 
 
 def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int, int]]:
@@ -207,8 +161,7 @@ def list_of(content: dict, column: str) -> list:
 def check_iob2(tags: Sequence[str]) -> None:
     """Raises ValueError unless every entity begins with B- and continues with I- of its type (IOB2: Tjong Kim Sang &
     Veenstra 1999, section 2)."""
-    before = OUTSIDE
-    for number, tag in enumerate(tags, 1):
+    for number, (before, tag) in enumerate(pairwise([OUTSIDE, *tags]), 1):
         if tag != OUTSIDE and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
             raise ValueError(
                 f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE. Pass --scheme plain for other tags"
@@ -217,15 +170,13 @@ def check_iob2(tags: Sequence[str]) -> None:
             raise ValueError(
                 f"tag {number} is {tag} after {before}; expected B-{tag[2:]}. Pass --scheme iob1 for such tags"
             )
-        before = tag
 
 
 def to_iob2(tags: Sequence[str]) -> list[str]:
     """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
-    before = [OUTSIDE, *tags[:-1]]
     return [
-        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-        for last, tag in zip(before, tags, strict=True)
+        f"B-{tag[2:]}" if tag.startswith("I-") and before[2:] != tag[2:] else tag
+        for before, tag in pairwise([OUTSIDE, *tags])
     ]
 
 
@@ -235,25 +186,24 @@ def iob_tags(tags: Iterable[str]) -> list[str]:
     return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
 
 
-class Entities(evaluate.Metric):
-    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). An entity is
-    correct if its first word, its last word and its type are. tag_accuracy: the share of words with the correct tag.
-    For each type T: T/precision, T/recall, T/f1 and T/entities, their number."""
+def entity_metrics(predictions: list[list[str]], references: list[list[str]]) -> tuple[dict[str, float], list[dict]]:
+    """The metrics of entities. An entity is correct if its first word, its last word and its type are.
 
-    def _info(self):
-        features = Features(dict.fromkeys(("predictions", "references"), List(Value("string"))))
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+    Returns:
+        entity_precision, entity_recall, entity_f1, over all types together (micro average), and tag_accuracy, the share
+        of words with the correct tag; and for each type its precision, recall and F1, and its number of entities.
+    """
+    from seqeval.metrics import accuracy_score, classification_report
 
-    def _compute(self, predictions, references):
-        from seqeval.metrics import accuracy_score, classification_report
-
-        with warnings.catch_warnings(action="ignore"):
-            report = classification_report(references, predictions, output_dict=True, zero_division=0)
-        total = report.pop("micro avg")
-        ours = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
-        values = {f"entity_{name}": total[theirs] for name, theirs in ours.items()}
-        values["tag_accuracy"] = accuracy_score(references, predictions)
-        for kind in sorted(report.keys() - {"macro avg", "weighted avg"}):
-            named = {**ours, "entities": "support"}
-            values |= {f"{kind}/{name}": report[kind][theirs] for name, theirs in named.items()}
-        return values
+    with warnings.catch_warnings(action="ignore"):
+        report = classification_report(references, predictions, output_dict=True, zero_division=0)
+    names = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
+    total = report.pop("micro avg")
+    values = {f"entity_{ours}": float(total[theirs]) for ours, theirs in names.items()}
+    values["tag_accuracy"] = float(accuracy_score(references, predictions))
+    table = [
+        {"label": kind, **{ours: float(own[theirs]) for ours, theirs in names.items()}, "entities": int(own["support"])}
+        for kind, own in report.items()
+        if kind not in ("macro avg", "weighted avg")
+    ]
+    return values, table
