@@ -663,7 +663,7 @@ def train(run: Run) -> None:
     progress, arguments = run.progress, run.arguments
     run.accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(arguments).items()})
     run.model.train()
-    with stopped_by_signals(run), progress_bar(run) as bar:
+    with handling_stop_signals(partial(receive, run)), progress_bar(run) as bar:
         began = time.monotonic()
         while not progress.finished:
             per_epoch = len(batches(run, progress.epoch))
@@ -693,9 +693,10 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
         CommandError: the loss is not finite.
     """
     import torch
+    from accelerate.utils import send_to_device
 
     accelerator, task = run.accelerator, run.task
-    moved = [(to_device(batch, accelerator.device), float(bool(own))) for own, batch in update]
+    moved = [(send_to_device(batch, accelerator.device, True), float(bool(own))) for own, batch in update]
     count = accelerator.reduce(sum(task.count(batch).float() * share for batch, share in moved), "sum")
     # Accelerate divides by the batches of an update, and averages the gradients of the processes.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes / count.clamp(min=1e-9)
@@ -770,16 +771,10 @@ def between_updates(run: Run, bar) -> None:
         )
 
 
-@contextmanager
-def stopped_by_signals(run: Run) -> Iterator[None]:
+def receive(run: Run, number: int, _) -> None:
     """Makes SIGTERM and SIGINT (Ctrl-C) save a checkpoint and end the run. A second signal ends it at once."""
-
-    def stop(number, _):
-        run.received = number
-        signal.signal(number, signal.SIG_DFL)
-
-    with handling_stop_signals(stop):
-        yield
+    run.received = number
+    signal.signal(number, signal.SIG_DFL)
 
 
 def progress_bar(run: Run):
@@ -807,8 +802,12 @@ def log(run: Run, bar, loss: float, tokens: int) -> None:
     if progress.step % run.arguments.logging_steps == 0 or progress.finished:
         point = {"loss": sum(progress.window) / len(progress.window), "learning_rate": rate}
         progress.window.clear()
-        progress.history.append({"step": progress.step, "train": point})
-        run.accelerator.log({f"train/{name}": value for name, value in point.items()}, progress.step)
+        add_to_curves(run, "train", point)
+
+
+def add_to_curves(run: Run, split: str, point: dict[str, float]) -> None:
+    run.progress.history.append({"step": run.progress.step, split: point})
+    run.accelerator.log({f"{split}/{name}": value for name, value in point.items()}, run.progress.step)
 
 
 # ========================================================================================================== evaluation
@@ -821,7 +820,7 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
         CommandError: an output is not finite.
     """
     import torch
-    from accelerate.utils import gather_object
+    from accelerate.utils import gather_object, send_to_device
 
     from toolkit.training import evaluation_batches
 
@@ -833,7 +832,7 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     with torch.no_grad():
         for numbers in evaluation_batches(lengths, size, accelerator.process_index, accelerator.num_processes):
             # Sharded models expect all processes in each call: one without a row takes another, which does not count.
-            batch = to_device(task.collate([examples[i] for i in numbers or [0]]), accelerator.device)
+            batch = send_to_device(task.collate([examples[i] for i in numbers or [0]]), accelerator.device, True)
             outputs, loss = task.predict(run.model, batch)
             if not loss.isfinite():
                 bad += [examples[i] for i in numbers]
@@ -868,8 +867,7 @@ def evaluate_between(run: Run, bar) -> bool:
     progress.stopped_early = progress.without_better >= (run.arguments.early_stopping_patience or math.inf)
     if is_best:
         progress.best, progress.best_step = value, progress.step
-    progress.history.append({"step": progress.step, "validation": metrics})
-    run.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
+    add_to_curves(run, "validation", metrics)
     if run.accelerator.is_main_process:
         bar.write(f"step {progress.step:,}: {in_words(metrics)}{' (best)' if is_best else ''}")
     return is_best
@@ -877,10 +875,6 @@ def evaluate_between(run: Run, bar) -> bool:
 
 def in_words(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-def to_device(batch: dict, device) -> dict:
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 # =============================================================================================================== files

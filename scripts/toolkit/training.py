@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -259,12 +260,15 @@ class Progress:
             )
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of a run: `checkpoint-STEP` in its folder. Each is written under a temporary name and renamed
     when it is complete, so that an interruption leaves complete ones only."""
 
-    def __init__(self, folder: Path, accelerator, schedule, keep: int | None):
-        self.folder, self.accelerator, self.schedule, self.keep = folder, accelerator, schedule, keep
+    folder: Path
+    accelerator: Any
+    schedule: Any
+    keep: int | None
 
     def complete(self) -> list[Path]:
         """The oldest first."""

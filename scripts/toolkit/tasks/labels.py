@@ -23,7 +23,7 @@ class LabelTask(Task):
 
     Attributes:
         numbers: of the labels, by name.
-        saved: the labels of the checkpoint; None if they are only numbered.
+        saved: the labels of the checkpoint in the order of its model head.
     """
 
     arguments: LabelArguments
@@ -31,8 +31,11 @@ class LabelTask(Task):
     def __init__(self, arguments: LabelArguments):
         super().__init__(arguments)
         self.labels = arguments.labels
-        names = saved_labels(arguments.model)
-        self.saved = None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
+        names = read_config(arguments.model).get("id2label") or {
+            "0": "LABEL_0",
+            "1": "LABEL_1",
+        }  # which it does not save
+        self.saved = [str(names[number]) for number in sorted(names, key=int)]
 
     @abstractmethod
     def labels_of(self, row: dict) -> list[str]:
@@ -48,13 +51,13 @@ class LabelTask(Task):
         yield from label_warnings(self.label_counts)
         found = self.ordered(self.label_counts)
         if self.labels is None:
-            self.labels = self.saved if sorted(self.saved or []) == sorted(found) else found
+            self.labels = self.saved if sorted(self.saved) == sorted(found) else found
         self.set_labels(self.labels)
 
     def restore(self):
         report = Path(self.arguments.model, "metrics.json")
         self.label_counts = Counter(read_json_object(report).get("label_counts") if report.is_file() else None)
-        self.set_labels(saved_labels(self.arguments.model))
+        self.set_labels(self.saved)
 
     def set_labels(self, labels: list[str]) -> None:
         self.labels, self.numbers = labels, {label: number for number, label in enumerate(labels)}
@@ -67,15 +70,10 @@ class LabelTask(Task):
         """The model for the labels. Its head is new if the checkpoint has other labels."""
         labels = {"id2label": dict(enumerate(self.labels)), "label2id": self.numbers}
         model = super().open_model(**labels, **fields)
-        if self.saved not in (None, self.labels):
+        is_numbered = all(re.fullmatch(r"LABEL_\d+", name) for name in self.saved)
+        if self.saved != self.labels and not is_numbered:
             self.new_weights |= initialise_head(model)
         return model
-
-
-def saved_labels(source: str) -> list[str]:
-    """The labels of a checkpoint in the order of its model head."""
-    names = read_config(source).get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which config.json does not save
-    return [str(names[number]) for number in sorted(names, key=int)]
 
 
 def check_known(labels: Sequence[str], known: list[str] | None) -> None:

@@ -98,8 +98,8 @@ class MaskedLM(Task):
         chosen = (random.random(len(ids))[words] < CHOSEN) & ~self.is_special[ids]
         kind = random.random(len(ids))
         others = random.choice(self.ordinary, len(ids))
-        changed = np.where(chosen & (kind >= 1 - RANDOM), others, ids)
-        changed = np.where(chosen & (kind < MASKED), self.tokenizer.mask_token_id, changed)
+        cases = [~chosen, kind < MASKED, kind >= 1 - RANDOM]
+        changed = np.select(cases, [ids, self.tokenizer.mask_token_id, others], ids)
         return {**example, "input_ids": changed, "labels": np.where(chosen, ids, IGNORED)}
 
     # -- model, loss and metrics
