@@ -15,8 +15,6 @@ Exit code: 0 trained; 1 the training failed; 2 wrong arguments or data; 130 or 1
 checkpoint was saved: --resume_from_checkpoint continues.
 """
 
-import csv
-import importlib.metadata
 import json
 import logging
 import math
@@ -33,18 +31,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.cli import (
-    CommandError,
-    about,
-    continuing_when_output_is_closed,
-    handling_stop_signals,
-    is_expected,
-    missing_library,
-    one_line,
-)
-from toolkit.files import find_shipped, write_json, write_text
+import yaml
+from filelock import FileLock, Timeout
+
+from toolkit.cli import CommandError, Parser, about, continuing_when_output_is_closed, handling_stop_signals
+from toolkit.files import find_shipped, to_json, write_json, write_text
+from toolkit.paths import is_hub_id, public_path, with_paths
 from toolkit.tasks import ARGUMENTS, task_class
-from toolkit.tasks.arguments import Problems, TaskArguments, flag
+from toolkit.tasks.arguments import Problems, TaskArguments, flag, problems_of_numbers
+
+COMMAND = Parser(__file__, __doc__)
+if (rank := os.environ.get("RANK", "0")) != "0":
+    COMMAND.prog += f" (process {rank})"
 
 RECIPE, METRICS = "recipe.yaml", "metrics.json"
 
@@ -127,75 +125,56 @@ class TrainingArguments:
         """For each rule, whether it is broken, and what is wrong then."""
         yield self.output_dir is None, "--output_dir is missing; expected the folder to write."
         yield self.bf16 and self.fp16, "--bf16 and --fp16 are given; expected one of them."
-        yield self.max_steps == 0 or self.max_steps < -1, f"--max_steps is {self.max_steps}; expected 1 or more, or -1."
+        yield self.max_steps == 0, "--max_steps is 0; expected 1 or more, or -1."
+        yield self.num_train_epochs == 0, "--num_train_epochs is 0; expected more."
         yield (
             self.eval_strategy == "steps" and self.eval_steps is None,
-            ("--eval_strategy is steps; expected --eval_steps with it."),
+            "--eval_strategy is steps; expected --eval_steps with it.",
         )
         yield (
             self.eval_strategy != "steps" and self.eval_steps is not None,
-            ("--eval_steps is given; expected --eval_strategy steps with it."),
+            "--eval_steps is given; expected --eval_strategy steps with it.",
         )
         yield bool(self.lora_rank and self.freeze), "--lora_rank and --freeze are given; expected one of them."
         yield (
             self.push_to_hub and (self.hub_model_id or "").count("/") != 1,
-            ("--push_to_hub is given; expected --hub_model_id user/name with it."),
+            "--push_to_hub is given; expected --hub_model_id user/name with it.",
         )
-        yield not 0 <= self.seed < 2**32, f"--seed is {self.seed}; expected 0 to 2**32 - 1."
+        yield self.seed >= 2**32, f"--seed is {self.seed}; expected 0 to 2**32 - 1."
         yield (
-            not 0 <= self.label_smoothing_factor < 1,
-            (f"--label_smoothing_factor is {self.label_smoothing_factor}; expected 0 or more, below 1."),
+            self.label_smoothing_factor >= 1,
+            f"--label_smoothing_factor is {self.label_smoothing_factor}; expected 0 or more, below 1.",
         )
-        for each in fields(self):
-            value, least = getattr(self, each.name), LEAST.get(each.name, 0)
-            if isinstance(value, int | float) and each.name != "max_steps":
-                yield not least <= value < math.inf, f"--{each.name} is {value}; expected {least} or more."
-        yield self.num_train_epochs == 0, "--num_train_epochs is 0; expected more."
-
-
-LEAST = dict.fromkeys(
-    (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "eval_steps",
-        "save_steps",
-        "save_total_limit",
-        "early_stopping_patience",
-        "logging_steps",
-    ),
-    1,
-)
 
 
 def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
     """The rules between the arguments: whether each is broken, and what is wrong then."""
-    yield from data.problems()
-    yield from arguments.problems()
-    has_validation = bool(data.validation_file or data.validation_split or data.validation_fraction)
-    has_test = bool(data.test_file or data.test_split)
+    for own in (data, arguments):
+        yield from problems_of_numbers(own)
+        yield from own.problems()
+    has_rows = data.has_validation or data.has_test
     is_new = getattr(data, "config_name", None) is not None
     yield data.model is None and not is_new, "--model is missing; expected a folder or a hub id."
     yield (
         is_new and bool(arguments.freeze or arguments.lora_rank),
-        ("--freeze or --lora_rank is given with --config_name, whose weights are random; expected --model."),
+        "--freeze or --lora_rank is given with --config_name, whose weights are random; expected --model.",
     )
     yield (
         not (data.train_file or data.dataset or arguments.evaluate_only),
-        ("--train_file is missing; expected files, or --dataset."),
+        "--train_file is missing; expected files, or --dataset.",
     )
     yield (
-        arguments.evaluate_only and not (has_validation or has_test),
-        ("--evaluate_only is given; expected validation or test rows with it."),
+        arguments.evaluate_only and not has_rows,
+        "--evaluate_only is given; expected validation or test rows with it.",
     )
     yield (
         arguments.evaluate_only and data.validation_fraction is not None,
-        ("--validation_fraction is given with --evaluate_only; expected --validation_file or --test_file."),
+        "--validation_fraction is given with --evaluate_only; expected --validation_file or --test_file.",
     )
     smooths = data.smooths_labels and getattr(data, "problem", "single_label") == "single_label"
     yield (
         arguments.label_smoothing_factor > 0 and not smooths,
-        ("--label_smoothing_factor is given; expected a task with one label for each text, word or token."),
+        "--label_smoothing_factor is given; expected a task with one label for each text, word or token.",
     )
     yield (
         arguments.early_stopping_patience is not None and arguments.eval_strategy == "no",
@@ -203,12 +182,12 @@ def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
     )
     for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
         yield (
-            getattr(arguments, name) is not None and not has_validation,
-            (f"--{name} is given; expected validation rows with it."),
+            getattr(arguments, name) is not None and not data.has_validation,
+            f"--{name} is given; expected validation rows with it.",
         )
     yield (
-        data.max_eval_samples is not None and not (has_validation or has_test),
-        ("--max_eval_samples is given; expected validation or test rows with it."),
+        data.max_eval_samples is not None and not has_rows,
+        "--max_eval_samples is given; expected validation or test rows with it.",
     )
 
 
@@ -219,14 +198,16 @@ def parse(argv: list[str]) -> tuple[str, TaskArguments, TrainingArguments]:
         sys.exit(0)
     task = argv[0]
     if task not in ARGUMENTS:
-        fail(f"the task is {task}; expected one of {', '.join(ARGUMENTS)}. `train.py --help` shows how to start.")
+        COMMAND.error(
+            f"the task is {task}; expected one of {', '.join(ARGUMENTS)}. `train.py --help` shows how to start."
+        )
     try:
         data, arguments = parse_arguments(task, argv[1:])
-        message = next((message for is_broken, message in rules(data, arguments) if is_broken), None)
     except (OSError, ValueError) as error:
-        message = error
-    if message is not None:
-        fail(message)
+        COMMAND.error(error)
+    for is_broken, message in rules(data, arguments):
+        if is_broken:
+            COMMAND.error(message)
     return task, data, arguments
 
 
@@ -236,23 +217,20 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
     from transformers import HfArgumentParser  # it takes a second
 
     parser = HfArgumentParser((ARGUMENTS[task], TrainingArguments), prog=f"train.py {task}", allow_abbrev=False)
-    parser.error = fail
+    parser.error = COMMAND.error
     if given and not given[0].startswith("-"):
         given = recipe_arguments(find_shipped(given[0])) + given[1:]
-    data, arguments, unknown = parse_known(parser, given)
+    parse_known = partial(parser.parse_args_into_dataclasses, return_remaining_strings=True, look_for_args_file=False)
+    data, arguments, unknown = parse_known(given)
     if arguments.evaluate_only and (of_model := Path(data.model or "", RECIPE)).is_file():
         names = {each.name for each in fields(ARGUMENTS[task])} - DATA - NEW_MODEL
-        data, arguments, unknown = parse_known(parser, recipe_arguments(of_model, names) + given)
+        data, arguments, unknown = parse_known(recipe_arguments(of_model, names) + given)
     if unknown:
         raise ValueError(
             f"{unknown[0]}, on the command line or in the recipe, is unknown; `train.py {task} --help` lists the "
             "arguments. A recipe follows the task directly."
         )
     return data, arguments
-
-
-def parse_known(parser, given: list[str]) -> tuple:
-    return parser.parse_args_into_dataclasses(given, return_remaining_strings=True, look_for_args_file=False)
 
 
 # What --evaluate_only does not take from the recipe of the model.
@@ -274,8 +252,6 @@ def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
     Args:
         names: those to return; None: all.
     """
-    import yaml
-
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -294,35 +270,11 @@ def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
     return arguments
 
 
-def fail(message: object) -> None:
-    """Ends the program with one line on standard error and exit code 2."""
-    report(message)
-    sys.exit(2)
-
-
-def report(message: object) -> None:
-    rank = os.environ.get("RANK", "0")
-    print(f"train.py{'' if rank == '0' else f' (process {rank})'}: {one_line(message)}", file=sys.stderr)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the training. Returns the exit code."""
-    task, data, arguments = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        with continuing_when_output_is_closed():
-            run(task, data, arguments)
-    except CommandError as error:
-        report(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        report("interrupted")
-        return 130
-    except Exception as error:
-        if not is_expected(error):
-            raise
-        report(missing_library(error) or error)
-        return 2
-    return 0
+    given = parse(sys.argv[1:] if argv is None else argv)
+    with continuing_when_output_is_closed():
+        return COMMAND.run(lambda: run(*given))
 
 
 # ================================================================================================================= run
@@ -378,7 +330,9 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # weights that are tied are saved once
     check_sources(data)
     task = task_class(task_name)(data)
-    check_metric(task, arguments.metric_for_best_model)
+    metrics, given = [*task.metric_names, "loss"], arguments.metric_for_best_model
+    if given is not None and given not in metrics:
+        raise ValueError(f"--metric_for_best_model is {given}; expected one of {', '.join(metrics)}.")
     if arguments.evaluate_only:
         task.restore()
     task.say = accelerator.print
@@ -401,13 +355,6 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
             write_recipe(this)
             train(this)
         finish(this)
-
-
-def check_metric(task, given: str | None) -> None:
-    """Raises ValueError if the task does not have the metric that selects the best model."""
-    names = [*task.metric_names, "loss"]
-    if given is not None and given not in names:
-        raise ValueError(f"--metric_for_best_model is {given}; expected one of {', '.join(names)}.")
 
 
 def check_sources(data: TaskArguments) -> None:
@@ -450,8 +397,6 @@ LOCK = ".lock"
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Creates the folder. Only one run at a time has it."""
-    from filelock import FileLock, Timeout
-
     output.mkdir(parents=True, exist_ok=True)
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -499,7 +444,12 @@ def make_accelerator(arguments: TrainingArguments):
 
 
 def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
-    """The rows of each split. Prints what is read as what, the labels, and what looks wrong in them."""
+    """The rows of each split, with all columns of the file for the predictions. Prints what is read as what, the
+    labels, and what looks wrong in them."""
+
+    def read(content: dict) -> dict:
+        return {**task.read(content), "columns": content}
+
     data = task.arguments
     rows: dict[str, list[dict]] = {}
     found = sources(task, arguments.evaluate_only)
@@ -509,7 +459,7 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
     for split, source in found.items():
         if not rows:
             say(f"{source}: {task.find_columns(source.columns())}")
-        rows[split] = list(source.valid_rows(partial(read_row, task), data.on_bad_row, say))
+        rows[split] = list(source.valid_rows(read, data.on_bad_row, say))
         if split == "train":
             # The validation and test rows may have these labels only.
             for remark in task.prepare(rows[split]):
@@ -519,22 +469,16 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
     return rows
 
 
-def read_row(task, content: dict) -> dict:
-    """The fields of a row, with all columns of the file for the predictions."""
-    return {**task.read(content), "columns": content}
-
-
 def hold_out_rows(task, rows: list[dict], say) -> tuple[list[dict], list[dict]]:
     """The rows to train on, and those to validate on. Equal texts, and rows of a group, are on the same side."""
     from toolkit.data import hold_out, value_of
 
     data = task.arguments
-    keys = [task.group_key(row) for row in rows]
-    copies = len(keys) - len(set(keys))
+    keys = [[str([row.get(name) for name in task.grouped_by])] for row in rows]
+    copies = len(rows) - len({key for (key,) in keys})
     if data.group_column:
-        keys = [(key, value_of(row["columns"], data.group_column)) for key, row in zip(keys, rows, strict=True)]
-    else:
-        keys = [(key,) for key in keys]
+        for key, row in zip(keys, rows, strict=True):
+            key.append(value_of(row["columns"], data.group_column))
     strata = [task.stratum(row) for row in rows]
     kept, held_out = hold_out(keys, strata, data.validation_fraction, data.split_seed)
     held_out = held_out[: data.max_eval_samples]
@@ -602,19 +546,19 @@ def show_inputs(run: Run) -> None:
 
 def make_model(run: Run) -> None:
     """Opens the model. Prints which modules are new, and therefore random."""
-    from toolkit.tasks.task import modules_of
     from toolkit.training import add_lora, freeze
 
     task, arguments = run.task, run.arguments
     model = task.open_model()
     positions = model.config.max_position_embeddings
-    for name in ("max_length", "max_target_length", "max_new_tokens"):
+    for name in ("max_length", "max_target_length"):
         if (getattr(run.data, name, None) or 0) > positions:
             raise ValueError(
                 f"--{name} is {getattr(run.data, name)}; expected at most {positions}, the model's positions."
             )
     if task.new_weights:
-        new = ", ".join(modules_of(task.new_weights))
+        modules = {name.rpartition(".")[0] for name in task.new_weights}
+        new = ", ".join(sorted({".".join(name.split(".")[:3]) for name in modules}))
         if arguments.evaluate_only:
             raise ValueError(
                 f"--model {run.data.model} has no weights of {new}; expected a model trained for this task."
@@ -630,7 +574,6 @@ def make_model(run: Run) -> None:
 
 def make_optimizer_and_checkpoints(run: Run) -> None:
     """The optimizer, the learning-rate schedule, and the state of a run that has not begun."""
-    from toolkit.paths import with_paths
     from toolkit.training import Checkpoints, Progress, fingerprint, make_optimizer, make_schedule, prepare
 
     arguments, accelerator = run.arguments, run.accelerator
@@ -672,13 +615,9 @@ def resume(run: Run) -> None:
 
 def write_recipe(run: Run) -> None:
     """Writes the arguments of this run, with absolute paths, so that it can be repeated from any folder."""
-    import yaml
-
-    from toolkit.paths import with_paths
-
     if run.accelerator.is_main_process:
         recipe = with_paths(asdict(run.data) | asdict(run.arguments), absolute)
-        recipe = {name: value for name, value in recipe.items() if name not in ("resume_from_checkpoint", "dry_run")}
+        del recipe["resume_from_checkpoint"]
         write_text(run.output / RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
 
 
@@ -724,7 +663,7 @@ def train(run: Run) -> None:
     progress, arguments = run.progress, run.arguments
     run.accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(arguments).items()})
     run.model.train()
-    with stopped_by_signals(run), progress_bar(run) as bar:
+    with handling_stop_signals(partial(receive, run)), progress_bar(run) as bar:
         began = time.monotonic()
         while not progress.finished:
             per_epoch = len(batches(run, progress.epoch))
@@ -751,12 +690,13 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
         The loss and the number of non-padding tokens, over all processes.
 
     Raises:
-        TrainingError: the loss is not finite.
+        CommandError: the loss is not finite.
     """
     import torch
+    from accelerate.utils import send_to_device
 
     accelerator, task = run.accelerator, run.task
-    moved = [(to_device(batch, accelerator.device), float(bool(own))) for own, batch in update]
+    moved = [(send_to_device(batch, accelerator.device, True), float(bool(own))) for own, batch in update]
     count = accelerator.reduce(sum(task.count(batch).float() * share for batch, share in moved), "sum")
     # Accelerate divides by the batches of an update, and averages the gradients of the processes.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes / count.clamp(min=1e-9)
@@ -784,7 +724,7 @@ def step(run: Run, update: list[tuple[list[dict], dict]]) -> None:
     """Clips the gradient, and updates the weights and the learning rate.
 
     Raises:
-        TrainingError: the gradient is not finite.
+        CommandError: the gradient is not finite.
     """
     accelerator = run.accelerator
     if run.arguments.max_grad_norm:
@@ -797,30 +737,29 @@ def step(run: Run, update: list[tuple[list[dict], dict]]) -> None:
     run.optimizer.zero_grad()
 
 
-def not_finite(run: Run, what: str, examples: list[dict]) -> CommandError:
+def not_finite(run: Run, what: str, examples: list[dict], split: str = "train") -> CommandError:
     """The error about a loss, gradient or output that is not finite, with the rows of all processes."""
     from accelerate.utils import gather_object
 
-    from toolkit.training import TrainingError
-
-    rows = gather_object([run.rows[example.get("split", "train")][example["row"]]["place"] for example in examples])
+    rows = gather_object([run.rows[split][example["row"]]["place"] for example in examples])
     more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
     step, advice = "", "use another model"
     if run.progress is not None:
         step, advice = f" at step {run.progress.step + 1}", "train anew with a lower --learning_rate"
-    return TrainingError(
-        f"the {what} is not finite{step}, in {'; '.join(rows[:8])}{more}. Correct these rows, or {advice}."
+    return CommandError(
+        f"the {what} is not finite{step}, in {'; '.join(rows[:8])}{more}. Correct these rows, or {advice}.",
+        exit_code=1,
     )
 
 
 def between_updates(run: Run, bar) -> None:
     """Evaluates and saves when it is time, and ends the run after a signal."""
     progress, arguments = run.progress, run.arguments
-    is_end = progress.batch == 0 or progress.finished
-    is_time = {"epoch": is_end, "steps": progress.step % (arguments.eval_steps or 1) == 0, "no": False}
+    is_time = {"epoch": progress.batch == 0 or progress.finished, "no": False}
+    is_time["steps"] = progress.step % (arguments.eval_steps or 1) == 0
     evaluates = "validation" in run.rows and is_time[arguments.eval_strategy]
     is_best = evaluates and evaluate_between(run, bar) and arguments.load_best_model_at_end
-    is_time = {"epoch": is_end, "steps": progress.step % arguments.save_steps == 0, "no": False}
+    is_time["steps"] = progress.step % arguments.save_steps == 0
     is_due = is_best or progress.finished or is_time[arguments.save_strategy]
     if is_due and arguments.save_strategy != "no":
         run.checkpoints.save(progress)
@@ -832,16 +771,10 @@ def between_updates(run: Run, bar) -> None:
         )
 
 
-@contextmanager
-def stopped_by_signals(run: Run) -> Iterator[None]:
+def receive(run: Run, number: int, _) -> None:
     """Makes SIGTERM and SIGINT (Ctrl-C) save a checkpoint and end the run. A second signal ends it at once."""
-
-    def stop(number, _):
-        run.received = number
-        signal.signal(number, signal.SIG_DFL)
-
-    with handling_stop_signals(stop):
-        yield
+    run.received = number
+    signal.signal(number, signal.SIG_DFL)
 
 
 def progress_bar(run: Run):
@@ -869,8 +802,12 @@ def log(run: Run, bar, loss: float, tokens: int) -> None:
     if progress.step % run.arguments.logging_steps == 0 or progress.finished:
         point = {"loss": sum(progress.window) / len(progress.window), "learning_rate": rate}
         progress.window.clear()
-        progress.history.append({"step": progress.step, "train": point})
-        run.accelerator.log({f"train/{name}": value for name, value in point.items()}, progress.step)
+        add_to_curves(run, "train", point)
+
+
+def add_to_curves(run: Run, split: str, point: dict[str, float]) -> None:
+    run.progress.history.append({"step": run.progress.step, split: point})
+    run.accelerator.log({f"{split}/{name}": value for name, value in point.items()}, run.progress.step)
 
 
 # ========================================================================================================== evaluation
@@ -880,10 +817,10 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     """The metrics of a split, and the prediction of each row in order. All processes return the same.
 
     Raises:
-        TrainingError: an output is not finite.
+        CommandError: an output is not finite.
     """
     import torch
-    from accelerate.utils import gather_object
+    from accelerate.utils import gather_object, send_to_device
 
     from toolkit.training import evaluation_batches
 
@@ -895,10 +832,10 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     with torch.no_grad():
         for numbers in evaluation_batches(lengths, size, accelerator.process_index, accelerator.num_processes):
             # Sharded models expect all processes in each call: one without a row takes another, which does not count.
-            batch = to_device(task.collate([examples[i] for i in numbers or [0]]), accelerator.device)
+            batch = send_to_device(task.collate([examples[i] for i in numbers or [0]]), accelerator.device, True)
             outputs, loss = task.predict(run.model, batch)
             if not loss.isfinite():
-                bad += [{**examples[i], "split": split} for i in numbers]
+                bad += [examples[i] for i in numbers]
             if numbers:
                 found += zip(numbers, outputs, strict=True)
                 sums.append((loss.item(), task.count(batch).item()))
@@ -906,7 +843,7 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     in_order = dict(gather_object(found))
     losses, counts = zip(*gather_object(sums), strict=True)
     if not all(map(math.isfinite, losses)):
-        raise not_finite(run, f"{split} loss", bad)
+        raise not_finite(run, f"{split} loss", bad, split)
     outputs = [in_order[i] for i in range(len(examples))]
     if split == "validation":
         task.tune(run.rows[split], examples, outputs)
@@ -930,8 +867,7 @@ def evaluate_between(run: Run, bar) -> bool:
     progress.stopped_early = progress.without_better >= (run.arguments.early_stopping_patience or math.inf)
     if is_best:
         progress.best, progress.best_step = value, progress.step
-    progress.history.append({"step": progress.step, "validation": metrics})
-    run.accelerator.log({f"validation/{name}": value for name, value in metrics.items()}, progress.step)
+    add_to_curves(run, "validation", metrics)
     if run.accelerator.is_main_process:
         bar.write(f"step {progress.step:,}: {in_words(metrics)}{' (best)' if is_best else ''}")
     return is_best
@@ -939,10 +875,6 @@ def evaluate_between(run: Run, bar) -> bool:
 
 def in_words(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-def to_device(batch: dict, device) -> dict:
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 # =============================================================================================================== files
@@ -971,11 +903,9 @@ def finish(run: Run) -> None:
 
 
 def check_weights(run: Run) -> None:
-    """Raises TrainingError if a weight is not finite: the loss of the last update is computed before it."""
-    from toolkit.training import TrainingError
-
+    """Raises CommandError if a weight is not finite: the loss of the last update is computed before it."""
     if not all(weight.isfinite().all() for weight in run.model.parameters()):
-        raise TrainingError("weights are not finite after the last update; train anew with a lower --learning_rate.")
+        raise CommandError("weights are not finite after the last update; train anew with a lower --learning_rate.", 1)
 
 
 def load_best(run: Run) -> int:
@@ -1017,7 +947,7 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
         model.save_pretrained(output, state_dict=state)
         task.tokenizer.backend_tokenizer.no_truncation()  # else the saved one cuts texts unasked
         task.tokenizer.save_pretrained(output)
-        plot_curves(output / "curves.png", run.progress.history, [run.metric])
+        plot_curves(output / "curves.png", run.progress.history, run.metric)
         if evaluations and getattr(run.data, "problem", None) == "single_label":
             split = list(evaluations)[-1]
             references = [row["label"] for row in run.rows[split]]
@@ -1049,25 +979,19 @@ def run_report(run: Run) -> dict:
 def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
     """Writes a line for each row, in order: the columns of the file, and the prediction. A column with the name of a
     field of the prediction is input_NAME. Of labels, also writes a table with the metrics of each."""
-    from toolkit.files import to_json
+    from pandas import DataFrame
 
     lines = []
     for row, prediction in zip(run.rows[split], predictions, strict=True):
         columns = {f"input_{name}" if name in prediction else name: value for name, value in row["columns"].items()}
         lines.append(json.dumps(to_json(columns | prediction), ensure_ascii=False, default=str))
     write_text(run.output / f"predictions_{split}.jsonl", "".join(f"{line}\n" for line in lines))
-    table = run.task.table_by_label(run.rows[split], predictions)
-    if table:
-        with (run.output / f"labels_{split}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader()
-            writer.writerows(table)
+    if table := run.task.table_by_label(run.rows[split], predictions):
+        DataFrame(table).to_csv(run.output / f"labels_{split}.csv", index=False)
 
 
 def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
     """Writes README.md. It names files and folders by their last part only."""
-    from toolkit.model_card import auto_class
-    from toolkit.paths import is_hub_id, public_path, with_paths
     from toolkit.training import write_card
 
     data, progress = run.data, run.progress
@@ -1079,7 +1003,6 @@ def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
         task=run.task.name,
         model_name=run.arguments.hub_model_id or run.output.resolve().name,
         model_class=model_class,
-        auto_class=auto_class(model_class),
         base=given["model"],
         base_model=data.model if data.model and is_hub_id(data.model) else None,
         data=given["dataset"] or ", ".join(given["train_file"]),
@@ -1088,13 +1011,10 @@ def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
         rows={split: len(rows) for split, rows in run.rows.items()},
         step=run.saved_step,
         chosen_by=run.metric if run.saved_step == progress.best_step else None,
-        has_confusion=(run.output / "confusion_matrix.png").exists(),
         max_length=data.max_length,
         settings={
             name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE
         },
-        torch=importlib.metadata.version("torch"),
-        transformers=importlib.metadata.version("transformers"),
     )
 
 

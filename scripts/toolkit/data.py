@@ -4,6 +4,7 @@ Tables are read by Python's `csv` in strict mode, as text. pyarrow opens compres
 be used is named by its file, its number and its line.
 """
 
+import codecs
 import csv
 import io
 import json
@@ -25,10 +26,8 @@ import pyarrow as pa
 from toolkit.row_files import LONGEST_FIELD, read_records
 from toolkit.tasks.arguments import NUMBER
 
-FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".conll")
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 DELIMITERS = ";\t|,"
-BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 # The columns of a file are those of its first rows, because rows of JSON may lack some.
 ROWS_WITH_COLUMNS = 100
@@ -95,7 +94,7 @@ class File:
             with self.system.open(self.path, "rb") as binary:
                 path = self.path.lower()
                 compression = pa.Codec.detect(path).name if path.endswith(COMPRESSIONS) else None
-                yield pa.CompressedInputStream(binary, compression) if compression else pa.PythonFile(binary, "r")
+                yield pa.input_stream(binary, compression)
         except (OSError, EOFError, UnicodeDecodeError, pa.ArrowInvalid) as error:
             raise OSError(f"{self.name} cannot be read: {error}; expected a complete file.") from error
 
@@ -104,8 +103,8 @@ class File:
         """The text. Bytes that are not UTF-8 become surrogates, which `fault_of` finds in their row."""
         is_utf8 = self.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig")
         with self.open() as binary:
-            if is_utf8 and (found := BYTE_ORDER_MARKS.get(binary.read(2))):
-                raise ValueError(f"{self.name} is encoded as {found}; expected UTF-8. Pass --encoding {found}.")
+            if is_utf8 and binary.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise ValueError(f"{self.name} is encoded as UTF-16; expected UTF-8. Pass --encoding utf-16.")
         encoding, errors = ("utf-8-sig", "surrogateescape") if is_utf8 else (self.encoding, "strict")
         with self.open() as binary, io.TextIOWrapper(binary, encoding=encoding, errors=errors, newline="") as text:
             try:
@@ -277,6 +276,7 @@ READERS: dict[str, Callable[[File], Contents]] = {
     ".parquet": read_parquet,
     ".conll": read_conll,
 }
+FORMATS = tuple(READERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -297,11 +297,7 @@ class Source:
     limit: int | None = None
 
     def __str__(self) -> str:
-        return (
-            ", ".join(file.name for file in self.files)
-            if self.dataset is None
-            else " ".join(filter(None, self.dataset))
-        )
+        return " ".join(filter(None, self.dataset or ())) or ", ".join(file.name for file in self.files)
 
     def rows(self) -> Iterator[Row]:
         """All rows, one at a time. A row with text that is not UTF-8 cannot be read."""
@@ -512,11 +508,7 @@ def label_summary(counts: Counter[str]) -> str:
 
 def sorted_labels(labels: Iterable[str]) -> list[str]:
     """Numbers by their value, then texts."""
-    return sorted(labels, key=lambda label: (not NUMBER.fullmatch(label), number_key(label), label))
-
-
-def number_key(label: str) -> float:
-    return float(label) if NUMBER.fullmatch(label) else 0.0
+    return sorted(labels, key=lambda label: (float(label) if NUMBER.fullmatch(label) else math.inf, label))
 
 
 # ---------------------------------------------------------------------------------------------------- validation split
@@ -558,18 +550,9 @@ def hold_out(
 
 def connected(keys: Sequence[Sequence[object]]) -> list[list[int]]:
     """The numbers of rows in groups: rows that share a key are in one."""
-    parent = list(range(len(keys)))
+    import networkx  # it takes a moment
 
-    def root(row: int) -> int:
-        while parent[row] != row:
-            parent[row] = row = parent[parent[row]]
-        return row
-
-    first: dict[object, int] = {}
+    graph = networkx.Graph()  # of numbers of rows and their keys
     for row, own in enumerate(keys):
-        for key in enumerate(own):
-            parent[root(row)] = root(first.setdefault(key, row))
-    groups = defaultdict(list)
-    for row in range(len(keys)):
-        groups[root(row)].append(row)
-    return list(groups.values())
+        graph.add_edges_from((row, key) for key in enumerate(own))
+    return [sorted(each for each in part if isinstance(each, int)) for part in networkx.connected_components(graph)]

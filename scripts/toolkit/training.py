@@ -8,21 +8,22 @@ import re
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from toolkit.cli import CommandError
 from toolkit.files import read_json_object, write_json
+from toolkit.model_card import auto_class
+from toolkit.pictures import new_figure
 
 # Rows are sorted by length within groups of this many batches, drawn at random.
 BATCHES_SORTED_TOGETHER = 50
@@ -31,13 +32,6 @@ BATCHES_SORTED_TOGETHER = 50
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
 PROGRESS, SCHEDULE = "progress.json", "schedule.json"
-
-
-class TrainingError(CommandError):
-    """The training cannot continue. Its checkpoints are still there."""
-
-    def __init__(self, message: str):
-        super().__init__(message, exit_code=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -134,7 +128,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
     warmup = arguments.warmup_steps
     warmup = math.ceil(warmup * steps) if warmup < 1 else int(warmup)
     try:
-        return get_scheduler(
+        return transformers.get_scheduler(
             arguments.lr_scheduler_type,
             optimizer,
             num_warmup_steps=warmup,
@@ -146,13 +140,6 @@ def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
             f"--lr_scheduler_type is {arguments.lr_scheduler_type} with --lr_scheduler_kwargs "
             f"{arguments.lr_scheduler_kwargs}; expected a schedule of transformers and its arguments in JSON: {error}"
         ) from error
-
-
-def depth(name: str, blocks: int) -> int:
-    """The depth of a parameter: 0 in the embeddings, `blocks + 1` above the blocks."""
-    if found := BLOCK.search(name):
-        return int(found[1]) + 1
-    return 0 if "embeddings." in name else blocks + 1
 
 
 def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
@@ -174,7 +161,10 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
     base = f"{model.base_model_prefix}." + ("encoder." if model.config.is_encoder_decoder else "")
     # A shared parameter has several names, one of them in the encoder.
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name.startswith(base) and depth(name, blocks) <= highest[what] and name not in new_weights:
+        depth = 0 if "embeddings." in name else blocks + 1
+        if block := BLOCK.search(name):
+            depth = int(block[1]) + 1
+        if name.startswith(base) and depth <= highest[what] and name not in new_weights:
             parameter.requires_grad = False
 
 
@@ -261,19 +251,24 @@ class Progress:
             before, now = saved.arguments.get(name), self.arguments.get(name)
             if before != now:
                 raise ValueError(f"--{name} is {now} and was {before} in {folder}; expected the same to resume.")
-        for name in ("data", "processes", "steps"):
-            before, now = getattr(saved, name), getattr(self, name)
-            if before != now:
-                what = f"{name} have changed" if name == "data" else f"{name} are {now} and were {before}"
-                raise ValueError(f"--resume_from_checkpoint: {what} since {folder} was saved; expected the same.")
+        if saved.data != self.data:
+            raise ValueError(f"the data have changed since {folder} was saved; expected the same rows to resume.")
+        if saved.processes != self.processes:
+            raise ValueError(
+                f"there are {self.processes} processes and {folder} was saved by {saved.processes}; expected as many "
+                "to resume."
+            )
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of a run: `checkpoint-STEP` in its folder. Each is written under a temporary name and renamed
     when it is complete, so that an interruption leaves complete ones only."""
 
-    def __init__(self, folder: Path, accelerator, schedule, keep: int | None):
-        self.folder, self.accelerator, self.schedule, self.keep = folder, accelerator, schedule, keep
+    folder: Path
+    accelerator: Any
+    schedule: Any
+    keep: int | None
 
     def complete(self) -> list[Path]:
         """The oldest first."""
@@ -293,7 +288,7 @@ class Checkpoints:
         unfinished = self.folder / f".{path.name}-unfinished"
         if path.exists():
             return
-        with removed_on_error(unfinished, f"{path} cannot be written"):
+        try:
             self.accelerator.save_state(str(unfinished))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
@@ -302,6 +297,9 @@ class Checkpoints:
                 flush_to_disk(unfinished)
                 unfinished.rename(path)
                 self.remove_old(progress.best_step)
+        except Exception as error:  # torch and safetensors have types of their own
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise OSError(f"{path} cannot be written: {error}; expected enough space on the disk.") from error
         self.accelerator.wait_for_everyone()
 
     def remove_unfinished(self) -> None:
@@ -326,7 +324,7 @@ class Checkpoints:
             self.accelerator.load_state(str(path))
             self.schedule.load_state_dict(read_json_object(path / SCHEDULE))
             return read_progress(path)
-        except Exception as error:  # torch and safetensors have types of their own
+        except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}; remove it to resume from the one before.") from error
 
 
@@ -341,16 +339,6 @@ def read_progress(path: Path) -> Progress:
         raise ValueError(f"{path} is of another version of this project: {error}; start a new run.") from error
 
 
-@contextmanager
-def removed_on_error(folder: Path, message: str) -> Iterator[None]:
-    """Turns an error of writing, such as a full disk, into an OSError, and removes the unfinished folder."""
-    try:
-        yield
-    except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise OSError(f"{message}: {error}; expected enough space on the disk.") from error
-
-
 def flush_to_disk(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -361,21 +349,18 @@ def flush_to_disk(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ pictures and the card
 
 
-def plot_curves(path: Path, history: Sequence[dict], metrics: Sequence[str]) -> None:
-    """Draws the loss of training and validation, and some metrics of the validation, over the updates."""
-    from matplotlib.figure import Figure
-
-    names = ["loss", *(name for name in metrics if name != "loss")][:6]
-    figure = Figure(figsize=(5 * min(len(names), 2), 3 * -(-len(names) // 2)), layout="constrained")
-    for number, name in enumerate(names, 1):
-        axis = figure.add_subplot(-(-len(names) // 2), min(len(names), 2), number, title=name, xlabel="step")
-        for part, key in (("training", "train"), ("validation", "validation")):
-            points = [(point["step"], point[key][name]) for point in history if name in point.get(key, {})]
-            if points:
-                axis.plot(*zip(*points, strict=True), ".-", label=part)
-        if axis.lines:
-            axis.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+def plot_curves(path: Path, history: Sequence[dict], metric: str) -> None:
+    """Draws the loss of training and validation, and a metric of the validation, over the updates."""
+    names = list(dict.fromkeys(["loss", metric]))
+    with new_figure(path, 5 * len(names), 3) as figure:
+        for number, name in enumerate(names, 1):
+            axis = figure.add_subplot(1, len(names), number, title=name, xlabel="step")
+            for split in ("train", "validation"):
+                points = [(point["step"], point[split][name]) for point in history if name in point.get(split, {})]
+                if points:
+                    axis.plot(*zip(*points, strict=True), ".-", label=split)
+            if axis.lines:
+                axis.legend(frameon=False)
 
 
 def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **values) -> None:
@@ -385,6 +370,9 @@ def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **value
         metrics: of each split.
         values: what the template and the metadata show.
     """
+    values |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    values["auto_class"] = auto_class(values["model_class"])
+    values["has_confusion"] = (folder / "confusion_matrix.png").exists()
     dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
     results = [
         EvalResult(values["task"], metric_type=name, metric_value=value, dataset_split=split, **dataset)

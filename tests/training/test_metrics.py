@@ -10,7 +10,6 @@ from toolkit.metrics import classification_metrics
 from toolkit.tasks.question_answering import Squad, best_match, best_threshold
 from toolkit.tasks.seq2seq import ErrorRate, Rouge, Sacrebleu
 from toolkit.tasks.tagging import Entities
-from toolkit.tasks.task import compute
 
 # The predicted and the true labels, accuracy, macro F1 and Matthews correlation.
 LABELS = [
@@ -130,7 +129,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(("metric", "found", "right", "expected"), TEXTS.values(), ids=TEXTS)
 def test_texts(metric, found, right, expected):
-    values = compute(metric, found, right)
+    values = metric.of(found, right)
     assert {name: values[name] for name in expected} == pytest.approx(expected)
 
 
@@ -149,7 +148,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("found", "right", "tokens", "items"), ERRORS)
 def test_error_rates(found, right, tokens, items):
-    assert compute(ErrorRate, found, right) == pytest.approx({"token_error_rate": tokens, "item_error_rate": items})
+    assert ErrorRate.of(found, right) == pytest.approx({"token_error_rate": tokens, "item_error_rate": items})
 
 
 # An answer, the right ones, the exact match and the F1.

@@ -137,10 +137,10 @@ def test_the_metadata_of_a_card(tmp_path):
     """Values that are not finite are in the table only."""
     metrics = {"validation": {"accuracy": 0.75, "pearson": math.nan}, "test": {"accuracy": 0.5}}
     names = {"model_name": "ada/reviews", "model_class": "ScratchBertForSequenceClassification"}
-    names |= {"auto_class": "AutoModelForSequenceClassification", "data": "user/data", "datasets": ["user/data"]}
+    names |= {"data": "user/data", "datasets": ["user/data"]}
     numbers = {"rows": {"train": 1000, "validation": 5}, "step": 7, "chosen_by": "accuracy", "max_length": 9}
-    texts = {"labels": ["a", "b"], "settings": {"labels": ["a", "b"], "seed": 3}, "has_confusion": False}
-    base = {"base": "user/bert", "base_model": "user/bert", "torch": "1", "transformers": "1"}
+    texts = {"labels": ["a", "b"], "settings": {"labels": ["a", "b"], "seed": 3}}
+    base = {"base": "user/bert", "base_model": "user/bert"}
     write_card(tmp_path, metrics, task="text-classification", **names, **numbers, **texts, **base)
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.datasets, card.data.pipeline_tag) == (

@@ -90,10 +90,6 @@ def test_several_labels(flags, labels, model):
         (["a", "a"], {}, "a"),
         (["0.5", "-1.5"], {}, "--problem regression"),
         ([[1, 2], [1]], {"problem": "regression"}, "1 and 2"),
-        (["a", "b"], {"labels": ["a", "b"], "class_weights": ["1", "x"]}, "--class_weights"),
-        (["a", "b"], {"labels": ["a", "b"], "class_weights": ["-1", "1"]}, "--class_weights"),
-        (["a", "b"], {"labels": ["a", "b"], "class_weights": ["nan", "1"]}, "--class_weights"),
-        (["a", "b"], {"labels": ["a", "b"], "class_weights": ["0", "0"]}, "--class_weights"),
     ],
 )
 def test_labels_that_cannot_be_trained(labels, flags, named, model):
@@ -168,15 +164,11 @@ def test_odd_words_do_not_shift_the_tags(spelling):
     tags = ["B-PER", "I-PER", "I-PER", "O", "B-LOC", "I-LOC", "O", "B-PER", "O", "B-LOC"]
     row = {"tokens": words, "tags": tags}
     tags[1:3], no = ["I-PER", "I-PER"], IGNORED
-    for flags, expected in (
-        ({}, [no, 3, 4, no, no, 1, no, 0, 3, 0, 1, no]),
-        ({"label_all_pieces": True}, [no, 3, 4, 4, 4, 1, 2, 0, 3, 0, 1, no]),
-    ):
-        task, rows = make_task("tagging", [row], model=spelling, **flags)
-        assert task.labels == ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
-        (example,) = task.encode(rows)
-        assert tokens(task, example["input_ids"]) == ("[CLS] anna smith ##son ##s new york cafe 日 [UNK] paris [SEP]")
-        assert example["labels"].tolist() == expected
+    task, rows = make_task("tagging", [row], model=spelling)
+    assert task.labels == ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
+    (example,) = task.encode(rows)
+    assert tokens(task, example["input_ids"]) == "[CLS] anna smith ##son ##s new york cafe 日 [UNK] paris [SEP]"
+    assert example["labels"].tolist() == [no, 3, 4, no, no, 1, no, 0, 3, 0, 1, no]
     (found,) = task.decode(rows, [example], [[1] * 12])
     assert found["predicted_tags"] == ["B-LOC", "O", "B-LOC", "O", *["B-LOC", "O"], *["B-LOC"] * 4]
 
@@ -461,7 +453,7 @@ def test_the_loss_is_that_of_transformers_own_generator(model, tmp_path):
 def test_a_bert_starts_encoder_and_decoder(model):
     """With the special tokens of the tokenizer, and settings for generation."""
     own = BertModel.from_pretrained(model).encoder.layer[0].attention.self.query.weight
-    flags = {"model": model, "num_beams": 2, "length_penalty": 2.0, "max_target_length": 7}
+    flags = {"model": model, "num_beams": 2, "max_target_length": 7}
     opened = make_task("seq2seq", PAIRS, **flags, num_decoder_layers=1)[0].open_model()
     stacks = opened.get_encoder(), opened.get_decoder()
     assert [len(each.encoder.blocks) for each in stacks] == [2, 1]
@@ -469,7 +461,7 @@ def test_a_bert_starts_encoder_and_decoder(model):
     assert opened.get_encoder().config.padding_free
     settings = opened.generation_config
     assert (settings.decoder_start_token_id, settings.eos_token_id, settings.pad_token_id) == (2, 3, 0)
-    assert (settings.num_beams, settings.length_penalty, settings.max_new_tokens) == (2, 2.0, 7)
+    assert (settings.num_beams, settings.max_new_tokens) == (2, 7)
     tied = make_task("seq2seq", PAIRS, **flags, tie_encoder_decoder=True)[0].open_model()
     first, second = (each.encoder.blocks[1].attention.key.weight for each in (tied.get_encoder(), tied.get_decoder()))
     assert first is second

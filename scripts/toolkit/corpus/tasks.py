@@ -14,7 +14,7 @@ from toolkit.data import find_column, text_of
 from toolkit.tasks import arguments
 from toolkit.tasks.arguments import SOURCES, WORDS
 from toolkit.tasks.classification import SECOND_TEXTS, TEXTS, Classification
-from toolkit.tasks.task import Batch, chunks, inputs_of, pad, tokenize
+from toolkit.tasks.task import Batch, encodings, example_of, inputs_of, pad, tokenize
 
 # Usual names of the columns of pairs to rerank.
 QUERIES, DOCUMENTS = ("query", *TEXTS), ("document", "passage", "answer", "text_pair", *SECOND_TEXTS)
@@ -179,11 +179,7 @@ class TextTask:
         """Prepares what depends on the model."""
 
     def encode(self, rows: list[dict]) -> list[dict]:
-        found: list[dict] = []
-        for _, chunk in chunks(rows):
-            for example in tokenize(self.tokenizer, [row["text"] for row in chunk], None, self.max_length):
-                found.append({**example, "row": len(found)})
-        return found
+        return list(tokenize(self.tokenizer, [row["text"] for row in rows], None, self.max_length))
 
     def collate(self, examples: list[dict]) -> Batch:
         return pad(examples, self.tokenizer.pad_token_id)
@@ -293,15 +289,10 @@ class Tag(TextTask):
         self.pipeline = TokenClassificationPipeline(model=model, tokenizer=self.tokenizer, device=model.device)
 
     def encode(self, rows):
-        examples = []
-        for start, chunk in chunks(rows):
-            texts = [row["text"] for row in chunk]
-            options = {"truncation": True, "max_length": self.max_length, "stride": self.max_length // 4}
-            encoded = self.tokenizer(texts, return_overflowing_tokens=True, **options)
-            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
-                ids = np.array(encoding.ids, dtype=np.int32)
-                examples.append({"input_ids": ids, "length": len(ids), "row": start + i, "cut": 0, "window": encoding})
-        return examples
+        options = {"truncation": True, "max_length": self.max_length, "stride": self.max_length // 4}
+        texts = [row["text"] for row in rows]
+        found = encodings(self.tokenizer, texts, return_overflowing_tokens=True, **options)
+        return [example_of(encoding, row) | {"window": encoding} for row, encoding in found]
 
     def answer(self, model, batch):
         logits = model(**inputs_of(batch)).logits.float().cpu()

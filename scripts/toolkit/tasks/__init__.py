@@ -3,7 +3,7 @@
 This file and `arguments` import neither torch nor transformers' models, so that `--help` answers at once.
 """
 
-import importlib
+import pkgutil
 
 from toolkit.tasks import arguments
 
@@ -26,5 +26,4 @@ CLASSES = {
 
 def task_class(name: str) -> type:
     """The class of a task. Imports torch."""
-    module, _, cls = CLASSES[name].partition(":")
-    return getattr(importlib.import_module(f"toolkit.tasks.{module}"), cls)
+    return pkgutil.resolve_name(f"toolkit.tasks.{CLASSES[name]}")

@@ -1,9 +1,10 @@
 """The arguments of each task: its data, its model, and how texts become inputs."""
 
 import codecs
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -14,9 +15,39 @@ SOURCES = ("source", "text", "article", "document", "en")
 Problems = Iterator[tuple[bool, str]]
 
 
-def flag(help: str, default: Any = None, **options):
-    """An argument with its help, and options of `ArgumentParser.add_argument`."""
-    return field(default=default, metadata={"help": help, **options})
+# The least values of numbers, where they are not 0.
+LEAST = {"max_target_length": 2, "max_steps": -1} | dict.fromkeys(
+    (
+        "max_train_samples",
+        "max_eval_samples",
+        "max_length",
+        "max_answer_length",
+        "num_decoder_layers",
+        "num_beams",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "eval_steps",
+        "early_stopping_patience",
+        "save_steps",
+        "save_total_limit",
+        "logging_steps",
+    ),
+    1,
+)
+
+
+def flag(help: str, default: Any = None):
+    """An argument with its help."""
+    return field(default=default, metadata={"help": help})
+
+
+def problems_of_numbers(arguments) -> Problems:
+    """For each argument that is a number, whether it is too small or not finite, and what is wrong then."""
+    for each in fields(arguments):
+        value, least = getattr(arguments, each.name), LEAST.get(each.name, 0)
+        if isinstance(value, int | float):
+            yield not least <= value < math.inf, f"--{each.name} is {value}; expected {least} or more."
 
 
 @dataclass
@@ -50,34 +81,38 @@ class TaskArguments:
     max_eval_samples: int | None = flag("use the first N valid validation and test rows only")
     max_length: int = flag("tokens of an input; longer texts are cut, and it is printed how many", 128)
 
+    @property
+    def has_validation(self) -> bool:
+        return bool(self.validation_file or self.validation_split or self.validation_fraction)
+
+    @property
+    def has_test(self) -> bool:
+        return bool(self.test_file or self.test_split)
+
     def problems(self) -> Problems:
         """For each rule, whether it is broken, and what is wrong then."""
         files = [self.train_file, self.validation_file, self.test_file]
         splits = [self.dataset_config, self.validation_split, self.test_split]
         fraction = self.validation_fraction
-        has_validation = bool(self.validation_file or self.validation_split)
         yield self.dataset is not None and any(files), "--dataset is given with files; expected one of them."
         yield self.dataset is None and any(splits), "a split or --dataset_config is given; expected --dataset with it."
         yield fraction is not None and not 0 < fraction < 1, f"--validation_fraction is {fraction}; expected 0 to 1."
         yield (
-            fraction is not None and has_validation,
-            ("--validation_fraction is given with a validation set; expected one of them."),
+            fraction is not None and bool(self.validation_file or self.validation_split),
+            "--validation_fraction is given with a validation set; expected one of them.",
         )
         yield (
             fraction is None and self.group_column is not None,
-            ("--group_column is given; expected --validation_fraction with it."),
+            "--group_column is given; expected --validation_fraction with it.",
         )
         yield (
             self.delimiter is not None and len(self.delimiter.replace("\\t", "\t")) != 1,
-            (f"--delimiter is {self.delimiter!r}; expected one character, or \\t for a tab."),
+            f"--delimiter is {self.delimiter!r}; expected one character, or \\t for a tab.",
         )
         yield (
             not is_encoding(self.encoding),
             f"--encoding is {self.encoding}; expected one of Python's, such as cp1252.",
         )
-        for name in ("max_train_samples", "max_eval_samples", "max_length"):
-            value = getattr(self, name)
-            yield value is not None and value < 1, f"--{name} is {value}; expected 1 or more."
 
 
 def is_encoding(name: str) -> bool:
@@ -101,11 +136,18 @@ class LabelArguments(TaskArguments):
 
     def problems(self) -> Problems:
         yield from super().problems()
-        labels, weights = self.labels or [], self.class_weights
+        labels = self.labels or []
         yield len(set(labels)) < len(labels), f"--labels is {' '.join(labels)}; expected each label once."
+        if self.class_weights in (None, ["balanced"]):
+            return
+        weights = [float(each) if NUMBER.fullmatch(each) else -1.0 for each in self.class_weights]
         yield (
-            weights not in (None, ["balanced"]) and len(weights or []) != len(labels),
-            ("--class_weights has numbers; expected --labels with it, one for each number."),
+            min(weights) < 0 or not 0 < max(weights) < math.inf,
+            f"--class_weights is {' '.join(self.class_weights)}; expected numbers of 0 or more, or balanced.",
+        )
+        yield (
+            len(weights) != len(labels),
+            "--class_weights has numbers; expected --labels with it, one for each number.",
         )
 
 
@@ -130,11 +172,11 @@ class ClassificationArguments(LabelArguments):
         yield bool(self.label_columns) and not is_multi, "--label_columns is given; expected --problem multi_label."
         yield (
             bool(self.label_columns and (self.label_column or self.labels)),
-            ("--label_columns is given with --label_column or --labels; expected one of them."),
+            "--label_columns is given with --label_column or --labels; expected one of them.",
         )
         yield (
             self.class_weights is not None and self.problem != "single_label",
-            (f"--class_weights is given with --problem {self.problem}; expected single_label."),
+            f"--class_weights is given with --problem {self.problem}; expected single_label.",
         )
         yield not self.label_separator, "--label_separator is empty; expected the text between two labels."
 
@@ -147,14 +189,12 @@ class TaggingArguments(LabelArguments):
     words_column: str | None = flag("the column of the words; default: tokens or words")
     tags_column: str | None = flag("the column of the tags; default: tags, ner_tags or labels")
     stride: int | None = flag("tokens that two windows of a long text share; default: a quarter of --max_length")
-    label_all_pieces: bool = flag("train on all pieces of a word (I-PER after B-PER)", False)
 
     def problems(self) -> Problems:
         yield from super().problems()
-        yield (self.stride or 0) < 0, f"--stride is {self.stride}; expected 0 or more."
         yield (
             self.scheme != "plain" and self.labels is not None and "O" not in self.labels,
-            (f"--labels lacks O; expected it with --scheme {self.scheme}."),
+            f"--labels lacks O; expected it with --scheme {self.scheme}.",
         )
 
 
@@ -172,17 +212,13 @@ class QuestionAnsweringArguments(TaskArguments):
 
     def problems(self) -> Problems:
         yield from super().problems()
-        yield self.stride < 0, f"--stride is {self.stride}; expected 0 or more."
-        yield self.max_answer_length < 1, f"--max_answer_length is {self.max_answer_length}; expected 1 or more."
-        has_validation = bool(self.validation_file or self.validation_split or self.validation_fraction)
         yield (
-            self.null_threshold == "best" and not has_validation,
-            ("--null_threshold is best; expected validation rows with it."),
+            self.null_threshold == "best" and not self.has_validation,
+            "--null_threshold is best; expected validation rows with it.",
         )
-        is_number = NUMBER.fullmatch(self.null_threshold or "0") is not None
         yield (
-            not is_number and self.null_threshold not in ("best", "never"),
-            (f"--null_threshold is {self.null_threshold}; expected a number, best or never."),
+            self.null_threshold not in ("best", "never", None) and NUMBER.fullmatch(self.null_threshold) is None,
+            f"--null_threshold is {self.null_threshold}; expected a number, best or never.",
         )
 
 
@@ -223,25 +259,15 @@ class Seq2SeqArguments(NewModelArguments):
     target_column: str | None = flag(
         "the column of the targets; default: target, summary, highlights, translation or de"
     )
-    max_target_length: int = flag("tokens of a target with [SEP]; longer ones are cut", 128)
-    max_new_tokens: int | None = flag("tokens of an output; default: --max_target_length")
+    max_target_length: int = flag("tokens of a target with [SEP], and of an output; longer targets are cut", 128)
     num_beams: int = flag("beams in evaluations and in the finished model; 1: greedy decoding", 1)
-    length_penalty: float = flag("of beam search; a larger value gives longer outputs", 1.0)
     metrics: list[str] | None = flag("some of rouge, sacrebleu, error_rate and loss; default: rouge")
 
     def problems(self) -> Problems:
         yield from super().problems()
         yield self.implementation == "bert", "--implementation is bert; expected scratchbert for seq2seq."
-        yield self.max_target_length < 2, f"--max_target_length is {self.max_target_length}; expected 2 or more."
-        for name in ("num_decoder_layers", "max_new_tokens", "num_beams"):
-            value = getattr(self, name)
-            yield value is not None and value < 1, f"--{name} is {value}; expected 1 or more."
         for name in self.metrics or []:
             yield name not in SEQ2SEQ_METRICS, f"--metrics has {name}; expected some of {', '.join(SEQ2SEQ_METRICS)}."
-        yield (
-            self.length_penalty != 1 and self.num_beams == 1,
-            "--length_penalty is given; expected --num_beams with it.",
-        )
 
 
 @dataclass

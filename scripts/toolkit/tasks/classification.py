@@ -4,13 +4,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-from toolkit.data import find_column, label_of, number_of, text_of, value_of
+from toolkit.data import canonical, find_column, label_of, number_of, text_of, value_of
 from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import NUMBER, ClassificationArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
-from toolkit.tasks.task import chunks, tokenize
+from toolkit.tasks.task import tokenize
 
 TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
 SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
@@ -34,6 +34,7 @@ class Classification(LabelTask):
     threshold = 0.5
     model_class = "ForSequenceClassification"
     lower_is_better: ClassVar = {"loss", "mean_squared_error"}
+    grouped_by = ("text", "text_pair")
     arguments: ClassificationArguments
 
     def __init__(self, arguments: ClassificationArguments):
@@ -47,9 +48,10 @@ class Classification(LabelTask):
     def find_inputs(self, columns):
         flags = self.arguments
         self.text = find_column(columns, "--text_column", flags.text_column, TEXTS)
-        is_usual = flags.text_column is None and flags.text_pair_column is None
-        second = [name for name in SECOND_TEXTS if name in columns] if is_usual else [flags.text_pair_column]
-        self.pair = find_column(columns, "--text_pair_column", second[0], ()) if any(second) else None
+        second = flags.text_pair_column
+        if second is None and flags.text_column is None:
+            second = next((name for name in SECOND_TEXTS if name in columns), None)
+        self.pair = second and find_column(columns, "--text_pair_column", second, ())
         return f"the text is {self.text!r}" + (f", the second text is {self.pair!r}" if self.pair else "")
 
     def find_labels(self, columns):
@@ -101,21 +103,16 @@ class Classification(LabelTask):
         if self.problem == "single_label":
             check_labels(self.labels, self.arguments.labels is not None)
 
-    def group_key(self, row):
-        return row["text"], row.get("text_pair")
-
     def stratum(self, row):
         return row["label"] if self.problem == "single_label" else None
 
     def encode(self, rows):
-        examples: list[dict] = []
-        for _, chunk in chunks(rows):
-            texts = [row["text"] for row in chunk]
-            pairs = [row["text_pair"] for row in chunk] if self.pair else None
-            encoded = tokenize(self.tokenizer, texts, pairs, self.arguments.max_length)
-            for row, example in zip(chunk, encoded, strict=True):
-                target = {"labels": self.target(row)} if "label" in row else {}
-                examples.append({**example, "row": len(examples), **target})
+        texts = [row["text"] for row in rows]
+        pairs = [row["text_pair"] for row in rows] if self.pair else None
+        examples = list(tokenize(self.tokenizer, texts, pairs, self.arguments.max_length))
+        for row, example in zip(rows, examples, strict=True):
+            if "label" in row:
+                example["labels"] = self.target(row)
         return examples
 
     def target(self, row: dict):
@@ -139,19 +136,15 @@ class Classification(LabelTask):
         return super().open_model(problem_type=self.problem if is_number else f"{self.problem}_classification")
 
     def count(self, batch):
-        labels = batch["labels"]
-        if labels.ndim > 1:
-            return torch.tensor(labels.numel(), device=labels.device)
-        return self.weights.to(labels.device)[labels].sum()
+        is_number = self.problem == "regression"
+        return torch.ones_like(batch["labels"]).sum() if is_number else super().count(batch)
 
     def loss_of(self, logits, batch):
-        labels = batch["labels"]
         if self.problem == "regression":
-            return mse_loss(logits, labels, reduction="sum")
+            return mse_loss(logits, batch["labels"], reduction="sum")
         if self.problem == "multi_label":
-            return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        weights = self.weights.to(logits.device)
-        return cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.smoothing)
+            return binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
+        return super().loss_of(logits, batch)
 
     def outputs_of(self, logits, batch):
         return logits.tolist()
@@ -203,7 +196,7 @@ def check_labels(labels: list[str], are_given: bool) -> None:
 
 def one_hot(name: str, value) -> bool:
     """Whether a column of 0 and 1 has 1. Raises ValueError if it has another value."""
-    text = str(value).strip().lower()
-    if text not in ("0", "1", "0.0", "1.0", "false", "true"):
+    number = canonical(str(value))
+    if number not in (0, 1):
         raise ValueError(f"{name!r} is {value!r}; expected 0 or 1")
-    return text in ("1", "1.0", "true")
+    return number == 1

@@ -23,8 +23,7 @@ class LabelTask(Task):
 
     Attributes:
         numbers: of the labels, by name.
-        weights: of the labels in the loss.
-        saved: the labels of the checkpoint; None if they are only numbered.
+        saved: the labels of the checkpoint in the order of its model head.
     """
 
     arguments: LabelArguments
@@ -32,8 +31,11 @@ class LabelTask(Task):
     def __init__(self, arguments: LabelArguments):
         super().__init__(arguments)
         self.labels = arguments.labels
-        names = saved_labels(arguments.model)
-        self.saved = None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
+        names = read_config(arguments.model).get("id2label") or {
+            "0": "LABEL_0",
+            "1": "LABEL_1",
+        }  # which it does not save
+        self.saved = [str(names[number]) for number in sorted(names, key=int)]
 
     @abstractmethod
     def labels_of(self, row: dict) -> list[str]:
@@ -49,31 +51,29 @@ class LabelTask(Task):
         yield from label_warnings(self.label_counts)
         found = self.ordered(self.label_counts)
         if self.labels is None:
-            self.labels = self.saved if sorted(self.saved or []) == sorted(found) else found
+            self.labels = self.saved if sorted(self.saved) == sorted(found) else found
         self.set_labels(self.labels)
 
     def restore(self):
         report = Path(self.arguments.model, "metrics.json")
         self.label_counts = Counter(read_json_object(report).get("label_counts") if report.is_file() else None)
-        self.set_labels(saved_labels(self.arguments.model))
+        self.set_labels(self.saved)
 
     def set_labels(self, labels: list[str]) -> None:
         self.labels, self.numbers = labels, {label: number for number, label in enumerate(labels)}
-        self.weights = class_weights(self.arguments.class_weights, labels, self.label_counts)
+        given, counts = self.arguments.class_weights, self.label_counts
+        if given == ["balanced"]:  # as in scikit-learn
+            given = [counts.total() / (len(labels) * max(counts[label], 1)) for label in labels]
+        self.weights = given and torch.tensor([float(each) for each in given])
 
     def open_model(self, **fields):
         """The model for the labels. Its head is new if the checkpoint has other labels."""
         labels = {"id2label": dict(enumerate(self.labels)), "label2id": self.numbers}
-        model = self.load(self.choose_class().from_pretrained, self.arguments.model, **labels, **fields)
-        if self.saved not in (None, self.labels):
+        model = super().open_model(**labels, **fields)
+        is_numbered = all(re.fullmatch(r"LABEL_\d+", name) for name in self.saved)
+        if self.saved != self.labels and not is_numbered:
             self.new_weights |= initialise_head(model)
         return model
-
-
-def saved_labels(source: str) -> list[str]:
-    """The labels of a checkpoint in the order of its model head."""
-    names = read_config(source).get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which config.json does not save
-    return [str(names[number]) for number in sorted(names, key=int)]
 
 
 def check_known(labels: Sequence[str], known: list[str] | None) -> None:
@@ -98,25 +98,6 @@ def initialise_head(model) -> set[str]:
     return names
 
 
-def class_weights(given: list[str] | None, labels: list[str], counts: Counter[str]) -> torch.Tensor:
-    """The weight of each label in the loss, `(L,)`: numbers, or "balanced" as in scikit-learn.
-
-    Raises:
-        ValueError: one is no number of 0 or more, or all are 0.
-    """
-    if given is None:
-        return torch.ones(len(labels))
-    if given == ["balanced"]:
-        return torch.tensor([counts.total() / (len(labels) * max(counts[label], 1)) for label in labels])
-    try:
-        weights = torch.tensor([float(each) for each in given])
-    except ValueError:
-        weights = torch.tensor([-1.0])
-    if not (weights.isfinite().all() and (weights >= 0).all() and weights.any()):
-        raise ValueError(f"--class_weights is {' '.join(given)}; expected numbers of 0 or more, or balanced.")
-    return weights
-
-
 def table_by_label(labels: list[str], references: np.ndarray, predictions: np.ndarray) -> list[dict]:
     """Precision, recall, F1 and the number of rows of each label.
 
@@ -127,8 +108,6 @@ def table_by_label(labels: list[str], references: np.ndarray, predictions: np.nd
 
     with warnings.catch_warnings(action="ignore"):
         columns = precision_recall_fscore_support(references, predictions, labels=range(len(labels)), zero_division=0)
-    names = ("precision", "recall", "f1", "rows")
-    return [
-        {"label": label, **dict(zip(names, map(float, values), strict=True))}
-        for label, values in zip(labels, zip(*columns, strict=True), strict=True)
-    ]
+    names = ("label", "precision", "recall", "f1", "rows")
+    rows = zip(labels, *(column.tolist() for column in columns), strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from toolkit.data import find_column, text_of
 from toolkit.tasks.arguments import MaskedLMArguments
 from toolkit.tasks.new_model import new_config, overrides
-from toolkit.tasks.task import IGNORED, Task, chunks, filled, inputs_of, is_token
+from toolkit.tasks.task import IGNORED, Task, encodings, inputs_of
 
 TEXTS = ("text", "sentence", "content", "document")
 
@@ -37,10 +37,10 @@ class MaskedLM(Task):
             if getattr(tokenizer, role) is None:
                 raise ValueError(f"the tokenizer has no {role}; expected one like BERT's.")
         vocabulary = tokenizer.get_vocab()
-        self.continues, self.is_special = np.zeros((2, max(vocabulary.values()) + 1), dtype=bool)
-        self.continues[[number for token, number in vocabulary.items() if token.startswith("##")]] = True
-        self.is_special[tokenizer.all_special_ids] = True
-        self.ordinary = np.array(sorted(set(vocabulary.values()) - set(tokenizer.all_special_ids)))
+        numbers = np.arange(max(vocabulary.values()) + 1)
+        self.continues = np.isin(numbers, [i for token, i in vocabulary.items() if token.startswith("##")])
+        self.is_special = np.isin(numbers, tokenizer.all_special_ids)
+        self.ordinary = np.setdiff1d(list(vocabulary.values()), tokenizer.all_special_ids)
         if arguments.whole_word_masking and not self.continues.any():
             raise ValueError("--whole_word_masking is given; expected a WordPiece tokenizer, with ## tokens.")
 
@@ -52,9 +52,6 @@ class MaskedLM(Task):
 
     def read_inputs(self, content):
         return {"text": text_of(content, self.text)}
-
-    def group_key(self, row):
-        return row["text"]
 
     def encode(self, rows):
         start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
@@ -74,7 +71,8 @@ class MaskedLM(Task):
         room = self.arguments.max_length - 2
         buffer: list[int] = []
         first = 0
-        for number, ids in self.tokenized(rows):
+        for number, encoding in encodings(self.tokenizer, [row["text"] for row in rows], add_special_tokens=False):
+            ids = encoding.ids
             if not ids:
                 continue
             if self.arguments.line_by_line:
@@ -88,15 +86,13 @@ class MaskedLM(Task):
         if buffer:
             yield first, buffer, 0
 
-    def tokenized(self, rows: list[dict]) -> Iterator[tuple[int, list[int]]]:
-        for start, chunk in chunks(rows):
-            encoded = self.tokenizer([row["text"] for row in chunk], add_special_tokens=False, verbose=False)
-            yield from enumerate(encoded["input_ids"], start)
+    def save_settings(self, config):
+        """Later tasks have their own lengths."""
 
     def collate(self, examples, seed=()):
-        masked = [self.masked(example, np.random.default_rng([*seed, example["number"]])) for example in examples]
-        batch = super().collate(masked)
-        return batch | {"labels": filled(is_token(batch).numpy(), masked, "labels", IGNORED)}
+        return super().collate(
+            [self.masked(example, np.random.default_rng([*seed, example["number"]])) for example in examples]
+        )
 
     def masked(self, example: dict, random: np.random.Generator) -> dict:
         """A sequence with masked words. `labels` are the words to predict, and -100 elsewhere."""
@@ -105,31 +101,25 @@ class MaskedLM(Task):
         chosen = (random.random(len(ids))[words] < CHOSEN) & ~self.is_special[ids]
         kind = random.random(len(ids))
         others = random.choice(self.ordinary, len(ids))
-        changed = np.where(chosen & (kind >= 1 - RANDOM), others, ids)
-        changed = np.where(chosen & (kind < MASKED), self.tokenizer.mask_token_id, changed)
+        cases = [~chosen, kind < MASKED, kind >= 1 - RANDOM]
+        changed = np.select(cases, [ids, self.tokenizer.mask_token_id, others], ids)
         return {**example, "input_ids": changed, "labels": np.where(chosen, ids, IGNORED)}
 
     # -- model, loss and metrics
 
     def open_model(self):
-        flags, cls = self.arguments, self.choose_class()
+        flags = self.arguments
         # Computes the scores of the masked words only.
         options = {"sparse_prediction": True} if flags.implementation == "scratchbert" else {}
         if flags.config_name is not None:
-            model = cls(new_config(flags, self.tokenizer, **options, **overrides(flags)))
+            model = self.choose_class()(new_config(flags, self.tokenizer, **options, **overrides(flags)))
         else:
-            model = self.load(cls.from_pretrained, flags.model, **options)
+            model = super().open_model(**options)
         if model.config.is_decoder:
             raise ValueError(
                 "the configuration has is_decoder true; expected an encoder, which sees words on both sides."
             )
         return model
-
-    def save_settings(self, config):
-        """Later tasks have their own lengths."""
-
-    def count(self, batch):
-        return (batch["labels"] != IGNORED).sum()
 
     def logits(self, model, batch):
         """The scores of the masked words only, `(N, V)`."""
@@ -140,12 +130,3 @@ class MaskedLM(Task):
     def loss_of(self, logits, batch):
         labels = batch["labels"]
         return cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
-
-    def outputs_of(self, logits, batch):
-        return [None] * len(batch["labels"])
-
-    def decode(self, rows, examples, outputs):
-        return []
-
-    def metrics(self, rows, predictions):
-        return {}

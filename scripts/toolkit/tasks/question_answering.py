@@ -6,15 +6,15 @@ import unicodedata
 from collections import Counter
 from typing import Any
 
-import evaluate
 import numpy as np
 import torch
-from datasets import Features, List, Value
 from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, text_of, value_of
+from toolkit.hub import read_config
 from toolkit.tasks.arguments import QuestionAnsweringArguments
-from toolkit.tasks.task import Task, chunks, compute, inputs_of, is_token
+from toolkit.tasks.task import Task, encodings, example_of, inputs_of, is_token
+from toolkit.tasks.text_metric import TextMetric
 
 # Scores that differ by less are one level: another device can change their order.
 LEAST_DIFFERENCE = 1e-4
@@ -33,6 +33,7 @@ class QuestionAnswering(Task):
     label_fields = ("answers",)
     model_class = "ForQuestionAnswering"
     metric_names = ("f1", "exact_match")
+    grouped_by = ("context",)
     arguments: QuestionAnsweringArguments
     threshold: float | None = None
 
@@ -52,46 +53,39 @@ class QuestionAnswering(Task):
     def read_labels(self, content):
         return {"answers": answers_of(content, text_of(content, "context"))}
 
-    def group_key(self, row):
-        return row["context"]
-
     def prepare(self, rows):
         without = sum(not row["answers"] for row in rows)
         yield f"{without:,} of {len(rows):,} questions have no answer"
-        given = self.arguments.null_threshold
-        if given not in ("best", "never", None):
-            self.threshold = float(given)
-        elif given == "best" or (given is None and without):
-            self.threshold = 0.0
+        self.set_threshold(0.0 if without or self.arguments.null_threshold == "best" else "never")
 
     def restore(self):
-        from toolkit.hub import read_config
+        self.set_threshold(read_config(self.arguments.model).get("null_threshold", 0.0))
 
-        saved, given = read_config(self.arguments.model).get("null_threshold", 0.0), self.arguments.null_threshold
-        value = saved if given in (None, "best") else given
+    def set_threshold(self, default: float | str) -> None:
+        given = self.arguments.null_threshold
+        value = default if given in (None, "best") else given
         self.threshold = None if value == "never" else float(value)
 
     def encode(self, rows):
-        examples: list[dict] = []
         length, stride = self.arguments.max_length, self.arguments.stride
-        for start, chunk in chunks(rows):
-            questions = [row["question"] for row in chunk]
-            for row, ids in zip(chunk, self.tokenizer(questions, verbose=False)["input_ids"], strict=True):
-                if len(ids) + 1 + stride >= length:  # one more [SEP]
-                    raise ValueError(
-                        f"{row['place']}: the question has {len(ids) - 2} tokens; expected a --max_length above "
-                        f"{len(ids) + 1 + stride}, with --stride {stride}."
-                    )
-            encoded = self.tokenizer(
-                questions,
-                [row["context"] for row in chunk],
-                truncation="only_second",
-                max_length=length,
-                stride=stride,
-                return_overflowing_tokens=True,
-            )
-            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
-                examples.append(window(encoding, chunk[i], start + i))
+        questions = [row["question"] for row in rows]
+        for i, encoding in encodings(self.tokenizer, questions):
+            least = len(encoding.ids) + 1 + stride  # one more [SEP]
+            if least >= length:
+                raise ValueError(
+                    f"{rows[i]['place']}: the question has {len(encoding.ids) - 2} tokens; expected a --max_length "
+                    f"above {least}, with --stride {stride}."
+                )
+        encoded = encodings(
+            self.tokenizer,
+            questions,
+            [row["context"] for row in rows],
+            truncation="only_second",
+            max_length=length,
+            stride=stride,
+            return_overflowing_tokens=True,
+        )
+        examples = [window(encoding, rows[i], i) for i, encoding in encoded]
         if rows and "answers" in rows[0]:
             self.check_answers(rows, examples)
         return examples
@@ -114,7 +108,7 @@ class QuestionAnswering(Task):
     # -- model, loss and metrics
 
     def open_model(self):
-        return self.load(self.choose_class().from_pretrained, self.arguments.model, num_labels=2)
+        return super().open_model(num_labels=2)
 
     def save_settings(self, config):
         names = ("max_length", "stride", "max_answer_length")
@@ -122,7 +116,7 @@ class QuestionAnswering(Task):
         config.question_answering = {name: getattr(self.arguments, name) for name in names}
 
     def count(self, batch):
-        return torch.tensor(len(batch["start_positions"]), device=batch["start_positions"].device)
+        return torch.ones_like(batch["start_positions"]).sum()
 
     def logits(self, model, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The start and the end logits, `(B, T)`, -inf at padding: a loss does not depend on the other rows."""
@@ -137,9 +131,7 @@ class QuestionAnswering(Task):
         return sum(cross_entropy(*pair, reduction="sum") for pair in zip(logits, targets, strict=True)) / 2
 
     def outputs_of(self, logits, batch):
-        both = torch.stack(logits, 1).double().cpu().numpy()  # in float64 their sums compare exactly
-        lengths = batch["attention_mask"].sum(1).tolist()
-        return [own[:, :length] for own, length in zip(both, lengths, strict=True)]
+        return list(torch.stack(logits, 1).double().cpu().numpy())  # in float64 their sums compare exactly
 
     def tune(self, rows, examples, outputs):
         if self.arguments.null_threshold == "best":
@@ -155,23 +147,22 @@ class QuestionAnswering(Task):
     def best_answers(self, rows, examples, outputs) -> list[tuple[str, float, int]]:
         """The best span of each text; its score, S·T_i + E·T_j of all windows, less the lowest S·C + E·C, where C is
         [CLS] (Devlin et al. 2018, section 4.3); and its first character."""
-        best: dict[int, tuple] = {}
-        null: dict[int, float] = {}
+        best = [(-np.inf, 0, 0)] * len(rows)
+        null = [np.inf] * len(rows)
         for example, (start, end) in zip(examples, outputs, strict=True):
             row = example["row"]
             score, first, last = best_span(example, start, end, self.arguments.max_answer_length)
             # Of equal scores the earlier span, then the shorter one.
-            best[row] = max(best.get(row, (-np.inf, 0, 0)), (score, -first, -last))
-            null[row] = min(null.get(row, np.inf), float(start[0] + end[0]))
-        spans = [(*best[i], null[i]) for i in range(len(rows))]
+            best[row] = max(best[row], (score, -first, -last))
+            null[row] = min(null[row], float(start[0] + end[0]))
         return [
-            (row["context"][-begin:-stop], score - lowest, -begin)
-            for row, (score, begin, stop, lowest) in zip(rows, spans, strict=True)
+            (row["context"][-first:-last], score - lowest, -first)
+            for row, (score, first, last), lowest in zip(rows, best, null, strict=True)
         ]
 
     def metrics(self, rows, predictions):
         found = [row["prediction"] for row in predictions]
-        values = compute(Squad, found, [[text for text, _ in row["answers"]] for row in rows])
+        values = Squad.of(found, [[text for text, _ in row["answers"]] for row in rows])
         return values | ({"null_threshold": self.threshold} if self.arguments.null_threshold == "best" else {})
 
 
@@ -209,15 +200,7 @@ def window(encoding, row: dict, number: int) -> dict:
     first = parts.index(1)
     count = parts.count(1)
     offsets = np.array(with_marks(encoding.offsets[first : first + count], row["context"]))
-    example = {
-        "input_ids": np.array(encoding.ids, dtype=np.int32),
-        "token_type_ids": np.array(encoding.type_ids, dtype=np.int8),
-        "length": len(encoding.ids),
-        "row": number,
-        "cut": 0,
-        "first": first,
-        "offsets": offsets,
-    }
+    example = example_of(encoding, number) | {"first": first, "offsets": offsets}
     if "answers" not in row:
         return example
     start, end = positions(offsets, row["answers"][0] if row["answers"] else None)
@@ -291,18 +274,15 @@ def best_match(answer: str, golds: list[str]) -> tuple[float, float]:
     return float(tokens in right), max(scores)
 
 
-class Squad(evaluate.Metric):
+class Squad(TextMetric):
     """exact_match, f1: the means in per cent, as in SQuAD's script. If some questions have an answer and others none,
     also has_answer_f1 and no_answer_f1. Rajpurkar et al. (2016), section 6.1, and (2018)."""
-
-    def _info(self):
-        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
     def _compute(self, predictions, references):
         scores = 100 * np.array([best_match(*pair) for pair in zip(predictions, references, strict=True)])
         has_answer = np.array([bool(golds) for golds in references])
-        values = dict(zip(("exact_match", "f1"), scores.mean(0), strict=True))
+        values = dict(zip(("exact_match", "f1"), scores.mean(0).tolist(), strict=True))
         if 0 < has_answer.sum() < len(has_answer):
-            values |= {"has_answer_f1": scores[has_answer, 1].mean(), "no_answer_f1": scores[~has_answer, 1].mean()}
+            values["has_answer_f1"] = float(scores[has_answer, 1].mean())
+            values["no_answer_f1"] = float(scores[~has_answer, 1].mean())
         return values

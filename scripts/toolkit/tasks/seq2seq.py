@@ -1,13 +1,10 @@
 """Pairs of texts: a model that writes a target for each source, from a BERT, a generator or random weights."""
 
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import ClassVar
 
-import evaluate
 import numpy as np
 import torch
-from datasets import Features, List, Value
-from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration
@@ -15,7 +12,8 @@ from toolkit.data import find_column, text_of
 from toolkit.hub import read_config
 from toolkit.tasks.arguments import SEQ2SEQ_METRICS, SOURCES, Seq2SeqArguments
 from toolkit.tasks.new_model import new_config, overrides
-from toolkit.tasks.task import IGNORED, Task, chunks, compute, inputs_of, pad, tokenize
+from toolkit.tasks.task import Task, inputs_of, pad, tokenize
+from toolkit.tasks.text_metric import TextMetric
 
 TARGETS = ("target", "summary", "highlights", "translation", "de")
 
@@ -28,6 +26,7 @@ class Seq2Seq(Task):
     model_class = "ForConditionalGeneration"
     lower_is_better: ClassVar = {"loss", "perplexity", "token_error_rate", "item_error_rate"}
     is_language_model = True
+    grouped_by = ("source",)
     arguments: Seq2SeqArguments
 
     def __init__(self, arguments: Seq2SeqArguments):
@@ -60,34 +59,29 @@ class Seq2Seq(Task):
     def read_labels(self, content):
         return {"target": text_of(content, self.target)}
 
-    def group_key(self, row):
-        return row["source"]
-
     def encode(self, rows):
-        examples: list[dict] = []
-        for _, chunk in chunks(rows):
-            sources = tokenize(self.tokenizer, [row["source"] for row in chunk], None, self.arguments.max_length)
-            if "target" not in chunk[0]:
-                examples += [{**source, "row": len(examples) + i} for i, source in enumerate(sources)]
-                continue
-            longest = self.arguments.max_target_length + 1  # with [CLS], which labels lack
-            targets = tokenize(self.tokenizer, [row["target"] for row in chunk], None, longest)
-            for source, target in zip(sources, targets, strict=True):
-                example = {**source, "row": len(examples), "labels": target["input_ids"][1:]}
-                example["cut"] += target["cut"]
-                example["length"] += len(example["labels"])  # of both, to sort by
-                examples.append(example)
+        longest = self.arguments.max_target_length + 1  # with [CLS], which labels lack
+        sources = tokenize(self.tokenizer, [row["source"] for row in rows], None, self.arguments.max_length)
+        if rows and "target" not in rows[0]:
+            return list(sources)
+        targets = tokenize(self.tokenizer, [row["target"] for row in rows], None, longest)
+        examples = []
+        for example, target in zip(sources, targets, strict=True):
+            example["labels"] = target["input_ids"][1:]
+            example["cut"] += target["cut"]
+            example["length"] += len(example["labels"])  # of both, to sort by
+            examples.append(example)
         return examples
 
     def collate(self, examples, seed=()):
         if "labels" not in examples[0]:
             return super().collate(examples)
-        padding, start = self.tokenizer.pad_token_id, self.tokenizer.cls_token_id
-        sources = pad([{**each, "length": len(each["input_ids"])} for each in examples], padding)
-        targets = pad([{"input_ids": each["labels"], "length": len(each["labels"])} for each in examples], padding)
-        labels = targets["input_ids"].masked_fill(~targets["attention_mask"].bool(), IGNORED)
-        first = torch.full((len(examples), 1), start)
-        return sources | {"decoder_input_ids": torch.cat([first, targets["input_ids"][:, :-1]], 1), "labels": labels}
+        padding = self.tokenizer.pad_token_id
+        sources = pad([{"input_ids": each["input_ids"]} for each in examples], padding)
+        targets = pad([{"input_ids": each["labels"], "labels": each["labels"]} for each in examples], padding)
+        first = torch.full((len(examples), 1), self.tokenizer.cls_token_id)
+        inputs = torch.cat([first, targets["input_ids"][:, :-1]], 1)
+        return sources | {"decoder_input_ids": inputs, "labels": targets["labels"]}
 
     # -- model
 
@@ -95,8 +89,11 @@ class Seq2Seq(Task):
         flags, tokenizer, cls = self.arguments, self.tokenizer, ScratchBertForConditionalGeneration
         names = ("tie_encoder_decoder", "num_decoder_layers")
         fields = {name: getattr(flags, name) for name in names if getattr(flags, name)} | overrides(flags)
-        roles = {"decoder_start": "cls", "eos": "sep", "pad": "pad"}
-        special = {f"{ours}_token_id": getattr(tokenizer, f"{its}_token_id") for ours, its in roles.items()}
+        special = {
+            "decoder_start_token_id": tokenizer.cls_token_id,
+            "eos_token_id": tokenizer.sep_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
         if flags.config_name is not None:
             model = cls(new_config(flags, tokenizer, **{"is_encoder_decoder": True, **special, **fields}))
         else:
@@ -104,32 +101,18 @@ class Seq2Seq(Task):
             is_generator = bool(config.get("is_encoder_decoder")) or config.get("model_type") == "encoder-decoder"
             if is_generator and fields.keys() & set(names):
                 raise ValueError(f"--model {flags.model} has a decoder; expected none of --{' and --'.join(names)}.")
-            model = self.load(cls.from_pretrained if is_generator else cls.from_bert, flags.model, **(special | fields))
-        beams = {
-            "num_beams": flags.num_beams,
-            **({"length_penalty": flags.length_penalty} if flags.num_beams > 1 else {}),
-        }
-        longest = flags.max_new_tokens or flags.max_target_length
+            model = self.load(cls.from_pretrained if is_generator else cls.from_bert, **(special | fields))
         ids = {name: getattr(model.config, name) for name in ("bos_token_id", *special)}
-        model.generation_config = GenerationConfig(**ids, max_new_tokens=longest, do_sample=False, **beams)
-        model.generation_config.validate(strict=True)  # saving the model raises otherwise, after the training
+        model.generation_config = GenerationConfig(
+            **ids, max_new_tokens=flags.max_target_length, num_beams=flags.num_beams, do_sample=False
+        )
         return model
 
     # -- loss and metrics
 
-    def count(self, batch):
-        return (batch["labels"] != IGNORED).sum()
-
     def logits(self, model, batch):
         inputs = inputs_of(batch) | {"decoder_input_ids": batch["decoder_input_ids"]}
         return model(**inputs, use_cache=False).logits.float()
-
-    def loss_of(self, logits, batch):
-        options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": self.smoothing}
-        return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), **options)
-
-    def outputs_of(self, logits, batch):
-        return [None] * len(logits)
 
     def predict(self, model, batch):
         texts, loss = super().predict(model, batch)
@@ -156,16 +139,12 @@ class Seq2Seq(Task):
             written.setdefault(row["source"], prediction["prediction"])
         values: dict[str, float] = {}
         for name in self.texts:
-            values |= compute(METRICS[name], list(written.values()), list(right.values()))
+            values |= METRICS[name].of(list(written.values()), list(right.values()))
         return values
 
 
-class TextMetric(evaluate.Metric):
-    """A metric of texts. References are a list of right texts for each prediction."""
-
-    def _info(self):
-        features = Features({"predictions": Value("string"), "references": List(Value("string"))})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+# ------------------------------------------------------------------------------------------- metrics of generated texts
+# References are a list of right texts for each prediction.
 
 
 class Rouge(TextMetric):
@@ -178,15 +157,13 @@ class Rouge(TextMetric):
         types = SEQ2SEQ_METRICS["rouge"]
         scorer = RougeScorer(types)
         scores = [scorer.score_multi(right, text) for text, right in zip(predictions, references, strict=True)]
-        return {name: np.mean([score[name].fmeasure for score in scores]) for name in types}
+        return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in types}
 
 
 class Sacrebleu(TextMetric):
     """bleu, chrf: over the whole set, from 0 to 100. Post (2018), "A Call for Clarity in Reporting BLEU Scores"."""
 
     def _compute(self, predictions, references):
-        from itertools import zip_longest
-
         from sacrebleu import corpus_bleu, corpus_chrf
 
         columns = [list(column) for column in zip_longest(*references)]
@@ -206,7 +183,10 @@ class ErrorRate(TextMetric):
             for text, texts in zip(predictions, references, strict=True)
         ]
         edits, lengths = np.array(best).T
-        return {"token_error_rate": edits.sum() / max(lengths.sum(), 1), "item_error_rate": (edits > 0).mean()}
+        return {
+            "token_error_rate": float(edits.sum() / max(lengths.sum(), 1)),
+            "item_error_rate": float((edits > 0).mean()),
+        }
 
 
-METRICS = {"rouge": Rouge, "sacrebleu": Sacrebleu, "error_rate": ErrorRate}
+METRICS: dict[str, type[TextMetric]] = {"rouge": Rouge, "sacrebleu": Sacrebleu, "error_rate": ErrorRate}

@@ -1,19 +1,19 @@
 """Tagging the words of texts, such as named entities."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
-import evaluate
 import numpy as np
-from datasets import Features, List, Value
-from torch.nn.functional import cross_entropy
+from datasets import List, Value
 
 from toolkit.data import find_column, label_of, sorted_labels, value_of
+from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import WORDS, TaggingArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
-from toolkit.tasks.task import IGNORED, chunks, compute, filled, is_token
+from toolkit.tasks.task import IGNORED, encodings, example_of, is_token
+from toolkit.tasks.text_metric import TextMetric
 
 TAGS = ("tags", "ner_tags", "labels")
 OUTSIDE = "O"
@@ -27,6 +27,7 @@ class Tagging(LabelTask):
     label_fields = ("tags",)
     model_class = "ForTokenClassification"
     txt_format = "conll"
+    grouped_by = ("words",)
     arguments: TaggingArguments
 
     def __init__(self, arguments: TaggingArguments):
@@ -59,9 +60,6 @@ class Tagging(LabelTask):
         check_known(tags, self.labels)
         return {"tags": tags}
 
-    def group_key(self, row):
-        return tuple(row["words"])
-
     def labels_of(self, row):
         return row["tags"]
 
@@ -80,64 +78,28 @@ class Tagging(LabelTask):
         if room <= stride:
             raise ValueError(f"--stride is {stride}; expected less than {room}, with --max_length {length}.")
         examples: list[dict] = []
-        for start, chunk in chunks(rows):
-            encoded = self.tokenizer(
-                [row["words"] for row in chunk],
-                is_split_into_words=True,
-                truncation=True,
-                max_length=length,
-                stride=stride,
-                return_overflowing_tokens=True,
-            )
-            windows = defaultdict(list)
-            for encoding, i in zip(encoded.encodings, encoded["overflow_to_sample_mapping"], strict=True):
-                windows[i].append(encoding)
-            for i, row in enumerate(chunk):
-                first_pieces = tagged_words([encoding.word_ids for encoding in windows[i]], stride)
-                for encoding, own in zip(windows[i], first_pieces, strict=True):
-                    examples.append(self.example(encoding, own, row.get("tags"), start + i))
+        encoded = encodings(
+            self.tokenizer,
+            [row["words"] for row in rows],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=length,
+            stride=stride,
+            return_overflowing_tokens=True,
+        )
+        for row, group in groupby(encoded, lambda each: each[0]):
+            windows = [encoding for _, encoding in group]
+            first_pieces = tagged_words([encoding.word_ids for encoding in windows], stride)
+            for encoding, own in zip(windows, first_pieces, strict=True):
+                example = example_of(encoding, row) | {"first_pieces": own}
+                if "tags" in rows[row]:
+                    example["labels"] = np.full(len(encoding.ids), IGNORED)
+                    for word, i in own.items():
+                        example["labels"][i] = self.numbers[rows[row]["tags"][word]]
+                examples.append(example)
         return examples
 
-    def example(self, encoding, first_pieces: dict[int, int], tags: list[str] | None, row: int) -> dict:
-        """A window, with the target of each token if there are tags.
-
-        Args:
-            first_pieces: of each word that is tagged in this window, the position of its first piece.
-        """
-        ids = np.array(encoding.ids, dtype=np.int32)
-        example = {"input_ids": ids, "length": len(ids), "row": row, "cut": 0, "first_pieces": first_pieces}
-        if tags is None:
-            return example
-        targets = np.full(len(encoding.ids), IGNORED)
-        for i, word in enumerate(encoding.word_ids):
-            if word in first_pieces and self.arguments.label_all_pieces:
-                inside = tags[word].replace("B-", "I-", 1)
-                targets[i] = self.numbers[inside if inside in self.numbers else tags[word]]
-        for word, i in first_pieces.items():
-            targets[i] = self.numbers[tags[word]]
-        return example | {"labels": targets}
-
-    def collate(self, examples, seed=()):
-        batch = super().collate(examples)
-        if "labels" not in examples[0]:
-            return batch
-        return batch | {"labels": filled(batch["attention_mask"].bool().numpy(), examples, "labels", IGNORED)}
-
-    # -- model, loss and metrics
-
-    def count(self, batch):
-        labels = batch["labels"]
-        return self.weights.to(labels.device)[labels[labels != IGNORED]].sum()
-
-    def loss_of(self, logits, batch):
-        return cross_entropy(
-            logits.flatten(0, 1),
-            batch["labels"].flatten(),
-            self.weights.to(logits.device),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.smoothing,
-        )
+    # -- predictions and metrics
 
     def outputs_of(self, logits, batch):
         return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), is_token(batch), strict=True)]
@@ -154,12 +116,9 @@ class Tagging(LabelTask):
     def metrics(self, rows, predictions):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if self.has_entities:
-            return {name: value for name, value in compute(Entities, found, right).items() if "/" not in name}
-        from sklearn.metrics import f1_score
-
-        flat_found, flat_right = self.flat(found), self.flat(right)
-        f1 = f1_score(flat_right, flat_found, average="macro", zero_division=0)
-        return {"f1_macro": float(f1), "tag_accuracy": float((flat_found == flat_right).mean())}
+            return {name: value for name, value in Entities.of(found, right).items() if "/" not in name}
+        values = classification_metrics("single_label", self.flat(right), self.flat(found))
+        return {"f1_macro": values["f1_macro"], "tag_accuracy": values["accuracy"]}
 
     def flat(self, tags: list[list[str]]) -> np.ndarray:
         return np.array([self.numbers[tag] for row in tags for tag in row])
@@ -168,7 +127,7 @@ class Tagging(LabelTask):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if not self.has_entities:
             return table_by_label(self.labels, self.flat(right), self.flat(found))
-        values = compute(Entities, found, right)
+        values = Entities.of(found, right)
         types = dict.fromkeys(name.partition("/")[0] for name in values if "/" in name)
         return [
             {"label": kind, **{name: values[f"{kind}/{name}"] for name in ("precision", "recall", "f1", "entities")}}
@@ -217,8 +176,7 @@ def list_of(content: dict, column: str) -> list:
 def check_iob2(tags: Sequence[str]) -> None:
     """Raises ValueError unless every entity begins with B- and continues with I- of its type (IOB2: Tjong Kim Sang &
     Veenstra 1999, section 2)."""
-    before = OUTSIDE
-    for number, tag in enumerate(tags, 1):
+    for number, (before, tag) in enumerate(pairwise([OUTSIDE, *tags]), 1):
         if tag != OUTSIDE and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
             raise ValueError(
                 f"tag {number} is {tag!r}; expected O, B-TYPE or I-TYPE. Pass --scheme plain for other tags"
@@ -227,15 +185,13 @@ def check_iob2(tags: Sequence[str]) -> None:
             raise ValueError(
                 f"tag {number} is {tag} after {before}; expected B-{tag[2:]}. Pass --scheme iob1 for such tags"
             )
-        before = tag
 
 
 def to_iob2(tags: Sequence[str]) -> list[str]:
     """The tags with B- for each I- that begins an entity, as in IOB1, the form of older CoNLL files."""
-    before = [OUTSIDE, *tags[:-1]]
     return [
-        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-        for last, tag in zip(before, tags, strict=True)
+        f"B-{tag[2:]}" if tag.startswith("I-") and before[2:] != tag[2:] else tag
+        for before, tag in pairwise([OUTSIDE, *tags])
     ]
 
 
@@ -245,25 +201,24 @@ def iob_tags(tags: Iterable[str]) -> list[str]:
     return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
 
 
-class Entities(evaluate.Metric):
+class Entities(TextMetric):
     """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). An entity is
     correct if its first word, its last word and its type are. tag_accuracy: the share of words with the correct tag.
     For each type T: T/precision, T/recall, T/f1 and T/entities, their number."""
 
-    def _info(self):
-        features = Features(dict.fromkeys(("predictions", "references"), List(Value("string"))))
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+    prediction = List(Value("string"))
 
     def _compute(self, predictions, references):
         from seqeval.metrics import accuracy_score, classification_report
 
         with warnings.catch_warnings(action="ignore"):
             report = classification_report(references, predictions, output_dict=True, zero_division=0)
+        names = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
         total = report.pop("micro avg")
-        ours = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
-        values = {f"entity_{name}": total[theirs] for name, theirs in ours.items()}
+        values = {f"entity_{ours}": total[theirs] for ours, theirs in names.items()}
         values["tag_accuracy"] = accuracy_score(references, predictions)
         for kind in sorted(report.keys() - {"macro avg", "weighted avg"}):
-            named = {**ours, "entities": "support"}
-            values |= {f"{kind}/{name}": report[kind][theirs] for name, theirs in named.items()}
+            values |= {
+                f"{kind}/{ours}": report[kind][theirs] for ours, theirs in (names | {"entities": "support"}).items()
+            }
         return values

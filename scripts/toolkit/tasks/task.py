@@ -1,16 +1,15 @@
 """The base class of the tasks: opening the tokenizer and the model, and padding examples into a batch."""
 
 import logging
-import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch.nn.functional import cross_entropy
 
 from toolkit.cli import about
 from toolkit.hub import check_vocabulary, open_tokenizer, read_config
@@ -33,13 +32,15 @@ class Task(ABC):
         model_class: of this package, without "ScratchBert".
         txt_format: how .txt is read; see `toolkit.data.File`.
         is_language_model: whether the loss is per token, so that the perplexity is a metric.
+        grouped_by: fields of a row. Rows in which they are equal, such as copies of a text, are on the same side of
+            --validation_fraction.
         metric_names: the metrics that can select the best model, besides the loss; the first one does by default.
         lower_is_better: the metrics of which a lower value is better.
         labels: the names of the labels, once `prepare` has been called; None: the task has no labels.
         label_counts: how often each label occurs in the training rows.
+        weights: of the labels in the loss, `(L,)`; None: all weigh 1.
         say: prints a remark.
-        label_smoothing: the share of each label's weight that is spread over all labels, in the training; see
-            `smoothing`.
+        label_smoothing: the share of each label's weight that is spread over all labels, in the training.
         new_weights: the parameters that the checkpoint lacks. They are random before the training.
     """
 
@@ -48,9 +49,11 @@ class Task(ABC):
     model_class: ClassVar[str]
     txt_format: ClassVar[str] = "lines"
     is_language_model: ClassVar[bool] = False
+    grouped_by: ClassVar[Sequence[str]] = ("text",)
     metric_names: Sequence[str]
     lower_is_better: ClassVar[set[str]] = {"loss"}
     labels: list[str] | None = None
+    weights: torch.Tensor | None = None
     label_smoothing: float = 0.0
 
     def __init__(self, arguments: TaskArguments):
@@ -99,17 +102,13 @@ class Task(ABC):
     def restore(self) -> None:  # noqa: B027
         """Takes from --model what `prepare` learns otherwise, for an evaluation without training."""
 
-    @abstractmethod
-    def group_key(self, row: dict) -> Hashable:
-        """Rows with equal keys, such as copies of a text, are on the same side of --validation_fraction."""
-
     def stratum(self, row: dict) -> object:
         """Rows of each stratum have the same share in --validation_fraction."""
         return None
 
     @abstractmethod
     def encode(self, rows: list[dict]) -> list[dict]:
-        """The examples of rows."""
+        """The examples of rows, with labels if the rows have them."""
 
     def collate(self, examples: list[dict], seed: Sequence[int] = ()) -> Batch:
         """A batch of examples, padded.
@@ -121,27 +120,29 @@ class Task(ABC):
 
     # -- model
 
-    def open_model(self):
-        """The model of --model in float32, with padding removed inside; sets `new_weights`."""
-        return self.load(self.choose_class().from_pretrained, self.arguments.model)
+    def open_model(self, **fields):
+        """The model of --model in float32, with padding removed inside; sets `new_weights`.
+
+        Args:
+            fields: of its configuration.
+        """
+        return self.load(self.choose_class().from_pretrained, **fields)
 
     def choose_class(self) -> type:
         import transformers
 
         import modeling_scratchbert
 
-        is_ours = self.arguments.implementation == "scratchbert"
+        if self.arguments.implementation == "scratchbert":
+            return getattr(modeling_scratchbert, f"ScratchBert{self.model_class}")
         model = self.arguments.model
-        if not is_ours and read_config(model).get("model_type") == "scratchbert":
+        if read_config(model).get("model_type") == "scratchbert":
             raise ValueError(f"--implementation is bert and --model {model} is a ScratchBert; expected scratchbert.")
-        return getattr(
-            *(modeling_scratchbert, f"ScratchBert{self.model_class}")
-            if is_ours
-            else (transformers, f"Bert{self.model_class}")
-        )
+        return getattr(transformers, f"Bert{self.model_class}")
 
-    def load(self, opener, source: str, **fields):
-        """A model, opened by `from_pretrained` of a class or a method like it, with fields of its configuration.
+    def load(self, opener: Callable, **fields):
+        """The model of --model, opened by `from_pretrained` of a class or a method like it, with fields of its
+        configuration.
 
         Raises:
             ValueError: the weights are damaged, one below the model head has another shape than in the configuration,
@@ -151,9 +152,11 @@ class Task(ABC):
         options: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if self.arguments.implementation == "scratchbert":
             options["padding_free"] = True
+        source = self.arguments.model
+        # The new modules are printed instead.
+        logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
         try:
-            with without_loading_reports():
-                model, info = opener(source, **options, **fields)
+            model, info = opener(source, **options, **fields)
         except SafetensorError as error:
             raise ValueError(f"--model {source} has damaged weights: {error}; expected complete files.") from error
         for name, stored, expected in sorted(info["mismatched_keys"]):
@@ -168,27 +171,31 @@ class Task(ABC):
 
     # -- loss and metrics
 
-    @abstractmethod
     def count(self, batch: Batch) -> torch.Tensor:
         """The number of labels in a batch, or the sum of their weights, on its device. The loss of an update is divided
         by it."""
+        labels = batch["labels"]
+        counted = labels != IGNORED
+        return counted.sum() if self.weights is None else self.weights.to(labels.device)[labels[counted]].sum()
 
     def logits(self, model, batch: Batch) -> Any:
         """The scores that the loss and the predictions are computed from."""
         return model(**inputs_of(batch)).logits.float()
 
-    @property
-    def smoothing(self) -> float:
-        """The label smoothing of a loss: none in an evaluation."""
-        return self.label_smoothing if torch.is_grad_enabled() else 0.0
-
-    @abstractmethod
     def loss_of(self, logits, batch: Batch) -> torch.Tensor:
-        """The loss, summed over the labels of a batch."""
+        """The loss, summed over the labels of a batch. In an evaluation it is not smoothed."""
+        return cross_entropy(
+            logits.flatten(0, -2),
+            batch["labels"].flatten(),
+            None if self.weights is None else self.weights.to(logits.device),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0,
+        )
 
-    @abstractmethod
     def outputs_of(self, logits, batch: Batch) -> list:
         """What `decode` needs of each example."""
+        return [None] * len(batch["input_ids"])
 
     def loss(self, model, batch: Batch) -> torch.Tensor:
         """The loss of a batch in the training."""
@@ -215,13 +222,13 @@ class Task(ABC):
         """Notes in the model's configuration or tokenizer what predictions depend on, before both are saved."""
         self.tokenizer.model_max_length = self.arguments.max_length
 
-    @abstractmethod
     def decode(self, rows: list[dict], examples: list[dict], outputs: list) -> list[dict]:
-        """The prediction of each row, from the outputs of the examples."""
+        """The prediction of each row, from the outputs of the examples; none if the task predicts nothing of a row."""
+        return []
 
-    @abstractmethod
     def metrics(self, rows: list[dict], predictions: list[dict]) -> dict[str, float]:
-        """The metrics of a split, in which each row counts once."""
+        """The metrics of a split besides the loss. Each row counts once."""
+        return {}
 
     def table_by_label(self, rows: list[dict], predictions: list[dict]) -> list[dict]:
         """The metrics of each label; none if the task has no labels."""
@@ -232,53 +239,51 @@ class Task(ABC):
 
 
 def pad(examples: list[dict], pad_token_id: int) -> Batch:
-    """The inputs of examples, padded on the right to the longest one: `(B, T)` each."""
-    lengths = np.array([example["length"] for example in examples])
+    """The fields of examples that have a value for each token, padded on the right: `(B, T)` each."""
+    lengths = np.array([len(example["input_ids"]) for example in examples])
     mask = np.arange(lengths.max()) < lengths[:, None]
-    batch = {
-        "input_ids": filled(mask, examples, "input_ids", pad_token_id),
-        "attention_mask": torch.from_numpy(mask).long(),
-    }
-    if "token_type_ids" in examples[0]:
-        batch["token_type_ids"] = filled(mask, examples, "token_type_ids", 0)
+    batch = {"attention_mask": torch.from_numpy(mask).long()}
+    for name, padding in {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORED}.items():
+        if isinstance(examples[0].get(name), np.ndarray):
+            values = np.full(mask.shape, padding, dtype=np.int64)
+            values[mask] = np.concatenate([example[name] for example in examples])
+            batch[name] = torch.from_numpy(values)
     return batch
 
 
-def filled(mask: np.ndarray, examples: list[dict], name: str, padding: int) -> torch.Tensor:
-    """A field with a value for each token, `(B, T)`."""
-    values = np.full(mask.shape, padding, dtype=np.int64)
-    values[mask] = np.concatenate([example[name] for example in examples])
-    return torch.from_numpy(values)
+def encodings(tokenizer, *texts: Sequence, **options) -> Iterator[tuple[int, Any]]:
+    """The encodings of texts or pairs of texts, in order, each with the index of its row."""
+    for start in range(0, len(texts[0]), ROWS_TOGETHER):
+        encoded = tokenizer(*(each[start : start + ROWS_TOGETHER] for each in texts), verbose=False, **options)
+        rows = encoded.get("overflow_to_sample_mapping", range(len(encoded.encodings)))
+        for row, encoding in zip(rows, encoded.encodings, strict=True):
+            yield start + row, encoding
+
+
+def example_of(encoding, row: int, cut: int = 0) -> dict:
+    """An example, with token types if the encoding is of a pair."""
+    ids = np.array(encoding.ids, dtype=np.int32)
+    example = {"input_ids": ids, "length": len(ids), "row": row, "cut": cut}
+    if any(encoding.type_ids):
+        example["token_type_ids"] = np.array(encoding.type_ids, dtype=np.int8)
+    return example
 
 
 def tokenize(tokenizer, texts: list[str], pairs: list[str] | None, max_length: int) -> Iterator[dict]:
-    """For each text or pair of texts its ids, token types if it is a pair, length, and number of tokens cut off."""
-    least = tokenizer.num_special_tokens_to_add(pair=pairs is not None) + (1 if pairs is None else 2)
+    """An example of each text or pair of texts."""
+    given = [texts] if pairs is None else [texts, pairs]
+    least = tokenizer.num_special_tokens_to_add(pair=pairs is not None) + len(given)
     if max_length < least:
         raise ValueError(f"--max_length is {max_length}; expected at least {least}, for a token of each text.")
-    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
-    long = [i for i, encoding in enumerate(encoded.encodings) if encoding.overflowing]
-    cuts = dict.fromkeys(long, 0)
-    if pairs:
-        whole = (
-            tokenizer([texts[i] for i in long], [pairs[i] for i in long], verbose=False) if long else {"input_ids": []}
-        )
-        cuts = {i: len(ids) - max_length for i, ids in zip(long, whole["input_ids"], strict=True)}
-    else:
-        special = tokenizer.num_special_tokens_to_add()
-        cuts = {i: sum(len(rest.ids) - special for rest in encoded.encodings[i].overflowing) for i in long}
-    for i, ids in enumerate(encoded["input_ids"]):
-        cut = cuts.get(i, 0)
-        example = {"input_ids": np.array(ids, dtype=np.int32), "length": len(ids), "cut": cut}
-        if pairs:
-            example["token_type_ids"] = np.array(encoded["token_type_ids"][i], dtype=np.int8)
-        yield example
-
-
-def chunks(rows: Sequence[dict]) -> Iterator[tuple[int, Sequence[dict]]]:
-    """Rows that are tokenised together, with the index of the first of them."""
-    for start in range(0, len(rows), ROWS_TOGETHER):
-        yield start, rows[start : start + ROWS_TOGETHER]
+    for row, encoding in encodings(tokenizer, *given, truncation=True, max_length=max_length):
+        cut = 0
+        if encoding.overflowing and pairs is None:
+            special = tokenizer.num_special_tokens_to_add()
+            cut = sum(len(rest.ids) - special for rest in encoding.overflowing)
+        elif encoding.overflowing:
+            whole = tokenizer(texts[row], pairs[row], verbose=False)["input_ids"]
+            cut = len(whole) - len(encoding.ids)
+        yield example_of(encoding, row, cut)
 
 
 def is_token(batch: Batch) -> torch.Tensor:
@@ -286,33 +291,11 @@ def is_token(batch: Batch) -> torch.Tensor:
     return batch["attention_mask"].bool()
 
 
-def compute(metric: type, predictions: list, references: list) -> dict[str, float]:
-    """The values of a metric of `evaluate`, a class beside its task, without a network or a cache."""
-    with tempfile.TemporaryDirectory() as folder:
-        values = metric(keep_in_memory=True, cache_dir=folder).compute(predictions=predictions, references=references)
-    return {name: float(value) for name, value in values.items()}
-
-
 def inputs_of(batch: Batch) -> Batch:
     """The batch without labels, with which a model would compute a loss of its own."""
     return {name: value for name, value in batch.items() if name in ("input_ids", "attention_mask", "token_type_ids")}
 
 
-@contextmanager
-def without_loading_reports() -> Iterator[None]:
-    """Hides the table of missing weights that transformers logs. The new modules are printed instead."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in str(record.msg)
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
-
-
-def modules_of(names: Iterable[str]) -> list[str]:
-    """The modules that have these parameters, at most three levels deep."""
-    return sorted({".".join(name.split(".")[:-1][:3]) for name in names})
+def is_no_load_report(record: logging.LogRecord) -> bool:
+    """Whether a log record is none of the tables of missing weights that transformers logs."""
+    return "LOAD REPORT" not in str(record.msg)
