@@ -1066,20 +1066,21 @@ def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
 
 def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
     """Writes README.md. It names files and folders by their last part only."""
-    from toolkit.model_card import auto_class
+    from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
     from toolkit.paths import is_hub_id, public_path, with_paths
     from toolkit.training import write_card
 
     data, progress = run.data, run.progress
     given = with_paths(asdict(data) | asdict(run.arguments), public_path)
     defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
+    auto_classes = {path: auto for auto, path in AUTO_MAP.items()}
     write_card(
         run.output,
         metrics,
         task=run.task.name,
         model_name=run.arguments.hub_model_id or run.output.resolve().name,
         model_class=model_class,
-        auto_class=auto_class(model_class),
+        auto_class=auto_classes[f"modeling_scratchbert.Scratch{model_class.removeprefix('Scratch')}"],
         base=given["model"],
         base_model=data.model if data.model and is_hub_id(data.model) else None,
         data=given["dataset"] or ", ".join(given["train_file"]),
@@ -1104,13 +1105,16 @@ def push(run: Run) -> None:
     Raises:
         OSError: that failed. The folder is complete.
     """
-    from toolkit import publish
+    from huggingface_hub import get_token
+
+    from toolkit.training import push_run
 
     repo = run.arguments.hub_model_id
     try:
-        commit, _ = publish.push(publish.survey(run.output, repo), repo, private=run.arguments.hub_private_repo or None)
+        commit = push_run(run.output, repo, private=run.arguments.hub_private_repo)
     except Exception as error:
-        raise OSError(f"{run.output} is complete and was not pushed: {publish.explain(error, repo)}") from None
+        reason = one_line(error).replace(get_token() or "no token", "…")  # a server may repeat it
+        raise OSError(f"{run.output} is complete and was not pushed to {repo}: {reason}") from None
     print(f"pushed to {commit}")
 
 
