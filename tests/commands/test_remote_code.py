@@ -81,7 +81,6 @@ OPENING = {
     "check_parity": ["MODEL"],
     "convert_checkpoint": ["MODEL", "NEW"],
     "course": ["check", "1", "--model", "MODEL"],
-    "export": ["MODEL", "NEW", "--format", "torch"],
     "generate": ["MODEL", "Dogs bark."],
     "plot_attention": ["MODEL", "Dogs bark.", "--output", "NEW.png"],
     "predict": ["MODEL", "ROWS", "--output", "NEW"],

@@ -12,7 +12,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 import check_parity
 import convert_checkpoint
-import export
 import generate
 import plot_attention
 import predict
@@ -74,7 +73,6 @@ TRAIN = ["--train_file", "TEXTS", "--output_dir", "OUT"]
     ("script", "argv"),
     [
         (check_parity, ["ada/never-seen"]),
-        (export, ["ada/never-seen", "OUT", "--format", "torch"]),
         (generate, ["ada/never-seen", "hello"]),
         (plot_attention, ["ada/never-seen", "hello", "--output", "OUT.png"]),
         (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
