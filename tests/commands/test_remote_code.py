@@ -82,7 +82,6 @@ OPENING = {
     "convert_checkpoint": ["MODEL", "NEW"],
     "course": ["check", "1", "--model", "MODEL"],
     "generate": ["MODEL", "Dogs bark."],
-    "plot_attention": ["MODEL", "Dogs bark.", "--output", "NEW.png"],
     "predict": ["MODEL", "ROWS", "--output", "NEW"],
     "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "sentence_similarity": ["MODEL"],
