@@ -15,7 +15,6 @@ import convert_checkpoint
 import generate
 import predict
 import question_answering
-import sentence_similarity
 import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
 from support.hub_server import serving, use
@@ -75,7 +74,6 @@ TRAIN = ["--train_file", "TEXTS", "--output_dir", "OUT"]
         (generate, ["ada/never-seen", "hello"]),
         (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
         (question_answering, ["ada/never-seen", "--question", "Who?", "--context", "Ada."]),
-        (sentence_similarity, ["ada/never-seen", "a", "b"]),
         (train, ["classification", "--model", "ada/never-seen", *TRAIN]),
         (train, ["seq2seq", "--config_name", "configuration/tiny.json", "--tokenizer_name", "ada/never-seen", *TRAIN]),
     ],
