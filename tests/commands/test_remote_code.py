@@ -81,7 +81,7 @@ OPENING = {
     "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "train": ["classification", "--model", "MODEL", "--output_dir", "NEW", "--train_file", "ROWS"],
 }
-WITHOUT_CHECKPOINT = {"cmudict_pairs", "train_tokenizer"}
+WITHOUT_CHECKPOINT = {"cmudict_pairs"}
 
 
 def test_every_command_is_known():

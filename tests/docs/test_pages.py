@@ -32,6 +32,7 @@ every_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.
 def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    (tmp_path / "scripts").symlink_to(SCRIPTS)
     blocks = python_blocks(page.read_text(encoding="utf-8"))
     assert {mark for block in blocks for mark in block.marks} <= MARKS
     if any('"my-model"' in block.code for block in blocks):
