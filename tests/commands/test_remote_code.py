@@ -81,12 +81,11 @@ OPENING = {
     "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "train": ["classification", "--model", "MODEL", "--output_dir", "NEW", "--train_file", "ROWS"],
 }
-WITHOUT_CHECKPOINT = {"cmudict_pairs"}
 
 
 def test_every_command_is_known():
     commands = {path.stem for path in SCRIPTS.glob("*.py")} - {"__main__"}
-    assert commands == OPENING.keys() | WITHOUT_CHECKPOINT
+    assert commands == OPENING.keys()
 
 
 @pytest.mark.parametrize("kind", ["bert", "scratchbert"])
