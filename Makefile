@@ -36,7 +36,7 @@ demo: $(READY) ## convert real BERT weights, compare with BertModel, use the res
 	@echo; echo "== 2 of 4: the converted model beside the original, as transformers runs it"
 	@$(BIN)/python scripts/check_parity.py demo/scratchbert "$(or $(MODEL),$(MINILM))" --plot demo/parity.png
 	@echo; echo "== 3 of 4: a new process that cannot import this package: AutoModel opens the folder alone"
-	@$(BIN)/python scripts/sentence_similarity.py demo/scratchbert --without-package --trust-remote-code
+	@$(BIN)/python docs/examples/similarity.py demo/scratchbert
 	@echo; echo "== 4 of 4: the embeddings of 1,500 film reviews, as Parquet files"
 	@rm -rf demo/embeddings
 	@$(BIN)/python scripts/predict.py demo/scratchbert scripts/data/movie_reviews/test.csv --task embed --output demo/embeddings

@@ -997,6 +997,7 @@ def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
     data, progress = run.data, run.progress
     given = with_paths(asdict(data) | asdict(run.arguments), public_path)
     defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
+    auto_classes = {path: auto for auto, path in AUTO_MAP.items()}
     write_card(
         run.output,
         metrics,
@@ -1024,13 +1025,16 @@ def push(run: Run) -> None:
     Raises:
         OSError: that failed. The folder is complete.
     """
-    from toolkit import publish
+    from huggingface_hub import get_token
+
+    from toolkit.training import push_run
 
     repo = run.arguments.hub_model_id
     try:
-        commit, _ = publish.push(publish.survey(run.output, repo), repo, private=run.arguments.hub_private_repo or None)
+        commit = push_run(run.output, repo, private=run.arguments.hub_private_repo)
     except Exception as error:
-        raise OSError(f"{run.output} is complete and was not pushed: {publish.explain(error, repo)}") from None
+        reason = one_line(error).replace(get_token() or "no token", "…")  # a server may repeat it
+        raise OSError(f"{run.output} is complete and was not pushed to {repo}: {reason}") from None
     print(f"pushed to {commit}")
 
 

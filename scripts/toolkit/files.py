@@ -115,12 +115,6 @@ def read_json_object(path: Path) -> dict:
 # ------------------------------------------------------------------------------------------------- checks beforehand
 
 
-def check_new_folder(folder: Path) -> None:
-    """Raises FileExistsError unless `folder` does not exist or is empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"--output {folder} exists already; expected a new or an empty folder.")
-
-
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
     """Raises OSError unless the folder `target`, made from `source`, may be written or replaced."""
     if target.exists() and not target.is_dir():

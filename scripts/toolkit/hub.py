@@ -1,8 +1,7 @@
 """Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer and
 model.
 
-Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoints open with their own code, and
-`sentence_similarity` runs without the package.
+Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoints open with their own code.
 """
 
 import logging

@@ -19,14 +19,8 @@ from typing import BinaryIO
 from toolkit import row_files
 from toolkit.input_paths import COMPRESSIONS, endings_of, expand, filesystem_of, name_files
 
-Check = Callable[[dict], dict]
-Warn = Callable[[str], None]
-
 # Rows of JSON may lack columns: those of this many rows at the beginning are the columns of the file.
 ROWS_WITH_ALL_COLUMNS = 100
-
-# The number of rows that the report on skipped rows lists.
-LISTED_ROWS = 5
 
 # Of each end of a remote file, for its fingerprint: the header or the schema, and the first and the last rows.
 FINGERPRINT_BYTES = 2**16
@@ -264,20 +258,15 @@ def content_hash(dataset: str) -> str:
 
 @dataclass
 class Source:
-    """Rows of inputs, one after the other.
-
-    Args:
-        max_rows: only the first so many valid rows are used, and nothing after them is read; None: all.
-    """
+    """Rows of inputs, one after the other."""
 
     inputs: Sequence[Input]
-    max_rows: int | None = None
 
     def __str__(self):
         return ", ".join(map(str, self.inputs))
 
     def rows(self) -> Iterator[Row]:
-        """All rows, whatever `max_rows` is, one at a time.
+        """All rows, one at a time.
 
         Raises:
             OSError: an input cannot be read.
@@ -292,46 +281,6 @@ class Source:
 
     def report_empty(self, one: Input) -> None:
         raise ValueError(f"{one} has no rows")
-
-    def columns(self) -> list[str]:
-        """The columns of the first rows; see `columns_of`."""
-        return columns_of(self.rows, self.max_rows)
-
-    def valid_rows(self, check: Check, on_bad_row: str, warn: Warn) -> Iterator[dict]:
-        """The columns of each row that `check` keeps, and its place, of the first `max_rows` valid rows.
-
-        Args:
-            check: returns the columns to keep of a row, or raises ValueError.
-            on_bad_row: "stop" at the first invalid row; or "skip" invalid rows, and report their number and the first
-                ones at the end.
-            warn: is called with this report.
-
-        Raises:
-            ValueError: a row is invalid, with "stop"; or no row is valid.
-        """
-        total, bad, first_bad = 0, 0, []
-        try:
-            for total, row in enumerate(self.rows(), 1):
-                try:
-                    if isinstance(row.content, str):
-                        raise ValueError(row.content)
-                    kept = {**check(row.content), "place": row.place}
-                except ValueError as error:
-                    problem = f"{row.place}: {error}"
-                    if on_bad_row == "stop":
-                        raise ValueError(problem) from None
-                    bad += 1
-                    first_bad += [problem] if bad <= LISTED_ROWS else []
-                else:
-                    yield kept
-                    if total - bad == self.max_rows:
-                        break
-        finally:  # also if reading is stopped
-            if 0 < bad < total:
-                more = [f"and {bad - LISTED_ROWS} more"] if bad > LISTED_ROWS else []
-                warn("\n  ".join([f"{bad} of {total} rows are invalid and were skipped:", *first_bad, *more]))
-        if bad == total:
-            raise ValueError(f"all {total} rows are invalid; the first is {first_bad[0]}")
 
 
 def columns_of(rows: Callable[[], Iterable[Row]], usable: int | None = None) -> list[str]:
@@ -352,9 +301,17 @@ def read_texts(
     Raises:
         OSError, ValueError: the file cannot be read, or has no such column, or a row without a text.
     """
-    source = Source(open_files([path], delimiter=delimiter), max_rows)
-    name = row_files.find_column(source.columns(), column, row_files.TEXTS, "the texts (--column)")
-    return list(source.valid_rows(lambda row: {"text": row_files.text_of(row, name)}, "stop", print))
+    source = Source(open_files([path], delimiter=delimiter))
+    name = row_files.find_column(columns_of(source.rows, max_rows), column, row_files.TEXTS, "the texts (--column)")
+    texts = []
+    for row in islice(source.rows(), max_rows):
+        if isinstance(row.content, str):
+            raise ValueError(f"{row.place}: {row.content}")
+        try:
+            texts.append({"text": row_files.text_of(row.content, name), "place": row.place})
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from None
+    return texts
 
 
 def open_files(given: Iterable[str | Path], **options) -> list[InputFile]:

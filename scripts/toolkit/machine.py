@@ -7,9 +7,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import torch
-from torch import distributed
-
 from modeling_scratchbert.cpu.library import find_library
 from toolkit import cli
 from toolkit.files import ROOT
@@ -37,14 +34,6 @@ def processor() -> dict:
         "flags": [flag for flag in FLAGS if flag in has],
         "missing_flags": [flag for flag in FLAGS if has and flag not in has],
     }
-
-
-def hardware() -> str:
-    """The name of the GPU, or else of the processor, and the number of processes that run on such."""
-    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, processes: {world}"
-    return f"{processor()['processor']}, processes: {world}, threads of each: {torch.get_num_threads()}"
 
 
 def version(library: str) -> str | None:

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import yaml
+from huggingface_hub import CommitInfo, CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers.trainer_pt_utils import get_parameter_names
 
+from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from toolkit.files import read_json_object, write_json
-from toolkit.model_card import auto_class
+from toolkit.paths import public_path, with_paths
 from toolkit.pictures import new_figure
 
 # Rows are sorted by length within groups of this many batches, drawn at random.
@@ -371,7 +373,9 @@ def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **value
         values: what the template and the metadata show.
     """
     values |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    values["auto_class"] = auto_class(values["model_class"])
+    auto_classes = {path: auto for auto, path in AUTO_MAP.items()}
+    own_class = values["model_class"].removeprefix("Scratch")
+    values["auto_class"] = auto_classes[f"modeling_scratchbert.Scratch{own_class}"]
     values["has_confusion"] = (folder / "confusion_matrix.png").exists()
     dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
     results = [
@@ -391,3 +395,67 @@ def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **value
     )
     template = str(Path(__file__).with_name("training_card.jinja"))
     ModelCard.from_template(data, template_path=template, metrics=metrics, **values).save(folder / "README.md")
+
+
+# ------------------------------------------------------------------------------------------------ the Hub
+
+# What is uploaded of the folder of a run. Predictions, which have rows of the data, checkpoints and logs are not.
+UPLOADED = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors*",
+    "probe.json",
+    "*.py",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "README.md",
+    "metrics.json",
+    "labels_*.csv",
+    "*.png",
+    "recipe.yaml",
+)
+
+# Tokens of the Hub, of GitHub, OpenAI and Amazon, a password in a URL, a private key.
+SECRET = re.compile(
+    rb"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16})"
+    rb"|://[^/\s\"':@]+:[^/\s\"'@]+@|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+
+
+def push_run(folder: Path, repo: str, *, private: bool) -> CommitInfo:
+    """Uploads the files of a run to the repository `repo`, which is created if need be, in one commit.
+
+    Args:
+        folder: of a finished run.
+        repo: "user/name".
+        private: of a new repository; an existing one must not be public then.
+
+    Raises:
+        ValueError: a file has a secret, or the repository is public and should be private.
+        HfHubHTTPError, HTTPError, RuntimeError: the Hub refuses, or cannot be reached.
+    """
+    paths = sorted({path for pattern in UPLOADED for path in folder.glob(pattern)})
+    contents: dict[str, Path | bytes] = {path.name: path for path in paths}
+    if "recipe.yaml" in contents:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+        public = with_paths(recipe, public_path)
+        contents["recipe.yaml"] = yaml.safe_dump(public, sort_keys=False, allow_unicode=True).encode()
+    for path in paths:
+        if path.suffix not in (".safetensors", ".png"):  # their bytes can match any pattern
+            check_no_secret(path)
+    api = HfApi()
+    api.create_repo(repo, private=private or None, exist_ok=True)
+    if private and not api.model_info(repo).private:
+        raise ValueError(f"{repo} is public; expected a private repository with --hub_private_repo.")
+    # Not upload_folder, which makes several commits if hf_xet is installed: a push could end between two.
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()]
+    return api.create_commit(repo, operations, commit_message="Upload model")
+
+
+def check_no_secret(path: Path) -> None:
+    """Raises ValueError if the file has the user's token, or something that looks like a secret."""
+    token = get_token()
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if SECRET.search(line) or (token is not None and token.encode() in line):
+            raise ValueError(f"{path}, line {number}, looks like a secret; remove it, then push with `hf upload`.")

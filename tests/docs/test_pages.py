@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 import convert_checkpoint
-from pages import FENCED, commands, machine_marks, make_targets, python_blocks, run
+from pages import FENCED, agrees, commands, machine_marks, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
 from toolkit.course import FILES
 
@@ -32,6 +32,7 @@ every_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.
 def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    (tmp_path / "scripts").symlink_to(SCRIPTS)
     blocks = python_blocks(page.read_text(encoding="utf-8"))
     assert {mark for block in blocks for mark in block.marks} <= MARKS
     if any('"my-model"' in block.code for block in blocks):
@@ -40,6 +41,16 @@ def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypat
     if page.name == "checkpoints.md":
         assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
         assert (tmp_path / "a-bert" / "model.safetensors").exists()
+
+
+def test_similar_sentences_are_those_that_the_page_shows(minilm, tmp_path):
+    assert convert_checkpoint.main([minilm, str(tmp_path / "my-model")]) == 0
+    command = [sys.executable, str(ROOT / "docs" / "examples" / "similarity.py"), "my-model"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    first, printed = done.stdout.split("\n", 1)
+    assert "transformers_modules.my" in first
+    shown = [match["text"] for match in FENCED.finditer((ROOT / "docs" / "embeddings.md").read_text("utf-8"))]
+    assert any(agrees(printed, text) for text in shown)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.name)

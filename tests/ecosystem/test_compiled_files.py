@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from support.folders import SCRIPTS
 from support.models import inputs_for
 
 SHAPES = ((3, 7), (2, 5), (5, 12), (4, 40))  # batch, length; the last at the length's limit
@@ -48,7 +47,7 @@ def model(pair, tmp_path):
 
 
 def run(code: str, *arguments, cwd) -> str:
-    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules"), "PYTHONPATH": str(SCRIPTS)}
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules")}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr
@@ -76,8 +75,7 @@ TRACE_REMOTE_CODE = """
 import sys
 from pathlib import Path
 import torch
-import sentence_similarity
-sentence_similarity.block_package()
+sys.modules["modeling_scratchbert"] = None
 from transformers import AutoModelForSequenceClassification
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import BertTokenizer, pipeline
 
-from support.folders import SCRIPTS
 from support.models import inputs_for
 from support.tiny import SPECIAL, TEXTS, WORDS
 
@@ -80,8 +79,7 @@ def test_setfit_trains_as_bert_and_reloads(pair, tokenizer, tmp_path):
 OPEN_WITH_MLFLOW = """
 import json, sys
 import mlflow
-import sentence_similarity
-sentence_similarity.block_package()
+sys.modules["modeling_scratchbert"] = None
 
 opened = mlflow.transformers.load_model("logged")
 assert type(opened.model).__module__.startswith("transformers_modules."), type(opened.model)
@@ -98,7 +96,7 @@ def test_mlflow_opens_in_a_fresh_process(pair, tokenizer, tmp_path):
         task="text-classification",
         pip_requirements=[],
     )
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     done = subprocess.run(
         [sys.executable, "-c", OPEN_WITH_MLFLOW, *TEXTS], capture_output=True, text=True, cwd=tmp_path, env=environment
     )

@@ -26,7 +26,6 @@ from sentence_transformers.sparse_encoder import losses as sparse_losses
 from torch.testing import assert_close
 from transformers import BertTokenizer
 
-from support.folders import SCRIPTS
 from support.models import NO_DROPOUT, OURS, random_bert
 from support.tiny import SPECIAL, TEXTS, WORDS
 
@@ -160,11 +159,10 @@ def test_trains_as_bert(loss, folders, tmp_path):
 ALONE = """
 import sys
 import numpy
-import sentence_similarity
 from sentence_transformers import SentenceTransformer
 
 if __name__ == "__main__":
-    sentence_similarity.block_package()
+    sys.modules["modeling_scratchbert"] = None
     texts, expected = sys.argv[1:], numpy.load("expected.npy")
     for folder in ("pooled", "routed"):
         model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
@@ -189,7 +187,7 @@ def test_without_the_package_a_router_and_two_processes_encode_as_bert(folders, 
     for path in (tmp_path / "routed" / "query_0_Transformer").glob("*.py"):
         shutil.copy(path, tmp_path / "routed")
     (tmp_path / "alone.py").write_text(ALONE)
-    environment = {"PYTHONPATH": str(SCRIPTS), "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "alone.py", *TEXTS],
         capture_output=True,

@@ -1,9 +1,9 @@
 """A Hub for tests, on this machine: the part of its API that huggingface_hub needs to push and to open a model.
 
-Repositories, branches, commits, pull requests, large files (LFS), and files as they are resolved, with the headers
+Repositories, commits, large files (LFS), and files as they are resolved, with the headers
 that the client's cache goes by. Large files are fetched, as from the Hub, on another host, which gets no token.
 
-Not there: Xet (set HF_HUB_DISABLE_XET=1), uploads in parts, datasets and spaces, gated repositories.
+Not there: Xet (set HF_HUB_DISABLE_XET=1), uploads in parts, branches, pull requests, datasets, gated repositories.
 """
 
 import base64
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import transformers.utils.hub
@@ -56,7 +56,7 @@ class Commit:
 class Repository:
     private: bool
     commits: dict[str, Commit] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)  # "main", "refs/pr/1": the commit
+    refs: dict[str, str] = field(default_factory=dict)  # "main": the commit
 
     def add(self, ref: str, commit: Commit) -> str:
         self.commits[commit.sha] = commit
@@ -100,7 +100,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_request(self):
         url = urlsplit(self.path)
-        self.query = parse_qs(url.query)
         self.hub.requests.append((self.command, url.path, "Authorization" in self.headers))
         if self.hub.breaks(self.command, url.path):
             # Half of what was coming has come.
@@ -205,16 +204,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(404, "EntryNotFound", f"{folder} does not exist on {revision}")
         self.reply(found)
 
-    def branch(self, repo: str, name: str):
-        repository = self.writable(repo)
-        if name in repository.refs:
-            raise Refused(409, message=f"Reference already exists: {name}")
-        repository.refs[name] = repository.refs["main"]
-        self.reply({})
-
     def preupload(self, repo: str, revision: str):
-        if "create_pr" not in self.query:
-            self.writable(repo)
+        self.writable(repo)
         there = self.commit_at(repo, revision).files
         files = [
             {
@@ -251,8 +242,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({})
 
     def commit(self, repo: str, revision: str):
-        is_pull_request = "create_pr" in self.query
-        repository = self.readable(repo) if is_pull_request else self.writable(repo)
+        repository = self.writable(repo)
         parent = self.commit_at(repo, revision)
         header, *changes = (json.loads(line) for line in self.body.splitlines())
         if header["value"].get("parentCommit", parent.sha) != parent.sha:
@@ -269,13 +259,8 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 assert change["key"] == "deletedFile", change
                 del files[value["path"]]
-        number = sum(ref.startswith("refs/pr/") for ref in repository.refs) + 1
-        ref = f"refs/pr/{number}" if is_pull_request else revision
-        sha = repository.add(ref, Commit(files, header["value"]["summary"], parent.sha))
-        answer = {"commitUrl": f"{self.hub.endpoint}/{repo}/commit/{sha}", "commitOid": sha}
-        if is_pull_request:
-            answer["pullRequestUrl"] = f"{self.hub.endpoint}/{repo}/discussions/{number}"
-        self.reply(answer)
+        sha = repository.add(revision, Commit(files, header["value"]["summary"], parent.sha))
+        self.reply({"commitUrl": f"{self.hub.endpoint}/{repo}/commit/{sha}", "commitOid": sha})
 
     def resolve(self, repo: str, revision: str, name: str):
         commit = self.commit_at(repo, revision)
@@ -310,7 +295,6 @@ ROUTES = (
     ("GET", f"/api/models/{REPO}/revision/([^/]+)", Handler.info),
     ("GET", f"/api/models/{REPO}/tree/([^/]+)", Handler.tree),
     ("GET", f"/api/models/{REPO}/tree/([^/]+)/(.+)", Handler.tree),
-    ("POST", f"/api/models/{REPO}/branch/([^/]+)", Handler.branch),
     ("POST", f"/api/models/{REPO}/preupload/([^/]+)", Handler.preupload),
     ("POST", f"/api/models/{REPO}/commit/([^/]+)", Handler.commit),
     ("POST", f"/{REPO}\\.git/info/lfs/objects/batch", Handler.batch),

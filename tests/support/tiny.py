@@ -11,8 +11,8 @@ from transformers import BertConfig, BertModel, BertTokenizer
 import train
 from support.models import tiny_config
 from toolkit.tasks import ARGUMENTS, task_class
-from toolkit.wordpiece import SPECIAL
 
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["good", "bad", "film", "fun", "a", "very", ".", "is", "it", "Anna", "Paris", "in", "saw"]
 TEXTS = ["good film .", "bad film", "a very good film", "a bad film .", "good fun .", "very bad", "good", "bad ."]
 

@@ -215,7 +215,7 @@ def test_shipped_recipes(path, tmp_path, monkeypatch):
     task = names.get(path.stem, "question-answering" if path.stem == "questions" else "classification")
     given = train.recipe_arguments(find_shipped(f"configuration/recipes/{path.name}"))
     found = [Path(each.partition("=")[2] or each) for each in given if each.endswith((".csv", ".jsonl", ".json"))]
-    shipped = [each for each in found if each.parts[0] != "cmudict"]  # which a command writes
+    shipped = [each for each in found if each.parts[0] != "cmudict"]  # which the code of a page writes
     assert shipped
     assert all(each.is_absolute() and each.is_file() for each in shipped)
     is_new = any(each.startswith("--config_name=") for each in given)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
 
 from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
 from support.hub_server import serving, use
 from support.tiny import break_off, flags, report_of, reset_accelerate, reviews, run, write_rows
+from toolkit.training import push_run
 
 ROW = {"tokens": ["good"], "tags": ["B-X"], "question": "it", "context": "good", "text": "good bad film fun a very"}
 ROWS = [
@@ -79,31 +82,54 @@ TOKEN = "hf_" + "Ada" * 12
 
 
 def test_what_is_pushed(argv, tmp_path, monkeypatch, capsys):
-    """Model, code, tokenizer and card, and no rows, local paths or checkpoints."""
+    """Model, code, tokenizer and card, and no rows, local paths, checkpoints or logs."""
     hub_flags = {"push_to_hub": True, "hub_model_id": "ada/reviews", "hub_private_repo": True}
-    given = argv(validation_file=write_rows(tmp_path / "held_out.jsonl", reviews(8)), **hub_flags)
+    held_out = write_rows(tmp_path / "held_out.jsonl", reviews(8))
+    given = argv(validation_file=held_out, report_to="tensorboard", **hub_flags)
     with serving(**{TOKEN: {"ada"}}) as hub:
         use(hub, monkeypatch, tmp_path / "cache")
         assert run(given) == 2
         assert "token" in capsys.readouterr().err.splitlines()[-1]
         use(hub, monkeypatch, tmp_path / "cache", TOKEN)
         assert run(given) == 0
-        repository = hub.repositories["ada/reviews"]
-        files = repository.commits[repository.refs["main"]].files
-    assert repository.private
-    names = "model.safetensors config.json tokenizer.json README.md modeling_scratchbert.py"
-    assert {*names.split()} <= files.keys()
-    assert not [name for name in files if name.startswith(("predictions", "checkpoint-", "logs", ".checkpoint"))]
-    assert not [name for name, blob in files.items() if str(tmp_path).encode() in blob.content]
+        files, is_private = hub.files("ada/reviews"), hub.repositories["ada/reviews"].private
+    assert is_private
+    code = {path.name for path in (ROOT / "modeling_scratchbert").glob("*.py")} - {"__init__.py"}
+    model = {"model.safetensors", "config.json", "probe.json", "tokenizer.json", "tokenizer_config.json"}
+    report = {"README.md", "metrics.json", "labels_validation.csv", "curves.png", "confusion_matrix.png", "recipe.yaml"}
+    assert files.keys() - {".gitattributes"} == code | model | report
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
+    recipe = yaml.safe_load(files["recipe.yaml"])
+    assert (recipe["train_file"], recipe["output_dir"], recipe["seed"]) == (["rows.jsonl"], "run", 42)
 
 
-def test_a_push_that_fails_leaves_the_folder(argv, tmp_path, monkeypatch, capsys):
-    given = argv(push_to_hub=True, hub_model_id="bob/reviews")
+@pytest.mark.parametrize("problem", ["no rights", "public", "interrupted", "token in the message"])
+def test_a_push_that_fails_leaves_the_folder(argv, tmp_path, monkeypatch, capsys, problem):
+    repo = "bob/reviews" if problem == "no rights" else "ada/reviews"
     with serving(**{TOKEN: {"ada"}}) as hub:
         use(hub, monkeypatch, tmp_path / "cache", TOKEN)
-        assert run(given) == 2
-    assert "bob/reviews" in capsys.readouterr().err.splitlines()[-1]
+        if problem == "public":
+            HfApi().create_repo(repo)
+        hub.breaks = lambda method, path: problem == "interrupted" and "/commit/" in path
+        if problem == "token in the message":
+            monkeypatch.setattr(constants, "ENDPOINT", f"{hub.endpoint}/{TOKEN}")
+        assert run(argv(push_to_hub=True, hub_model_id=repo, hub_private_repo=True)) == 2
+        assert all(len(repository.commits) == 1 for repository in hub.repositories.values())
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert repo in line
+    assert TOKEN not in line
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["mine.py", "README.md", "config.json"])
+@pytest.mark.parametrize("secret", [TOKEN, "AKIA" + "A1" * 8, "https://ada:pa55@example.org", "a token"])
+def test_a_secret_is_not_pushed(tmp_path, monkeypatch, name, secret):
+    (tmp_path / name).write_text(f"first line\nsecret = '{secret}'\n")
+    with serving(**{TOKEN: {"ada"}, "a token": {"ada"}}) as hub:
+        use(hub, monkeypatch, tmp_path / "cache", "a token")
+        with pytest.raises(ValueError, match=rf"{name}, line 2,"):
+            push_run(tmp_path, "ada/reviews", private=False)
+        assert hub.requests == []
 
 
 TIED = {"tie_encoder_decoder": True}
