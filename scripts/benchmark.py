@@ -1,121 +1,181 @@
 #!/usr/bin/env python
-"""Times the model, transformers' BertModel and other runtimes with the same weights.
+"""Compares this package with transformers' BertModel and other runtimes: speed, memory and results.
 
-    benchmark.py --output speed                        also writes speed/report.json and speed/report.png
-    benchmark.py --quick
-    benchmark.py --workloads reviews single --variants openvino ours-optimised --memory
-    benchmark.py --workloads decoding
+    benchmark.py MODEL --rows texts.csv                your model, on the texts of your file
+    benchmark.py MODEL --rows texts.csv --variants ours-optimised ours-bf16 ours-int8
+    benchmark.py                                       BERT-base with random weights
+    benchmark.py --quick --output speed                also writes speed/report.json and speed/report.png
 
-All variants run in one process, in turns: for each repetition and batch, each variant once, on the same padded batch
-with its mask. The time of a batch is the median over the repetitions; a row has the mean over its batches.
+The variants have the same weights. "bert", BertModel with sdpa in float32, always runs: others are compared with it.
+Those that are not installed, or that this CPU does not support, are skipped and listed.
 
-The workloads single-1, single and single-32 are one sentence of 1, 12 and 32 tokens. Each variant runs alone in
---processes new processes, in turns: 20 sentences, three times each, whatever --repetitions and --batches. A row has the
-median over the processes. "reviews-sorted" has the texts of "reviews", sorted by length before they are batched.
-"decoding" times those of our variants that generate (as loaded, optimised, bfloat16, int8) beside EncoderDecoderModel
-in float32.
+{variants}
 
-Columns: sequences and non-padding tokens per second; milliseconds per batch; the speed-up over BertModel (the variant
-"bert": sdpa, float32; always timed); the GEMM lower bound, the time of the blocks' matrix products on non-padding
-tokens at the best rate measured here, as a share of the time; the largest absolute difference to BertModel at
-non-padding tokens; and, except in float32, the lowest and the mean cosine to its mean-pooled embedding of a sequence.
+The workloads are sets of batches: "reviews", film reviews in batches of 32; "reviews-sorted", the same, sorted by
+length; "full-128", 16 sequences of 128 random tokens; "single" and "single-32", sentences of 12 and of 32 random
+tokens, one at a time; "training" and "decoding", a step of these. With --rows, they are "rows", your texts sorted by
+length, in batches of 32, and "single-rows", 20 of them, one at a time. Calibrated variants get 64 other texts, of your
+file at most half.
 
-The variants bert-cuda, bert-cuda-flash (flash attention, on packed sequences) and ours-cuda run in bfloat16 on a GPU.
-Their times include copying the token ids to it, and they have no GEMM lower bound.
+The variants take turns on each batch, and the time of a batch is the median over the repetitions. On single sentences,
+each variant runs alone in a new process for each repetition.
 
-Variants that fail are reported with the reason. Runtimes that are not installed are skipped and listed, as are those
-that compute bfloat16 on a CPU without instructions for it, or require a GPU that is not there.
+Columns: milliseconds per batch; texts per second; the speed-up over BertModel; the largest absolute difference to its
+hidden states at non-padding tokens; the lowest and the mean cosine to its mean-pooled embedding of a text; how many
+labels of texts or tokens change, in runtimes of torch with a classifier; and the memory that is allocated to open the
+model and to compute the largest batch.
 
-Exit code: 0; 1 if one of our variants differs from BertModel (float32, by more than 1e-5), generates other tokens in
-float32, or fails; 2 if the benchmark cannot run.
+Exit code: 0; 1 if one of our variants fails or differs from BertModel (in float32, by more than 1e-5 of its largest
+number; else, a cosine below 0.9); 2 if the benchmark cannot run.
 """
 
 import os
 import shlex
 import sys
+import tempfile
+from pathlib import Path
 
-from toolkit.benchmark import VARIANT_NAMES, WORKLOADS
-from toolkit.cli import Parser, integer_from, open_report_output
+from toolkit.benchmark import ROW_WORKLOADS, VARIANTS, WORKLOADS
+from toolkit.cli import Parser, integer_from, open_report_output, table
 
-FULL = {
-    "workloads": list(WORKLOADS),
-    "variants": list(VARIANT_NAMES),
-    "repetitions": 5,
-    "batches": 4,
-    "processes": 3,
-    "cases": [(batch, way) for batch in (1, 8, 32) for way in ("greedy", "beam 4")],
-    "tokens": 24,
-}
-QUICK = {
-    "workloads": ["reviews", "mix", "full-128", "single", "decoding"],
-    "variants": ["bert", "openvino", "ours", "ours-optimised"],
-    "repetitions": 2,
-    "batches": 1,
-    "processes": 1,
-    "cases": [(8, "greedy")],
-    "tokens": 8,
-}
+QUICK_WORKLOADS = ["reviews", "full-128", "single", "decoding"]
+QUICK_VARIANTS = ["bert", "openvino", "ours", "ours-optimised", "ours-int8"]
+COLUMNS = ("ms/batch", "texts/s", "× bert", "max diff", "lowest cosine", "mean cosine", "changed labels", "peak MiB")
 
 
 def make_parser() -> Parser:
-    parser = Parser(__file__, __doc__, usage="%(prog)s [--FLAG VALUE …]")
-    parser.group("data").add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"some of {', '.join(WORKLOADS)}"
-    )
-    model = parser.group("model")
-    model.add_argument(
-        "--model", metavar="MODEL", help="a BERT or ScratchBert: a folder or hub id; default: BERT-base, random weights"
-    )
-    model.add_argument(
-        "--variants", nargs="+", choices=VARIANT_NAMES, metavar="NAME", help=f"some of {', '.join(VARIANT_NAMES)}"
-    )
-    evaluation = parser.group("evaluation")
-    evaluation.add_argument("--quick", action="store_true", help="fewer workloads, variants, repetitions and batches")
+    variants = table([(f"    {name}", f"{each.runtime}, {each.details}") for name, each in VARIANTS.items()])
+    parser = Parser(__file__, __doc__.format(variants=variants), usage="%(prog)s [MODEL] [--FLAG VALUE …]")
+    model = "a BERT or ScratchBert: a folder or hub id; default: BERT-base with random weights"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
     number = {"type": integer_from(1), "metavar": "N"}
-    evaluation.add_argument(
-        "--repetitions", **number, help="repetitions of each measurement; default: 5, with --quick 2"
-    )
-    evaluation.add_argument("--batches", **number, help="batches of each workload; default: 4, with --quick 1")
-    evaluation.add_argument("--processes", **number, help="for single sentences; default: 3, with --quick 1")
+    data = parser.group("data")
+    data.add_argument("--rows", metavar="FILE", help="a table, JSON lines, Parquet, or a text on each line")
+    data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text")
+    data.add_argument("--delimiter", metavar="C", help="of the columns; default: comma, in .tsv tab")
+    data.add_argument("--encoding", metavar="NAME", help="default: utf-8")
+    data.add_argument("--limit", **number, help="use only the first N rows; default: 500")
+    evaluation = parser.group("evaluation")
+    evaluation.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="default: all")
+    evaluation.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
+    evaluation.add_argument("--quick", action="store_true", help="fewer workloads, variants, repetitions and batches")
+    evaluation.add_argument("--repetitions", **number, help="default: 3, with --quick 1")
     evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
-    evaluation.add_argument(
-        "--memory", action="store_true", help="also measure the peak memory of each variant, in a new process"
-    )
-    evaluation.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of weights, ids and lengths")
-    parser.add_report_output("write all numbers", "draw the speed in each precision, and time against tokens")
+    parser.add_report_output("write all numbers", "draw the speed on each workload")
     return parser
 
 
-def parse(parser: Parser, argv: list[str] | None):
-    """The arguments, with the defaults of the full or the quick benchmark."""
+def parse(argv: list[str] | None):
+    """The parser, and the arguments with the defaults of the full or the quick benchmark."""
+    parser = make_parser()
     args = parser.parse_args(argv)
-    for name, value in (QUICK if args.quick else FULL).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    without_rows = ("column", "delimiter", "encoding", "limit")
+    for name in without_rows if args.rows is None else ("workloads",):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name} is given {'with' if args.rows else 'without'} --rows; omit one of them")
+    if args.rows is not None:
+        args.workloads = list(ROW_WORKLOADS)
+    args.workloads = args.workloads or (QUICK_WORKLOADS if args.quick else list(WORKLOADS))
+    args.variants = args.variants or (QUICK_VARIANTS if args.quick else list(VARIANTS))
+    args.repetitions = args.repetitions or (1 if args.quick else 3)
     args.command = shlex.join(["scripts/benchmark.py", *(sys.argv[1:] if argv is None else argv)])
-    args.draws = not set(args.workloads) <= {"training", "decoding"}  # whether the picture has any of them
-    if args.plot is not None and not args.draws:
-        parser.error(f"--plot draws none of {' and '.join(args.workloads)}; leave it out, or name more --workloads")
-    return args
+    return parser, args
+
+
+def print_rows(workload: str, rows: list[dict]) -> None:
+    """Prints the table of a workload, and the texts with the lowest cosines."""
+    batches, sequences, fill_rate = (rows[0][name] for name in ("batches", "sequences", "fill_rate"))
+    print(f"\n{workload}: batches: {batches}, sequences: {sequences}, fill rate {fill_rate:.0%}")
+    print(table([("variant", *COLUMNS), *map(cells, rows)]))
+    for row in rows:
+        if row["lowest"] is not None:
+            print(f"lowest cosine of {row['variant']}: {row['lowest']}")
+
+
+def cells(row: dict) -> tuple[str, ...]:
+    return (
+        row["variant"] + ("  WRONG" if row["is_wrong"] else ""),
+        f"{1000 * row['seconds_per_batch']:.1f}",
+        f"{row['sequences_per_second']:.1f}",
+        f"{row['vs_bert']:.2f}",
+        f"{row['max_abs']:.1e}",
+        f"{row['cosine_lowest']:.5f}",
+        f"{row['cosine_mean']:.5f}",
+        f"{row['changed_labels']} of {row['labels']}" if row["labels"] else "–",
+        f"{row['peak_anonymous_mib']:.0f}",
+    )
+
+
+def run(args) -> dict:
+    """Runs the workloads, prints the results, and returns the report, as it is written into the JSON file.
+
+    Raises:
+        CommandError, OSError, ValueError: the model or the rows cannot be read.
+        RuntimeError: BertModel fails.
+    """
+    import torch
+
+    from toolkit.benchmark.measure import run_workloads
+    from toolkit.benchmark.steps import decode, train
+    from toolkit.benchmark.variants import missing, save_model
+    from toolkit.benchmark.workloads import make_workloads
+    from toolkit.machine import identity, lines
+
+    torch.set_num_threads(args.threads)
+    machine = identity()
+    print(*lines(machine), f"threads: {args.threads}", sep="\n", flush=True)
+    rows, unavailable, training, decoding = [], {}, None, []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = save_model(args.model, folder)
+        workloads = make_workloads(args, config, folder)
+        batches = workloads.pop("training", None)
+        if workloads:
+            names = list(dict.fromkeys(["bert", *args.variants]))
+            rows, unavailable = run_workloads(names, workloads, folder, args)
+        for workload in workloads:
+            print_rows(workload, [row for row in rows if row["workload"] == workload])
+        print("", *(f"skipped {name}: {reason}" for name, reason in unavailable.items()), sep="\n")
+        if batches is not None:
+            training = train(folder, batches, args.repetitions)
+            print(f"training step, × BertForSequenceClassification: {training['vs_bert']:.2f}", flush=True)
+        for row in decode(folder, config, args) if "decoding" in args.workloads else ():
+            decoding.append(row)
+            speeds = ", ".join(f"{name} {speed:.2f}" for name, speed in row["vs_bert"].items())
+            print(
+                f"decoding step, batch {row['batch']}, {row['decoding']}, × EncoderDecoderModel: {speeds}", flush=True
+            )
+    failures = [
+        *(f"{name}: {unavailable[name]}" for name in unavailable if name.startswith("ours") and not missing(name)),
+        *(f"{row['variant']} on {row['workload']}: differs from BertModel" for row in rows if row["is_wrong"]),
+    ]
+    return {
+        "machine": {**machine, "threads": args.threads},
+        "model": args.model or "BERT-base, random weights",
+        "command": args.command,
+        "rows": rows,
+        "unavailable": unavailable,
+        "training": training,
+        "decoding": decoding,
+        "failures": failures,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = make_parser()
-    args = parse(parser, argv)
+    parser, args = parse(argv)
 
     def work() -> int:
         open_report_output(args)
-        from toolkit.benchmark.measure import benchmark, print_lines
         from toolkit.benchmark.plot import plot
         from toolkit.files import write_json
 
-        report = benchmark(args)
+        report = run(args)
         if args.json is not None:
             write_json(args.json, report)
-        if args.plot is not None and args.draws:
+        if args.plot is not None:
             plot(report, args.plot)
-        print_lines("", *(report["failures"] or ["Our variants agree with BertModel throughout."]))
+        print("", *(report["failures"] or ["None of our variants failed or differs from BertModel."]), sep="\n")
         return 1 if report["failures"] else 0
 
     return parser.run(work, expected=(RuntimeError,), is_silent=True)

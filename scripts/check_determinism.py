@@ -15,13 +15,13 @@ with as many tokens as the model has positions.
 Columns: comparisons; those that differ; texts that differ in at least one comparison; and the largest absolute
 difference. Runtimes that are not installed are skipped and listed.
 
-Exit code: 0; 1 if one of our optimised variants (ours-optimised, ours-eager, ours-bf16, ours-int8) changes a text or
-fails; 2 bad usage, or a model or texts that cannot be read.
+Exit code: 0; 1 if one of our optimised variants (ours-optimised, ours-bf16, ours-int8) changes a text or fails; 2
+bad usage, or a model or texts that cannot be read.
 """
 
 import sys
 
-from toolkit.benchmark import VARIANT_NAMES
+from toolkit.benchmark import VARIANTS
 from toolkit.cli import Parser, file_in_existing_folder, integer_from
 
 DEFAULT_VARIANTS = [
@@ -29,12 +29,10 @@ DEFAULT_VARIANTS = [
     "onnx",
     "onnx-int8",
     "openvino",
-    "sentence-transformers",
     "ctranslate2",
     "ctranslate2-int8",
     "ours",
     "ours-optimised",
-    "ours-eager",
     "ours-bf16",
     "ours-int8",
 ]
@@ -51,10 +49,10 @@ def make_parser() -> Parser:
     model.add_argument(
         "--variants",
         nargs="+",
-        choices=VARIANT_NAMES,
+        choices=VARIANTS,
         metavar="NAME",
         default=DEFAULT_VARIANTS,
-        help=f"some of {', '.join(VARIANT_NAMES)}",
+        help=f"some of {', '.join(VARIANTS)}",
     )
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--batchings", **number, default=4, help="number of random batchings")

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import yaml
 from filelock import FileLock, Timeout
 
-from toolkit.cli import CommandError, Parser, about, continuing_when_output_is_closed, handling_stop_signals
+from toolkit.cli import CommandError, Parser, about, continuing_when_output_is_closed, handling_stop_signals, one_line
 from toolkit.files import find_shipped, to_json, write_json, write_text
 from toolkit.paths import is_hub_id, public_path, with_paths
 from toolkit.tasks import ARGUMENTS, task_class
@@ -997,7 +997,6 @@ def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
     data, progress = run.data, run.progress
     given = with_paths(asdict(data) | asdict(run.arguments), public_path)
     defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
-    auto_classes = {path: auto for auto, path in AUTO_MAP.items()}
     write_card(
         run.output,
         metrics,

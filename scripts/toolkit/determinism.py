@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from modeling_scratchbert.probe.recording import to_bits
-from toolkit.benchmark.measure import print_lines, save_model
-from toolkit.benchmark.variants import Run, missing, open_variants
+from toolkit.benchmark.variants import Run, missing, open_variants, save_model
 from toolkit.benchmark.workloads import REVIEWS, Batch, pad
 from toolkit.cli import about, described
 from toolkit.comparison import largest
@@ -17,7 +16,7 @@ from toolkit.hub import check_vocabulary, open_tokenizer
 from toolkit.inputs import read_texts
 from toolkit.machine import identity, lines
 
-OPTIMISED = ("ours-optimised", "ours-eager", "ours-bf16", "ours-int8")
+OPTIMISED = ("ours-optimised", "ours-bf16", "ours-int8")
 LONGEST_PIECE = 16  # tokens
 LARGEST_BATCH = 64  # texts
 LARGEST_PADDING = 8  # columns
@@ -58,7 +57,10 @@ def random_batching(rows: list[torch.Tensor], longest: int, generator: random.Ra
         size, padding = generator.randint(1, LARGEST_BATCH), generator.randint(0, LARGEST_PADDING)
         numbers, order = order[:size], order[size:]
         own = [rows[number] for number in numbers]
-        batches.append((numbers, pad(own, width=min(max(map(len, own)) + padding, longest))))
+        batch = pad(own)
+        padding = min(padding, longest - max(map(len, own)))
+        batch.inputs = {name: torch.nn.functional.pad(each, (0, padding)) for name, each in batch.inputs.items()}
+        batches.append((numbers, batch))
     return batches
 
 
@@ -90,6 +92,10 @@ def examine(run: Run, rows: list[torch.Tensor], batchings: list[Batching], threa
         "tokens_of_changed_texts": sorted(len(rows[number]) for number in changed),
         "max_abs": max((difference for _, difference in differences), default=0.0),
     }
+
+
+def print_lines(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
 
 
 def line(row: dict) -> str:
@@ -130,7 +136,7 @@ def check(args) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with about(args.model):
-            config = save_model(args.model, folder, args.seed)
+            config = save_model(args.model, folder)
             rows = token_sequences(texts, open_tokenizer(args.model), config, args.texts, generator)
         longest = config.max_position_embeddings
         alone = [([number], pad([row])) for number, row in enumerate(rows)]

