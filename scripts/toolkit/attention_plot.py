@@ -10,7 +10,6 @@ import torch
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
 from toolkit.files import atomic_file
-from toolkit.generation import special_ids, special_tokens
 from toolkit.hub import check_source, open_model, open_tokenizer
 
 # Drawing a PNG takes eight bytes for each pixel. With the 12 × 12 heads of BERT-base that is enough for 48 tokens.
@@ -119,14 +118,16 @@ def decoder_ids(model, tokenizer, source: torch.Tensor, target: str | None, max_
     if target is None:
         length = min(max_tokens, model.config.max_position_embeddings) - 1
         options = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
-        options |= special_ids(tokenizer, model.generation_config, {})
+        for name, number in (("eos_token_id", tokenizer.sep_token_id), ("pad_token_id", tokenizer.pad_token_id)):
+            if getattr(model.generation_config, name) is None:
+                options[name] = number
         mask = torch.ones_like(source)
         return model.generate(source, attention_mask=mask, max_new_tokens=length, **options)[0].tolist()
     start = model.config.decoder_start_token_id
     if start is None:
         raise ValueError("Its config.json has no decoder_start_token_id, which a target starts with.")
-    opening, _ = special_tokens(tokenizer)
-    return [start, *encode(tokenizer, target, "target", max_tokens)[len(opening) :]]
+    ids = encode(tokenizer, target, "target", max_tokens)
+    return [start, *ids[int(ids[0] == tokenizer.cls_token_id) :]]
 
 
 # -------------------------------------------------------------------------------------------------------- the picture

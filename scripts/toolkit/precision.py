@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from toolkit.batching import batches_by_length
 from toolkit.benchmark.timing import interleave
 from toolkit.benchmark.variants import Run, missing, peak_memory
 from toolkit.benchmark.workloads import Batch, pad
 from toolkit.checkpoint import class_name, covering_classes, load, open_class, read_checkpoint
 from toolkit.cli import about, one_line, shortened, table
+from toolkit.corpus.workers import batches_by_length
 from toolkit.hub import check_vocabulary, open_tokenizer
 from toolkit.inputs import Source, open_files, read_texts
 from toolkit.machine import identity, lines

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 import convert_checkpoint
-import generate
+import predict
 import sentence_similarity
 import train
 from modeling_scratchbert import ScratchBertModel
@@ -82,10 +82,8 @@ OPENING = {
     "convert_checkpoint": ["MODEL", "NEW"],
     "course": ["check", "1", "--model", "MODEL"],
     "export": ["MODEL", "NEW", "--format", "torch"],
-    "generate": ["MODEL", "Dogs bark."],
     "plot_attention": ["MODEL", "Dogs bark.", "--output", "NEW.png"],
     "predict": ["MODEL", "ROWS", "--output", "NEW"],
-    "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "sentence_similarity": ["MODEL"],
     "train": ["classification", "--model", "MODEL", "--output_dir", "NEW", "--train_file", "ROWS"],
 }
@@ -115,7 +113,7 @@ def test_every_command_refuses_other_code(folder, tmp_path, command, kind, capsy
     (line,) = told.err.splitlines()
     assert {"bert": "own.AlibiBert", "scratchbert": "in modeling_scratchbert.py"}[kind] in line
     assert str(folder) in line
-    assert ("--trust_remote_code" in line) == (command in ("generate", "predict", "sentence_similarity"))
+    assert ("--trust_remote_code" in line) == (command in ("predict", "sentence_similarity"))
     assert set(tmp_path.iterdir()) == before
 
 
@@ -136,11 +134,11 @@ def test_a_bert_that_names_our_code_opens(folder, tmp_path, auto_map):
     assert convert_checkpoint.main([str(folder), str(tmp_path / "new")]) == 0
 
 
-@pytest.mark.parametrize("script", [generate, sentence_similarity])
+@pytest.mark.parametrize(("script", "flags"), [(predict, ["--text", "Dogs bark."]), (sentence_similarity, SENTENCES)])
 @pytest.mark.parametrize(
     "change", ["code", "missing file", "auto_map", "other repository", "tokenizer", "generate", "kernel"]
 )
-def test_other_code_is_refused(folder, script, change, capsys):
+def test_other_code_is_refused(folder, script, flags, change, capsys):
     config = folder / "config.json"
     auto_map = read_json(config)["auto_map"]
     if change == "code":
@@ -158,7 +156,7 @@ def test_other_code_is_refused(folder, script, change, capsys):
     else:
         (folder / "custom_generate").mkdir()
         (folder / "custom_generate" / "generate.py").write_text("")
-    assert script.main([str(folder), *SENTENCES]) == 2
+    assert script.main([str(folder), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--trust_remote_code runs it" in line
 

@@ -13,11 +13,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 import check_parity
 import convert_checkpoint
 import export
-import generate
 import plot_attention
 import predict
 import push_to_hub
-import question_answering
 import sentence_similarity
 import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
@@ -76,10 +74,9 @@ TRAIN = ["--train_file", "TEXTS", "--output_dir", "OUT"]
     [
         (check_parity, ["ada/never-seen"]),
         (export, ["ada/never-seen", "OUT", "--format", "torch"]),
-        (generate, ["ada/never-seen", "hello"]),
         (plot_attention, ["ada/never-seen", "hello", "--output", "OUT.png"]),
         (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
-        (question_answering, ["ada/never-seen", "--question", "Who?", "--context", "Ada."]),
+        (predict, ["ada/never-seen", "--task", "answer", "--text", "Who?", "--text_pair", "Ada."]),
         (sentence_similarity, ["ada/never-seen", "a", "b"]),
         (train, ["classification", "--model", "ada/never-seen", *TRAIN]),
         (train, ["seq2seq", "--config_name", "configuration/tiny.json", "--tokenizer_name", "ada/never-seen", *TRAIN]),
