@@ -434,11 +434,15 @@ def find_column(columns: Sequence[str], flag: str, named: str | None, usual: Seq
     raise ValueError(f"{flag}: the columns are {existing}; expected {expected}. Pass the name of the column.")
 
 
+class EmptyText(ValueError):  # noqa: N818
+    """A text is null or blank."""
+
+
 def text_of(content: dict, column: str) -> str:
-    """The text of a column. Raises ValueError if it is missing, blank or no text."""
+    """The text of a column. Raises EmptyText if it is blank, and ValueError if it is missing or no text."""
     value = value_of(content, column)
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError(f"{column!r} is empty; expected a text")
+        raise EmptyText(f"{column!r} is empty; expected a text")
     if not isinstance(value, str):
         raise ValueError(f"{column!r} is {value!r}; expected a text")
     return value

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import check_determinism
-import generate
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
@@ -59,15 +58,9 @@ def test_every_flag_of_every_command_has_underscores_and_a_group(name):
         for spelling in action.option_strings:
             assert "-" not in spelling.lstrip("-"), spelling
     own = [action.title for action in parser._action_groups if action.title not in ("positional arguments", "options")]
-    known = ["most used", "data", "model", "training", "decoding", "evaluation", "output"]
+    known = ["most used", "data", "task", "model", "training", "evaluation", "computation", "output"]
     assert own == [title for title in known if title in own]
     assert not [action for action in parser._optionals._group_actions if action.dest != "help"]
-
-
-def test_a_long_help_begins_with_the_ten_most_used_flags():
-    first = generate.make_parser()._action_groups[2]
-    assert first.title == "most used"
-    assert len({action.dest for action in first._group_actions}) == 10
 
 
 def test_an_output_is_given_once(capsys):

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 import convert_checkpoint
-import generate
+import predict
 import train
 from modeling_scratchbert import ScratchBertForCausalLM
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
@@ -76,9 +76,7 @@ OPENING = {
     "check_parity": ["MODEL"],
     "convert_checkpoint": ["MODEL", "NEW"],
     "course": ["check", "1", "--model", "MODEL"],
-    "generate": ["MODEL", "Dogs bark."],
     "predict": ["MODEL", "ROWS", "--output", "NEW"],
-    "question_answering": ["MODEL", "--question", "Who?", "--context", "Dogs."],
     "train": ["classification", "--model", "MODEL", "--output_dir", "NEW", "--train_file", "ROWS"],
 }
 
@@ -106,7 +104,7 @@ def test_every_command_refuses_other_code(folder, tmp_path, command, kind, capsy
     (line,) = told.err.splitlines()
     assert {"bert": "own.AlibiBert", "scratchbert": "in modeling_scratchbert.py"}[kind] in line
     assert str(folder) in line
-    assert ("--trust_remote_code" in line) == (command in ("generate", "predict"))
+    assert ("--trust_remote_code" in line) == (command == "predict")
     assert set(tmp_path.iterdir()) == before
 
 
@@ -148,7 +146,7 @@ def test_other_code_is_refused(folder, change, capsys):
     else:
         (folder / "custom_generate").mkdir()
         (folder / "custom_generate" / "generate.py").write_text("")
-    assert generate.main([str(folder), "Dogs bark."]) == 2
+    assert predict.main([str(folder), "--text", "Dogs bark."]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--trust_remote_code runs it" in line
 

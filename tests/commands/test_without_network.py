@@ -12,9 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 import check_parity
 import convert_checkpoint
-import generate
 import predict
-import question_answering
 import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
 from support.hub_server import serving, use
@@ -71,9 +69,8 @@ TRAIN = ["--train_file", "TEXTS", "--output_dir", "OUT"]
     ("script", "argv"),
     [
         (check_parity, ["ada/never-seen"]),
-        (generate, ["ada/never-seen", "hello"]),
         (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
-        (question_answering, ["ada/never-seen", "--question", "Who?", "--context", "Ada."]),
+        (predict, ["ada/never-seen", "--task", "answer", "--text", "Who?", "--text_pair", "Ada."]),
         (train, ["classification", "--model", "ada/never-seen", *TRAIN]),
         (train, ["seq2seq", "--config_name", "configuration/tiny.json", "--tokenizer_name", "ada/never-seen", *TRAIN]),
     ],

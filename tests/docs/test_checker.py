@@ -124,7 +124,7 @@ def test_commands_are_found_with_their_flags():
 ```sh
 python scripts/export.py MODEL --output model.onnx \\
     --format=onnx  # not --this
-scratchbert generate model "a word" --num_beams 4
+scratchbert predict model --text "a word" --num_beams 4
 accelerate launch --config_file x.yaml "$(scratchbert --path train)" masked-lm --seed 2
 make test-docs MODEL=a-bert
 ```
@@ -135,12 +135,12 @@ make test-docs MODEL=a-bert
 "python scripts/export.py --python"
 ```
 """
-    found = commands(page, {"export", "generate", "train"})
+    found = commands(page, {"export", "predict", "train"})
     assert [(one.line, one.script, one.flags) for one in found] == [
         (3, "export", ["--output", "--format"]),
-        (5, "generate", ["--num_beams"]),
+        (5, "predict", ["--text", "--num_beams"]),
         (6, "train masked-lm", ["--seed"]),
     ]
     assert make_targets(page) == [(7, "test-docs")]
     with pytest.raises(ValueError, match="line 3: there is no script 'export'"):
-        commands(page, {"generate"})
+        commands(page, {"predict"})

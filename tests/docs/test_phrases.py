@@ -59,4 +59,4 @@ def test_no_text_uses(phrase):
 
 def test_the_texts_are_found():
     names = {path.name for path in texts()}
-    assert {"README.md", "Makefile", "01_attention.md", "attention.py", "generate.py", "cmudict.yaml"} <= names
+    assert {"README.md", "Makefile", "01_attention.md", "attention.py", "predict.py", "cmudict.yaml"} <= names

@@ -206,14 +206,13 @@ def test_the_commands_run_from_the_wheel(installed, tmp_path):
     new = ["--config_name", "configuration/tiny.json", "--config_overrides", "max_position_embeddings=32"]
     flags += ["--tokenizer_name", "bert", "--max_target_length", "8", "--metrics", "loss", "--output_dir", "generator"]
     run(scratchbert, "train", "seq2seq", *new, *flags, cwd=tmp_path)
-    assert (
-        len(run(scratchbert, "generate", "generator", "good", "--max_new_tokens", "3", cwd=tmp_path).splitlines()) == 1
-    )
+    written = run(scratchbert, "predict", "generator", "--text", "good", "--max_new_tokens", "3", cwd=tmp_path)
+    assert json.loads(written).keys() == {"prediction"}
 
 
 def test_the_console_script_names_what_it_does_not_know(installed, tmp_path):
     for arguments, message in (
-        (["generat"], "there is no command 'generat'; the closest is 'generate'"),
+        (["predit"], "there is no command 'predit'; the closest is 'predict'"),
         (["--path", "nothing"], "--path is nothing; expected a command or a shipped file"),
         (["--path"], "--path has no name"),
     ):

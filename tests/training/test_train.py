@@ -12,21 +12,17 @@ import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     BertTokenizer,
     PreTrainedTokenizerFast,
     TrainingArguments,
-    pipeline,
 )
 
-import question_answering
+import predict
 import train
 from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
-from support.generation import generate_text
 from support.tiny import SPECIAL, WORDS, flags, read_rows, report_of, reviews, run, write_rows
 from toolkit.files import find_shipped
 
@@ -467,50 +463,46 @@ def test_a_dry_run_shows_inputs_and_writes_nothing(task, argv, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
-def test_other_commands_do_what_the_evaluation_did(argv, tmp_path, capsys):
-    """question_answering.py has the threshold and the lengths of the training; a generator its beams and length; and a
-    pipeline of transformers the tags."""
-    context = "a good film . it is fun in Paris . Anna saw it ."
-    words = ["good film", "fun", "Paris", "Anna", "Anna saw"]
-    answers = [{"text": [word], "answer_start": [context.index(word)]} for word in words]
-    questions = [
-        {"question": f"is it {w}", "context": context, "answers": a} for w, a in zip(words, answers, strict=True)
-    ]
-    file = write_rows(tmp_path / "questions.jsonl", questions)
-    given = {"train_file": file, "validation_file": file, "max_length": 14, "stride": 4, "max_answer_length": 2}
-    for threshold in (None, "-100", "best"):
-        output = tmp_path / f"answers{threshold}"
-        assert run(argv("question-answering", **given, null_threshold=threshold, output_dir=output)) == 0
-        capsys.readouterr()
-        for row in read_rows(output / "predictions_validation.jsonl"):
-            asked = ["--question", row["question"], "--context", row["context"]]
-            assert question_answering.main([str(output), *asked]) == 0
-            assert capsys.readouterr().out.removesuffix("\n") == row["prediction"]
-    pairs = write_rows(
-        tmp_path / "pairs.jsonl", [{"source": f"{a} {b} film", "target": a} for a in WORDS for b in WORDS[:2]]
-    )
-    given = {
-        "train_file": pairs,
-        "validation_file": pairs,
-        "max_target_length": 6,
-        "num_beams": 2,
-        "learning_rate": 2e-3,
-        "num_train_epochs": 20,
+CONTEXT = "a good film . it is fun in Paris . Anna saw it ."
+QUESTIONS = [
+    {
+        "question": f"is it {words}",
+        "context": CONTEXT,
+        "answers": {"text": [words], "answer_start": [CONTEXT.index(words)]},
     }
-    assert run(argv("seq2seq", **given, output_dir=tmp_path / "generator")) == 0
-    opened = [auto.from_pretrained(tmp_path / "generator") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)]
-    rows = read_rows(tmp_path / "generator" / "predictions_validation.jsonl")
-    assert [text for [text] in generate_text(*opened, [row["source"] for row in rows])] == [
-        row["prediction"] for row in rows
-    ]
-    assert len({row["prediction"] for row in rows}) > 1
-    tags = write_rows(tmp_path / "tags.jsonl", [SENTENCE, {"tokens": ["a", "film"], "tags": ["O", "O"]}] * 4)
-    given = {"train_file": tags, "num_train_epochs": 20, "learning_rate": 1e-2}
-    assert run(argv("tagging", **given, output_dir=tmp_path / "tagger")) == 0
-    opened = [auto.from_pretrained(tmp_path / "tagger") for auto in (AutoModelForTokenClassification, AutoTokenizer)]
-    tag = pipeline("token-classification", *opened[:1], tokenizer=opened[1], aggregation_strategy="simple")
-    found = [(each["entity_group"], each["start"], each["end"]) for each in tag("Anna saw Paris")]
-    assert found == [("PER", 0, 4), ("LOC", 9, 14)]
+    for words in ("good film", "fun", "Paris", "Anna", "Anna saw")
+]
+LENGTHS = {"max_length": 14, "stride": 4, "max_answer_length": 2}
+LONG = {"num_train_epochs": 20, "learning_rate": 2e-3}
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "rows"),
+    [
+        ("classification", {"text_column": "text", "max_length": 5, **LONG}, reviews(8)),
+        ("tagging", LONG, [SENTENCE, {"tokens": ["a", "film"], "tags": ["O", "O"]}] * 4),
+        ("question-answering", LENGTHS, QUESTIONS),
+        ("question-answering", LENGTHS | {"null_threshold": "-100"}, QUESTIONS),
+        ("question-answering", LENGTHS | {"null_threshold": "best"}, QUESTIONS),
+        (
+            "seq2seq",
+            {"max_target_length": 6, "num_beams": 2, **LONG},
+            [{"source": f"{a} {b} film", "target": a} for a in WORDS for b in WORDS[:2]],
+        ),
+    ],
+)
+def test_predict_predicts_what_the_training_did(task, given, rows, argv, tmp_path):
+    """With the columns, lengths, beams and threshold of the training, without a flag for them."""
+    file = write_rows(tmp_path / "task.jsonl", rows)
+    assert run(argv(task, train_file=file, validation_file=file, **given)) == 0
+    folder = str(tmp_path / "run")
+    assert predict.main([folder, str(file), "--format", "jsonl", "--processes", "1", "--output", folder + "-new"]) == 0
+    before, now = (
+        read_rows(tmp_path / name) for name in ("run/predictions_validation.jsonl", "run-new/part-000000.jsonl")
+    )
+    name = "predicted_tags" if task == "tagging" else "prediction"
+    assert [row[name] for row in now] == [row[name] for row in before]
+    assert task == "question-answering" or len({str(row[name]) for row in before}) > 1
 
 
 @pytest.mark.parametrize("task", ["seq2seq", "masked-lm"])

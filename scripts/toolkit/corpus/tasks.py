@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch.nn.functional import normalize
+from transformers import LogitsProcessor
 
 from toolkit.corpus.models import Usage, open_modules
 from toolkit.data import find_column, text_of
@@ -355,8 +356,9 @@ class Continue(TextTask):
 
     def answer(self, model, batch):
         start = batch["input_ids"].shape[1]
-        sequences = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        return [ids.tolist() for ids in sequences[:, start:]]
+        check = FiniteCheck(len(batch["input_ids"]))
+        sequences = model.generate(**inputs_of(batch), logits_processor=[check])
+        return check.without_bad([ids.tolist() for ids in sequences[:, start:]])
 
     def decode(self, rows, examples, outputs):
         return [
@@ -369,6 +371,22 @@ class Continue(TextTask):
         before, whole = (self.tokenizer.decode(each, skip_special_tokens=True) for each in (text_ids, text_ids + ids))
         added = whole[len(before) :]
         return text + (added.lstrip(" ") if text[-1:].isspace() else added)
+
+
+class FiniteCheck(LogitsProcessor):
+    """Notes of which rows the model's numbers are NaN while it generates texts."""
+
+    def __init__(self, rows: int):
+        self.is_bad = torch.zeros(rows, dtype=torch.bool)
+
+    def __call__(self, input_ids, scores):
+        is_nan = scores.isnan()
+        self.is_bad |= is_nan.view(len(self.is_bad), -1).any(1).cpu()
+        return scores.masked_fill(is_nan, 0.0)  # sampling would fail
+
+    def without_bad(self, outputs: list) -> list:
+        """The outputs, None for the rows that are bad."""
+        return [None if bad else output for bad, output in zip(self.is_bad.tolist(), outputs, strict=True)]
 
 
 def prepare_generation(model, tokenizer, args, most: int) -> int:

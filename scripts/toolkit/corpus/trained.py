@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from toolkit.corpus.models import Usage
-from toolkit.corpus.tasks import max_length, own_arguments, prepare_generation
+from toolkit.corpus.tasks import FiniteCheck, max_length, own_arguments, prepare_generation
 from toolkit.tasks import arguments
 from toolkit.tasks.question_answering import QuestionAnswering
 from toolkit.tasks.seq2seq import Seq2Seq
@@ -50,3 +50,7 @@ class Write(Seq2Seq):
 
     def open(self, model) -> None:
         prepare_generation(model, self.tokenizer, self.args, model.config.max_position_embeddings)
+
+    def answer(self, model, batch):
+        check = FiniteCheck(len(batch["input_ids"]))
+        return check.without_bad(super().answer(model, batch, logits_processor=[check]))

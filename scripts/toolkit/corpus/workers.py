@@ -26,7 +26,7 @@ from toolkit.cli import CommandError, about, is_expected, one_line
 from toolkit.corpus.models import Usage
 from toolkit.corpus.output import Store, read_part, write_part
 from toolkit.corpus.rows import Part, column, fault, in_words
-from toolkit.data import Row, usable
+from toolkit.data import EmptyText, Row, usable
 
 # Of a row, besides the columns of the output.
 HIDDEN = {"digest": pa.binary(16), "tokens": pa.int32(), "cut": pa.int32()}
@@ -69,11 +69,10 @@ class Job:
         expected = task.read_labels(content) if self.args.label_column is not None else {}
         try:
             return {"expected": expected, **task.read_inputs(content)}
-        except ValueError:
-            is_empty = any(value is None or not str(value).strip() for value in content.values())
-            if self.args.empty_texts == "null" and is_empty:
-                return {"expected": expected, "is_empty": True}
-            raise
+        except EmptyText:
+            if self.args.empty_texts == "bad":
+                raise
+            return {"expected": expected, "is_empty": True}
 
     def digest(self, fields: dict) -> bytes:
         """A digest of the settings and of the input of a row."""

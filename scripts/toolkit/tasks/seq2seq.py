@@ -118,11 +118,11 @@ class Seq2Seq(Task):
         texts, loss = super().predict(model, batch)
         return self.answer(model, batch) if self.texts else texts, loss
 
-    def answer(self, model, batch):
+    def answer(self, model, batch, **options):
         whole = getattr(model, "module", model)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         is_sharded = torch.distributed.is_initialized() and whole is model
-        ids = whole.generate(**inputs, synced_gpus=is_sharded)
+        ids = whole.generate(**inputs, synced_gpus=is_sharded, **options)
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def decode(self, rows, examples, outputs):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from datasets import List, Value
 
-from toolkit.data import find_column, label_of, sorted_labels, value_of
+from toolkit.data import EmptyText, find_column, label_of, sorted_labels, value_of
 from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import WORDS, TaggingArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
@@ -163,6 +163,8 @@ def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int,
 def list_of(content: dict, column: str) -> list:
     """The words or tags of a row: a list, or a text with spaces."""
     value: Any = value_of(content, column)
+    if value in (None, []) or (isinstance(value, str) and not value.strip()):
+        raise EmptyText(f"{column!r} is empty; expected a list, or words separated by spaces")
     if isinstance(value, str) and not value.strip().startswith("["):
         value = value.split()
     if not isinstance(value, list) or not value:
