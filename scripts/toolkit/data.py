@@ -23,11 +23,17 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from toolkit.row_files import LONGEST_FIELD, read_records
 from toolkit.tasks.arguments import NUMBER
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 DELIMITERS = ";\t|,"
+
+# The longest field of a table, in characters. Python's default, 131,072, is less than a long article; without a limit,
+# an unclosed quotation mark would read the rest of the file into memory.
+LONGEST_FIELD = 2**24
+
+# A field of a table that is in quotation marks as a whole; those in it are doubled.
+QUOTED_FIELD = re.compile(r'"((?:[^"]|"")*)"')
 
 # The columns of a file are those of its first rows, because rows of JSON may lack some.
 ROWS_WITH_COLUMNS = 100
@@ -177,6 +183,24 @@ def read_table(file: File) -> Contents:
             if isinstance(record, list) and len(record) != len(header):
                 record = f"the row has {len(record)} fields; expected {len(header)}, as in the header"
             yield line, record if isinstance(record, str) else dict(zip(header, record, strict=True))
+
+
+def read_records(reader) -> Iterator[tuple[int, list[str] | str]]:
+    """The line in which each record starts, and its fields or, as a string, what is wrong with it."""
+    while True:
+        line = reader.line_num + 1
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            lost = "" if reader.line_num == line else f"; the lines up to {reader.line_num} are lost with it"
+            record = f"invalid quotation or field ({error}){lost}"
+        if isinstance(record, list) and reader.dialect.quoting == csv.QUOTE_NONE:
+            quoted = [QUOTED_FIELD.fullmatch(field) for field in record]
+            record = [q[1].replace('""', '"') if q else field for q, field in zip(quoted, record, strict=True)]
+        if record:  # not an empty line
+            yield line, record
 
 
 def read_lines(file: File) -> Contents:

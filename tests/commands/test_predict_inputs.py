@@ -17,11 +17,11 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 from pyarrow import parquet
+from toolkit.corpus.sources import open_inputs
 
 import predict
 from support.corpora import texts, write_rows
 from support.folders import SCRIPTS
-from toolkit.corpus.sources import open_inputs
 from toolkit.inputs import Input
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from pyarrow import dataset, parquet
+from toolkit.corpus.formats import decode_part, encode_part
+from toolkit.corpus.worker import slices
 
 import predict
 from support.corpora import all_files, save_model, texts, write_rows
 from toolkit.corpus import worker
-from toolkit.corpus.formats import decode_part, encode_part
-from toolkit.corpus.worker import slices
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
 

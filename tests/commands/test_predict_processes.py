@@ -15,6 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from toolkit.corpus.job import Job
+from toolkit.corpus.sources import Corpus, open_inputs
+from toolkit.corpus.store import open_store
+from toolkit.corpus.worker import Worker
 
 import predict
 from modeling_scratchbert.cpu.library import find_library
@@ -22,10 +26,6 @@ from support.corpora import content, one_line, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from toolkit.cli import CommandError
 from toolkit.corpus import devices, local
-from toolkit.corpus.job import Job
-from toolkit.corpus.sources import Corpus, open_inputs
-from toolkit.corpus.store import open_store
-from toolkit.corpus.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

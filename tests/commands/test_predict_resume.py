@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from toolkit.corpus.worker import Worker
 from transformers import BertConfig, BertForQuestionAnswering
 
 import predict
@@ -20,7 +21,6 @@ from support.corpora import WORDS, content, one_line, save_model, texts, write_r
 from support.folders import SCRIPTS
 from support.models import tiny_config
 from toolkit.corpus import store
-from toolkit.corpus.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

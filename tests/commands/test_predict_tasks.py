@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.corpus.model import read_model, task_of
 from transformers import AutoTokenizer, pipeline
 
 import predict
@@ -16,7 +17,6 @@ from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.cpu.library import find_library
 from support.corpora import reference_of, save_model, texts, write_rows
 from support.tasks import columns_of, compute, open_tiny, write_sentence_folder
-from toolkit.corpus.model import read_model, task_of
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

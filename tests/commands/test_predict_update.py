@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toolkit.corpus.digests import RECENT, DigestIndex, digest_of
+from toolkit.corpus.worker import Worker
 
 import predict
 from support.corpora import all_files, save_model, texts, write_rows
 from support.folders import SCRIPTS
 from toolkit.corpus import store
-from toolkit.corpus.digests import RECENT, DigestIndex, digest_of
 from toolkit.corpus.tasks import CLASSES
-from toolkit.corpus.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -21,8 +21,8 @@ import numpy
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from toolkit.data import Source, open_files  # noqa: E402
 from toolkit.files import write_json  # noqa: E402
-from toolkit.inputs import read_texts  # noqa: E402
 
 ENCODE = """
 import csv, sys
@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "encode.py").write_text(ENCODE, encoding="utf-8")
-        texts = [[row["text"]] for row in read_texts(ROOT / "scripts" / "data" / "movie_reviews", "text")]
+        files = open_files([str(ROOT / "scripts" / "data" / "movie_reviews")], "data")
+        texts = [[row.content["text"]] for row in Source("data", files).rows()]
         with (folder / "reviews.csv").open("w", encoding="utf-8", newline="") as output:
             csv.writer(output).writerows([["text"], *texts])
         for _ in range(args.rounds):

@@ -16,14 +16,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from support.server import PORT, Client, replaced, running, server_code  # noqa: E402
+from toolkit.data import Source, open_files  # noqa: E402
 from toolkit.files import write_json  # noqa: E402
-from toolkit.inputs import read_texts  # noqa: E402
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
 
@@ -106,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if 1 not in args.clients:
         parser.error("--clients lacks 1; expected it, because the other answers are compared with those of one client")
-    texts = [row["text"] for row in read_texts(REVIEWS, "text", max_rows=args.requests)]
+    rows = islice(Source("data", open_files([str(REVIEWS)], "data")).rows(), args.requests)
+    texts = [row.content["text"] for row in rows]
     rounds: dict = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -34,13 +34,13 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 from sentence_transformers.util import import_from_string
 from sentence_transformers.util.quantization import quantize_embeddings
+from toolkit.corpus.model import read_model, task_of
+from toolkit.corpus.sentence_folder import KIND_OF_TYPE
 
 import predict
 from support.corpora import reference_of, save_model, texts, write_rows
 from support.folders import ROOT, SCRIPTS
 from support.tasks import compute, open_tiny, write_sentence_folder
-from toolkit.corpus.model import read_model, task_of
-from toolkit.corpus.sentence_folder import KIND_OF_TYPE
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from toolkit.corpus.job import Job
-from toolkit.corpus.tasks import Task, open_task
 from toolkit.corpus.tasks.base import Encoded
+
+from toolkit.corpus.tasks import Task, open_task
 
 FIELDS_OF_JOB = ("dtype", "max_length", "tokens_per_batch", "label_column")
 
