@@ -21,10 +21,10 @@ from toolkit.checkpoint import (
     read_checkpoint,
 )
 from toolkit.cli import CommandError, described, require, table
-from toolkit.comparison import largest
+from toolkit.compare.parity import largest
 from toolkit.files import atomic_folder, check_target, write_json
 from toolkit.machine import version
-from toolkit.remote_code import find
+from toolkit.trust import find
 
 TOLERANCE = 1e-4
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Generation
 from transformers.generation import BaseStreamer, GenerationMode
 
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config, to_device
-from toolkit.remote_code import import_package
+from toolkit.trust import import_package
 
 # The limit of new tokens if neither the options nor the model set one.
 DEFAULT_NEW_TOKENS = 128

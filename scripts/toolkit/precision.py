@@ -1,6 +1,7 @@
-"""The work of `check_parity.py --data`: what each precision changes in a user's texts, and what it saves."""
+"""What each precision changes in a user's texts, and what it saves."""
 
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from toolkit.cli import about, one_line, shortened, table
 from toolkit.hub import check_vocabulary, open_tokenizer
 from toolkit.inputs import Source, open_files, read_texts
 from toolkit.machine import identity, lines
-from toolkit.parity import timed
 from toolkit.pictures import new_figure
 
 # The precisions, and the variant of the benchmark that requires the same instructions of the CPU as each.
@@ -108,6 +108,14 @@ def check(args) -> dict:
         "skipped": skipped,
         "rows": rows,
     }
+
+
+def timed(what: str, function, *args):
+    print(f"{what} … ", end="", flush=True)
+    start = time.perf_counter()
+    result = function(*args)
+    print(f"{time.perf_counter() - start:.1f} s", flush=True)
+    return result
 
 
 def row_of(precision: str, texts: list[dict], found: dict, seconds: dict, resident: float, anonymous: float) -> dict:

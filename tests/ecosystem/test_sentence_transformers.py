@@ -1,4 +1,4 @@
-"""sentence-transformers opens what `convert_checkpoint.py` writes, and computes and trains as with the original."""
+"""sentence-transformers opens what `convert.py` writes, and computes and trains as with the original."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
+import convert
 import sentence_similarity
 from modeling_scratchbert import ScratchBertModel
 from sentence_similarity import PARAPHRASES
-from toolkit import conversion
 
 # An empty text, and one that is longer than the 256 tokens that MiniLM's sentence_bert_config.json allows.
 TEXTS = ["Yes.", *(text for pair in PARAPHRASES for text in pair), "", "a long story " * 200]
@@ -47,7 +47,7 @@ def embeddings(model: SentenceTransformer) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def converted(minilm, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sentences") / "minilm"
-    conversion.convert(minilm, folder)
+    assert convert.main([minilm, str(folder)]) == 0
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The parts of the commands `benchmark` and `check_determinism`."""
+"""The parts of the command `benchmark`."""
 
 # Named here so that `--help` lists them without importing torch.
 SENTENCES = ("single-1", "single", "single-32")

@@ -19,7 +19,7 @@ from toolkit.benchmark.timing import describe, encoder_seconds, interleave, meas
 from toolkit.benchmark.variants import ON_GPU, VARIANTS, Run, in_new_process, missing, open_variants, peak_memory
 from toolkit.benchmark.workloads import Batch, make_batches
 from toolkit.cli import about, described, table
-from toolkit.comparison import largest
+from toolkit.compare.parity import largest
 from toolkit.hub import check_source
 from toolkit.machine import lines
 

@@ -13,7 +13,7 @@ from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBer
 from toolkit.benchmark.timing import decoding_step_bytes, decoding_step_seconds, interleave
 from toolkit.benchmark.variants import VARIANTS, missing
 from toolkit.benchmark.workloads import Batch, pad, random_rows
-from toolkit.comparison import gradient_rows, gradients
+from toolkit.compare.parity import gradient_rows, gradients
 
 BEAMS = {"greedy": 1, "beam 4": 4}
 # Our variants that are timed decoding, and the argument of optimize_for_inference().
@@ -35,7 +35,7 @@ def models_to_train(folder: Path) -> dict[str, torch.nn.Module]:
 def gradient_difference(models: dict[str, torch.nn.Module]) -> float:
     """The largest ‖difference‖ / ‖gradient‖ over all tensors."""
     theirs, ours = gradients(models["bert"]), gradients(models["ours"])
-    return max(row.relative for row in gradient_rows(ours, theirs, theirs))
+    return max(row.difference for row in gradient_rows(ours, theirs, theirs))
 
 
 def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:

@@ -1,5 +1,4 @@
-"""The variants that `benchmark` times and `check_determinism` checks: ways to run the same BERT, in other runtimes and
-in ours.
+"""The variants that `benchmark` times: ways to run the same BERT, in other runtimes and in ours.
 
 Each opens the same folder and returns a function from a padded batch to its last hidden states.
 """

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
-from toolkit.checkpoint import weight_files
+from modeling_scratchbert.bert.files import weight_files
 from toolkit.corpus.formats import ROWS_IN_GROUP
 from toolkit.corpus.job import Job, part_name
 from toolkit.corpus.model import CALIBRATION
@@ -16,7 +16,7 @@ from toolkit.corpus.sentence_folder import module_files
 from toolkit.corpus.store import RECORDS, RUN, Store
 from toolkit.inputs import Input
 from toolkit.machine import processor, version
-from toolkit.remote_code import find
+from toolkit.trust import find
 
 MANIFEST = f"{RUN}/manifest.json"
 LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pyarrow")

@@ -6,7 +6,7 @@ import transformers
 from modeling_scratchbert.cpu.library import find_library
 from toolkit.corpus.sentence_folder import model_type_of
 from toolkit.hub import check_source, open_model, open_tokenizer, read_config
-from toolkit.remote_code import find, import_package
+from toolkit.trust import find, import_package
 
 # For each task, the class of the model, without "ScratchBert", and its Auto class.
 CLASSES = {

@@ -12,7 +12,7 @@ from toolkit.corpus.devices import thread_variables
 from toolkit.corpus.job import Job
 from toolkit.corpus.local import PARTS_AT_ONCE, RETRIES, RemoteWorker, run_parts
 from toolkit.corpus.sources import Part
-from toolkit.remote_code import import_package
+from toolkit.trust import import_package
 
 # How long a run waits for its first actor, and then for the others that the cluster has room for.
 SECONDS_FOR_THE_FIRST, SECONDS_FOR_OTHERS = 300, 30

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.files import read_json, read_json_object
-from toolkit.remote_code import find
+from toolkit.trust import find
 
 # The modules that are supported, and their files in sentence-transformers since version 5.4.
 MODULES = {

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from modeling_scratchbert.bert.files import read_tensors
 from modeling_scratchbert.cpu.optimization import Prepacker, can_prepack
 from toolkit.corpus.sentence_folder import MODULE_WEIGHTS, Module
-from toolkit.remote_code import find
+from toolkit.trust import find
 
 VALUES = "sentence_embedding"
 
