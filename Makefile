@@ -32,9 +32,9 @@ help: ## list the targets
 
 demo: $(READY) ## convert real BERT weights, compare with BertModel, use the result without this package, and apply it to a file
 	@echo; echo "== 1 of 4: convert $(or $(MODEL),all-MiniLM-L6-v2)"
-	@$(BIN)/python scripts/convert_checkpoint.py "$(or $(MODEL),$(MINILM))" demo/scratchbert --overwrite
+	@$(BIN)/python scripts/convert.py "$(or $(MODEL),$(MINILM))" demo/scratchbert --overwrite
 	@echo; echo "== 2 of 4: the converted model beside the original, as transformers runs it"
-	@$(BIN)/python scripts/check_parity.py demo/scratchbert "$(or $(MODEL),$(MINILM))" --plot demo/parity.png
+	@$(BIN)/python scripts/check.py demo/scratchbert "$(or $(MODEL),$(MINILM))"
 	@echo; echo "== 3 of 4: a new process that cannot import this package: AutoModel opens the folder alone"
 	@$(BIN)/python docs/examples/similarity.py demo/scratchbert
 	@echo; echo "== 4 of 4: the embeddings of 1,500 film reviews, as Parquet files"
@@ -146,7 +146,7 @@ format: $(READY) ## format the code
 	$(BIN)/clang-format -i modeling_scratchbert/cpu/native/*
 
 record-release: $(READY) ## record the digests of the package's files, as the last step before a release
-	cd scripts && $(abspath $(BIN))/python -c 'from toolkit.remote_code import record_release as r; r("$(VERSION)")'
+	cd scripts && $(abspath $(BIN))/python -c 'from toolkit.trust import record_release as r; r("$(VERSION)")'
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-oldest .venv-newest build demo

@@ -1,29 +1,24 @@
-"""Inspecting a checkpoint by its configuration and its tensor names, and opening it by our classes or those of
-transformers.
-
-Commands use the package's functions for checkpoints through this module, so that they do not depend on its files.
-"""
+"""A checkpoint before its weights are read: its configuration, its tensors, and the class that opens it."""
 
 from dataclasses import dataclass
 
 import torch
 import transformers
 from transformers import AutoTokenizer
-from transformers.utils import logging
 
 import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
 from modeling_scratchbert.bert.fields import scratchbert_fields
-from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names, weight_files
-from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, to_bert, to_scratchbert
+from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names
+from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, to_scratchbert
 from modeling_scratchbert.checkpoints import explained, raw_config
-from modeling_scratchbert.probe.comparison import check_probe, read_probe
+from modeling_scratchbert.probe.comparison import read_probe
 from modeling_scratchbert.probe.recording import probe_name
 from toolkit.hub import check_source, has_tokenizer
-from toolkit.remote_code import find
+from toolkit.trust import find
 
 # Our classes, without "ScratchBert", and the parts beyond embeddings and blocks that a checkpoint of each holds. If a
-# checkpoint does not name its class and several fit, the first is taken.
+# checkpoint does not name its class and several fit, the first is taken. The pooler of the bare model is optional.
 CLASS_PARTS = {
     "ForPreTraining": {"pooler", "lm_head", "next_sentence_head"},
     "ForMaskedLM": {"lm_head"},
@@ -36,22 +31,6 @@ CLASS_PARTS = {
 }
 CAUSAL_CLASS_PARTS = {"ForCausalLM": {"lm_head"}}
 SEQ2SEQ_CLASS_PARTS = {"ForConditionalGeneration": {"lm_head"}, "Seq2SeqModel": set()}
-
-
-# ------------------------------------------------------------------------------------------------------------- classes
-
-
-def classes_in(is_encoder_decoder: bool, is_decoder: bool) -> dict[str, set[str]]:
-    """The classes that a checkpoint with these fields in its configuration may be of, with their parts."""
-    if is_encoder_decoder:
-        return SEQ2SEQ_CLASS_PARTS
-    return CAUSAL_CLASS_PARTS | CLASS_PARTS if is_decoder else CLASS_PARTS | CAUSAL_CLASS_PARTS
-
-
-def kind_of(fields: dict) -> str:
-    """The kind of a checkpoint with these fields in its config.json: "scratchbert", "encoder-decoder", else "bert"."""
-    model_type = fields.get("model_type")
-    return model_type if model_type in ("scratchbert", "encoder-decoder") else "bert"
 
 
 def class_name(name: str, kind: str) -> str:
@@ -70,24 +49,11 @@ def is_per_token(output: str, values: torch.Tensor) -> bool:
     return values.ndim == 3 or output in ("start_logits", "end_logits")
 
 
-def why_unused(name: str, kind: str) -> str | None:
-    """Why no model computes with the tensor `name` of a checkpoint; None if one does."""
-    if name.endswith("position_ids"):
-        return "the numbers 0, 1, 2, …, which the model counts itself"
-    if kind == "encoder-decoder" and name.startswith("encoder.pooler."):
-        return "the encoder's pooler, which EncoderDecoderModel never uses"
-    return None
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
-
-
 @dataclass
 class Checkpoint:
     """A checkpoint before its weights are read."""
 
-    source: str  # a folder or a hub id, as the user has given it
-    files: str  # where its files are: `source`, or the folder of a snapshot of it
+    source: str  # a folder or a hub id
     kind: str  # "bert", "scratchbert" or "encoder-decoder"
     fields: dict  # of its config.json
     config: ScratchBertConfig
@@ -104,9 +70,19 @@ class Checkpoint:
         return {name.removeprefix("model.").split(".")[0] for name in self.tensors.values() if name} & known
 
     @property
+    def unknown_tensors(self) -> set[str]:
+        """The tensors that we have no place for, except those that BERT does not compute with either."""
+        unused = ("encoder.pooler.",) if self.kind == "encoder-decoder" else ()
+        names = {name for name, ours in self.tensors.items() if ours is None}
+        return {name for name in names if not name.startswith(unused) and not name.endswith("position_ids")}
+
+    @property
     def classes(self) -> dict[str, set[str]]:
         """The classes that it may be of, with their parts."""
-        return classes_in(self.config.is_encoder_decoder, self.config.is_decoder)
+        if self.config.is_encoder_decoder:
+            return SEQ2SEQ_CLASS_PARTS
+        is_decoder = self.config.is_decoder
+        return CAUSAL_CLASS_PARTS | CLASS_PARTS if is_decoder else CLASS_PARTS | CAUSAL_CLASS_PARTS
 
     @property
     def named_class(self) -> str | None:
@@ -124,37 +100,41 @@ class Checkpoint:
         return name
 
 
-def config_fields(source: str) -> dict:
-    """The fields of the config.json of `source`, as they are.
+def best_class(checkpoint: Checkpoint, parts: set[str]) -> str:
+    """The class, one of `Checkpoint.classes`, that uses most of the model heads among `parts`; of several, the one that
+    config.json names. bert-base-uncased names BertForMaskedLM, and has the next-sentence head as well.
 
     Raises:
-        OSError: there is none, or it cannot be read.
+        ValueError: see `Checkpoint.named_class`.
     """
-    fields, _ = raw_config(source)
-    return fields
+    named, classes = checkpoint.named_class, checkpoint.classes
+    if named is not None and not classes[named] <= checkpoint.parts:
+        return named  # to open it names the missing tensors
+    candidates = [name for name in classes if classes[name] <= parts]
+    return max(candidates, key=lambda name: (len(classes[name] - {"pooler"}), name == named))
 
 
-def read_checkpoint(source: str, files: str | None = None) -> Checkpoint:
-    """Reads the configuration and the tensor names of `source`, or of its snapshot in the folder `files`.
+def read_checkpoint(source: str) -> Checkpoint:
+    """Reads the configuration and the tensor names of `source`.
 
     Raises:
         ValueError: it is neither a BERT nor a ScratchBert, or has code that this package did not write.
         OSError: there is no such checkpoint, or it cannot be read.
     """
-    files = files or source
     try:
-        check_source(files)
-        fields = config_fields(files)
+        check_source(source)
+        fields, _ = raw_config(source)
     except (OSError, ValueError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{source} cannot be read: {error}") from error
     scratchbert_fields(fields, source)  # raises for other kinds
-    config = ScratchBertConfig.from_pretrained(files)
-    kind = kind_of(fields)
-    tensors = {name: to_scratchbert(name, kind) for name in tensor_names(files) or ()}
+    config = ScratchBertConfig.from_pretrained(source)
+    model_type = fields.get("model_type")
+    kind = model_type if model_type in ("scratchbert", "encoder-decoder") else "bert"
+    tensors = {name: to_scratchbert(name, kind) for name in tensor_names(source) or ()}
     if not tensors:
         raise OSError(f"{source} has no file of weights.")
-    return Checkpoint(source, files, kind, fields, config, tensors)
+    return Checkpoint(source, kind, fields, config, tensors)
 
 
 def weights_among(names: list[str], source: str) -> str:
@@ -190,47 +170,32 @@ def used_parts(parts: set[str]) -> set[str]:
 
 
 def load(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool):
-    """The class `name` of the given kind, opened from a checkpoint of any kind, in float32 and evaluation mode.
-
-    Raises:
-        ValueError: see `open_class`; or the model differs from probe.json.
-    """
-    model = open_class(checkpoint, kind, name, with_pooler, torch.float32)
-    if kind == "scratchbert" and find(checkpoint.files, probe_name()):
-        check_probe(model, read_probe(checkpoint.files), checkpoint.source, weight_files(checkpoint.files) or [])
-    return model.eval()
+    """`open_class` in float32."""
+    return open_class(checkpoint, kind, name, with_pooler)
 
 
-def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, dtype: torch.dtype):
-    """The class `name` of the given kind, opened from a checkpoint of any kind.
+def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, dtype: torch.dtype = torch.float32):
+    """The class `name` of the given kind, opened from a checkpoint of any kind, with the pooler if requested. A
+    ScratchBert with a probe.json is verified against it.
 
     Raises:
         ValueError: the checkpoint lacks a tensor of it, or has it in another shape; the model's would be random.
     """
     model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
     options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is missing is reported below
-    try:
-        model, info = model_class.from_pretrained(
-            checkpoint.files, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    finally:
-        logging.set_verbosity(verbosity)
-
-    def in_file(tensor: str) -> str:
-        ours = to_scratchbert(tensor, kind)
-        return (ours and to_bert(ours, checkpoint.kind)) or tensor
-
-    wrong = [f"{in_file(tensor)} is not in the file" for tensor in sorted(info["missing_keys"])]
-    for tensor, found, expected in sorted(info["mismatched_keys"]):
-        wrong.append(f"{in_file(tensor)} is {tuple(found)} and not {tuple(expected)}")
-    if wrong:
+    if kind == "scratchbert" and find(checkpoint.source, probe_name()):
+        options["verify"] = True
+    model, info = model_class.from_pretrained(
+        checkpoint.source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise ValueError(
-            f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: "
-            f"{'; '.join(wrong)}. Correct the class or the sizes in its config.json; nothing is "
-            "filled in at random."
+            f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: it lacks, or has in another "
+            f"shape, {', '.join(wrong)}. Correct the class or the sizes in its config.json; nothing is filled in at "
+            "random."
         )
+    if with_pooler and model.base_model.pooler is None:  # which the class does not use, but the checkpoint has
+        model.base_model.pooler = type(model.base_model).from_pretrained(checkpoint.source, dtype=dtype).pooler
     return model
 
 

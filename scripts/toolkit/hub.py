@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from toolkit.files import looks_like_a_path
-from toolkit.remote_code import check_code
+from toolkit.trust import FLAG, check_code
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
 
@@ -39,8 +39,10 @@ def check_source(source: str, trust_remote_code: bool | None = None) -> None:
         ValueError, ImportError: as `check_code`.
     """
     check_reachable(source)
-    if not trust_remote_code:
-        check_code(source, has_flag=trust_remote_code is not None)
+    if trust_remote_code is None:
+        check_code(source, "Remove it if the model computes the same without it")
+    elif not trust_remote_code:
+        check_code(source, f"If you trust it, {FLAG} runs it")
 
 
 def check_reachable(source: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import check_determinism
+import check
 from support.folders import SCRIPTS
 from toolkit import cli, files
 from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
@@ -278,7 +278,7 @@ def test_a_folder_is_no_file_to_write(tmp_path, capsys):
     (tmp_path / "link.json").symlink_to(tmp_path / "missing" / "report.json")
     for name in ("", "link.json"):
         with pytest.raises(SystemExit):
-            check_determinism.main(["model", "--json", str(tmp_path / name)])
+            check.main(["model", "--json", str(tmp_path / name)])
         (line,) = capsys.readouterr().err.splitlines()
         assert "--json" in line
         assert str(tmp_path / name) in line

@@ -10,8 +10,8 @@ import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-import check_parity
-import convert_checkpoint
+import check
+import convert
 import predict
 import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel, pretrained
@@ -68,7 +68,9 @@ TRAIN = ["--train_file", "TEXTS", "--output_dir", "OUT"]
 @pytest.mark.parametrize(
     ("script", "argv"),
     [
-        (check_parity, ["ada/never-seen"]),
+        (check, ["ada/never-seen"]),
+        (check, ["ada/never-seen", "--determinism"]),
+        (convert, ["ada/never-seen", "OUT"]),
         (predict, ["ada/never-seen", "TEXTS", "--output", "OUT"]),
         (predict, ["ada/never-seen", "--task", "answer", "--text", "Who?", "--text_pair", "Ada."]),
         (train, ["classification", "--model", "ada/never-seen", *TRAIN]),
@@ -102,13 +104,6 @@ def test_what_the_hub_answers_is_left_to_the_loader(tmp_path, monkeypatch):
         check_reachable("no..name")
         monkeypatch.setattr(HfApi, "repo_info", busy)
         check_reachable("ada/not-there")
-
-
-def test_convert(unreachable, tmp_path, capsys):
-    assert convert_checkpoint.main(["ada/never-seen", str(tmp_path / "out")]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "give the folder of the snapshot in the cache" in err
 
 
 def test_a_dataset(unreachable, tmp_path, capsys):
@@ -149,7 +144,7 @@ def test_what_is_in_the_cache_opens(unreachable, tmp_path, monkeypatch, capsys, 
     with pytest.raises(OSError, match="nor completely in the cache"):
         ScratchBertModel.from_pretrained("ada/never-seen", subfolder="elsewhere")
     capsys.readouterr()
-    assert check_parity.main(["ada/never-seen"]) == 0
+    assert check.main(["ada/never-seen"]) == 0
     assert "equal" in capsys.readouterr().out
 
 
@@ -185,7 +180,7 @@ def test_a_part_that_is_out_of_reach_is_not_said_to_be_missing(unreachable, tmp_
             opens("ada/never-seen")
         assert "\n" not in str(caught.value)
     capsys.readouterr()
-    assert check_parity.main(["ada/never-seen"]) == 2
+    assert check.main(["ada/never-seen"]) == 2
     assert "nor completely in the cache" in capsys.readouterr().err
     with pytest.raises(OSError, match="Its tokenizer cannot be opened: it is not completely in the cache"):
         has_tokenizer("ada/never-seen")

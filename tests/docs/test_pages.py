@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-import convert_checkpoint
+import convert
 from pages import FENCED, agrees, commands, machine_marks, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
 from toolkit.course import FILES
@@ -36,7 +36,7 @@ def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypat
     blocks = python_blocks(page.read_text(encoding="utf-8"))
     assert {mark for block in blocks for mark in block.marks} <= MARKS
     if any('"my-model"' in block.code for block in blocks):
-        assert convert_checkpoint.main([minilm, "my-model"]) == 0
+        assert convert.main([minilm, "my-model"]) == 0
     run(page, marks=machine_marks(), model=minilm)
     if page.name == "checkpoints.md":
         assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
@@ -44,7 +44,7 @@ def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypat
 
 
 def test_similar_sentences_are_those_that_the_page_shows(minilm, tmp_path):
-    assert convert_checkpoint.main([minilm, str(tmp_path / "my-model")]) == 0
+    assert convert.main([minilm, str(tmp_path / "my-model")]) == 0
     command = [sys.executable, str(ROOT / "docs" / "examples" / "similarity.py"), "my-model"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     first, printed = done.stdout.split("\n", 1)

@@ -10,7 +10,7 @@ import sys
 import datasets
 import pytest
 
-import convert_checkpoint
+import convert
 from pages import fenced_blocks, python_blocks, run
 from support.folders import ROOT, SCRIPTS
 
@@ -26,7 +26,7 @@ ROWS = {"train.csv": 1000, "test.csv": 300}
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_the_page_runs(page, minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert convert_checkpoint.main([minilm, "my-model"]) == 0
+    assert convert.main([minilm, "my-model"]) == 0
     run(page, marks=["ecosystem"], model=minilm)
 
 

@@ -189,7 +189,7 @@ def test_the_commands_run_from_the_wheel(installed, tmp_path):
     assert Path(where).read_bytes() == (ROOT / "scripts" / "train.py").read_bytes()
 
     run(installed / "python", "-c", BERT, cwd=tmp_path)
-    run(scratchbert, "convert_checkpoint", "bert", "converted", cwd=tmp_path)
+    run(scratchbert, "convert", "bert", "converted", cwd=tmp_path)
     assert (tmp_path / "converted" / "modeling_scratchbert.py").exists()
 
     (tmp_path / "films.csv").write_text("text,label\ngood film,1\nbad film,0\n")

@@ -1,4 +1,4 @@
-"""sentence-transformers opens what `convert_checkpoint.py` writes, and computes and trains as with the original."""
+"""sentence-transformers opens what `convert.py` writes, and computes and trains as with the original."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
+import convert
 from modeling_scratchbert import ScratchBertModel
-from toolkit import conversion
 
 PARAPHRASES = [
     ("A man is playing a guitar.", "Someone is strumming a guitar."),
@@ -50,7 +50,7 @@ def embeddings(model: SentenceTransformer) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def converted(minilm, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sentences") / "minilm"
-    conversion.convert(minilm, folder)
+    assert convert.main([minilm, str(folder)]) == 0
     return folder
 
 

@@ -3,7 +3,7 @@
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from toolkit.comparison import TOLERANCE, ZERO_GRADIENT, largest
+from toolkit.compare.parity import TOLERANCE, ZERO_GRADIENT, largest
 
 
 def flat(outputs) -> dict[str, torch.Tensor]:

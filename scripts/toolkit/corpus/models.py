@@ -180,7 +180,7 @@ def fields_of(source: str, name: str) -> dict:
 
 
 def find(source: str, name: str) -> Path | None:
-    from toolkit.remote_code import find as find_file
+    from toolkit.trust import find as find_file
 
     return find_file(source, name)
 
@@ -210,7 +210,7 @@ def open_model(args, usage: Usage, task: str, device: str):
 
     from modeling_scratchbert.cpu.library import find_library
     from toolkit.hub import open_model as open_complete
-    from toolkit.remote_code import import_package
+    from toolkit.trust import import_package
 
     if args.dtype == "int8" and (device != "cpu" or not find_library()):
         raise ValueError(f"--dtype is int8, on {device}; expected a CPU and the library in C++, or another --dtype.")

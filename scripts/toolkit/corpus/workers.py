@@ -403,7 +403,7 @@ def run_on_ray(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator[
     from ray.util import ActorPool
 
     import toolkit
-    from toolkit.remote_code import import_package
+    from toolkit.trust import import_package
 
     code = [str(Path(module.__file__).parent) for module in (import_package(), toolkit)]
     variables = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}

@@ -7,7 +7,7 @@ results than the folder's code, so the folder is refused.
 
 import hashlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -21,32 +21,57 @@ FLAG = "--trust_remote_code"
 RELEASES = Path(__file__).with_name("released_code.json")
 
 
-def check_code(source: str, has_flag: bool) -> None:
+class ForeignCodeError(ValueError):
+    """A checkpoint has code that this package did not write."""
+
+
+def check_code(source: str, advice: str) -> None:
     """Checks that a checkpoint opens without code from its folder, and imports the package if that opens it.
 
     Args:
-        has_flag: whether the command can run such code, so that the error message may recommend it.
+        advice: what to do about other code, the end of the error message.
 
     Raises:
-        ValueError: it has code that this package did not write.
+        ForeignCodeError: it has code that this package did not write.
         ImportError: the package is required and not installed.
     """
-    advice = f"If you trust it, {FLAG} runs it" if has_flag else "Remove it if the model computes the same without it"
     for name in ("tokenizer_config.json", "custom_generate/generate.py"):
         path = find(source, name)
         if path is not None and (path.suffix == ".py" or read_json_object(path).get("auto_map")):
-            raise ValueError(f"It has its own code in {name}; expected none. {advice}.")
+            raise ForeignCodeError(f"It has its own code in {name}; expected none. {advice}.")
     path = find(source, "config.json")
     fields = read_json_object(path) if path is not None else {}
     kernel = next(hub_kernels(fields), None)
     if kernel is not None:
-        raise ValueError(f"Its config.json names the code of an attention kernel, {kernel}; expected none. {advice}.")
+        raise ForeignCodeError(
+            f"Its config.json names the code of an attention kernel, {kernel}; expected none. {advice}."
+        )
     auto_map = fields.get("auto_map") or {}
     if fields.get("model_type") == "scratchbert" or auto_map:
         package = import_package()
         check_auto_map(auto_map, package.configuration_scratchbert.AUTO_MAP, advice)
     if auto_map:
-        check_files(source, package, advice)
+        find_release(source, advice)
+
+
+def report_code(source: str) -> dict:
+    """Prints which release wrote the code in the folder of a checkpoint. Nothing in it is imported or opened.
+
+    Raises:
+        OSError, ValueError: there is no such folder, or a file in it cannot be read.
+    """
+    if not find(source, "config.json"):
+        raise OSError(f"{source} has no config.json; expected the folder of a checkpoint, or its hub id.")
+    advice = "Read it before you run it"
+    try:
+        check_code(source, advice)
+        files = [path.relative_to(source).as_posix() for path in Path(source).rglob("*.py")]
+        release = find_release(source, advice, files)
+    except ForeignCodeError as error:
+        print(f"DIFFERENT: {error}")
+        return {"equal": False}
+    print(f"equal: the code is that of {release}" if release else "equal: there is no code")
+    return {"equal": True, "release": release}
 
 
 def hub_kernels(value: object, is_kernel: bool = False) -> Iterator[str]:
@@ -62,26 +87,35 @@ def hub_kernels(value: object, is_kernel: bool = False) -> Iterator[str]:
 
 
 def check_auto_map(auto_map: dict, expected: dict[str, str], advice: str) -> None:
-    """Raises ValueError if it has an entry that is not in `expected`."""
+    """Raises ForeignCodeError if it has an entry that is not in `expected`."""
     entries = auto_map.items() if isinstance(auto_map, dict) else [("auto_map", auto_map)]
     for name, value in entries:
         if expected.get(name) != value:
-            entry = f"{expected[name]!r} or no such entry" if name in expected else "no such entry"
-            raise ValueError(f"Its auto_map names its own code, {value!r} for {name}; expected {entry}. {advice}.")
+            raise ForeignCodeError(
+                f"Its auto_map names its own code, {value!r} for {name}; expected {expected.get(name)!r}. {advice}."
+            )
 
 
-def check_files(source: str, package, advice: str) -> None:
-    """Raises ValueError unless the folder's files of code, if it has any, are those of the package or of a release."""
-    releases = [digests(Path(package.__file__).parent), *read_json(RELEASES).values()]
-    names = sorted({name for release in releases for name in release})
+def find_release(source: str, advice: str, others: Iterable[str] = ()) -> str | None:
+    """The release that wrote the files of code in the folder; None if there are none.
+
+    Args:
+        others: files of code that no release may have.
+
+    Raises:
+        ForeignCodeError: no release, nor the installed package, has the same files.
+    """
+    releases = {**read_json(RELEASES), f"the installed {PACKAGE}": digests(Path(import_package().__file__).parent)}
+    names = set(others).union(*releases.values())
     found = {name: digest(path) for name in names if (path := find(source, name)) is not None}
-    if not found or any(found.items() == release.items() for release in releases):
-        return
-    closest = max(releases, key=lambda release: len(found.items() & release.items()))
-    changed = sorted({name for name, _ in found.items() ^ closest.items()})
-    raise ValueError(
-        f"Its code differs from that of the installed {PACKAGE} and of its releases, in "
-        f"{', '.join(changed)}; expected the same code. {advice}."
+    if not found:
+        return None
+    closest = min(releases, key=lambda release: len(found.items() ^ releases[release].items()))
+    changed = {name for name, _ in found.items() ^ releases[closest].items()}
+    if not changed:
+        return closest
+    raise ForeignCodeError(
+        f"Its code differs from {closest} in {', '.join(sorted(changed))}; expected the same code. {advice}."
     )
 
 

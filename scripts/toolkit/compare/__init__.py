@@ -1,0 +1,1 @@
+"""The work of `check.py`: the comparison of two models, and of one text in several batches."""

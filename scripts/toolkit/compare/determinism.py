@@ -1,0 +1,117 @@
+"""The check that a text gets the same bits alone and in any batch."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import torch
+
+from modeling_scratchbert.cpu.library import find_library
+from modeling_scratchbert.probe.recording import to_bits
+from toolkit.checkpoint import Checkpoint, open_class, read_checkpoint
+from toolkit.compare.parity import encode, largest
+from toolkit.machine import identity, lines
+
+# The argument of `optimize_for_inference` for each variant. The model as loaded is not optimised, and may change texts.
+VARIANTS = {
+    "loaded": None,
+    "optimised": torch.float32,
+    "optimised-eager": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": "int8",
+}
+LONGEST_PIECE = 16  # tokens
+LARGEST_BATCH = 64  # texts
+LARGEST_PADDING = 8  # columns
+
+# All texts in batches: the numbers of the texts of each, the padded ids and the mask.
+Batching = list[tuple[list[int], torch.Tensor, torch.Tensor]]
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from ids and mask to the last hidden states
+
+
+def with_pieces(texts: list[torch.Tensor], longest: int) -> list[torch.Tensor]:
+    """The token ids of the texts; pieces of them, one of each length up to 16 tokens; and joined texts, of up to
+    `longest` tokens."""
+    joined = torch.cat(texts * longest)[:longest]
+    return texts + [joined[:length] for length in (*range(1, 1 + LONGEST_PIECE), longest // 2, longest)]
+
+
+def random_batching(
+    texts: list[torch.Tensor], longest: int, generator: random.Random, largest_batch: int, largest_padding: int
+) -> Batching:
+    """The texts, shuffled, in batches of random sizes, with random extra padding up to `longest` tokens."""
+    order = generator.sample(range(len(texts)), len(texts))
+    batches = []
+    while order:
+        size = generator.randint(1, largest_batch)
+        numbers, order = order[:size], order[size:]
+        lengths = torch.tensor([len(texts[number]) for number in numbers])
+        width = min(int(lengths.max()) + generator.randint(0, largest_padding), longest)
+        ids = torch.zeros(len(numbers), width, dtype=torch.long)
+        for row, number in zip(ids, numbers, strict=True):
+            row[: len(texts[number])] = texts[number]
+        batches.append((numbers, ids, (torch.arange(width) < lengths[:, None]).long()))
+    return batches
+
+
+def open_variant(checkpoint: Checkpoint, name: str) -> Run:
+    precision = VARIANTS[name]
+    dtype = torch.bfloat16 if precision is torch.bfloat16 else torch.float32  # int8 weights are made of float32
+    model = open_class(checkpoint, "scratchbert", "Model", False, dtype)
+    model.config.padding_free = True
+    if name == "optimised-eager":
+        model.set_attn_implementation("eager")
+    if precision is not None:
+        model.optimize_for_inference(precision)
+    return torch.inference_mode()(lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state)
+
+
+def examine(run: Run, texts: list[torch.Tensor], batchings: list[Batching], threads: list[int]) -> dict:
+    """How many texts have other bits in a later batching than in the first, and by how much they differ.
+
+    Args:
+        threads: the numbers of threads of torch, which the batchings take in turns.
+    """
+    first: dict[int, torch.Tensor] = {}
+    differences: dict[int, float] = {}
+    for batching, count in zip(batchings, itertools.cycle(threads)):
+        torch.set_num_threads(count)
+        for numbers, ids, mask in batching:
+            for number, hidden in zip(numbers, run(ids, mask), strict=True):
+                states = hidden[: len(texts[number])].clone()
+                before = first.setdefault(number, states)
+                if not torch.equal(to_bits(states), to_bits(before)):  # 0 and -0 differ, NaN equals itself
+                    differences[number] = max(largest(states - before), differences.get(number, 0.0))
+    return {"changed_texts": len(differences), "max_abs": max(differences.values(), default=0.0)}
+
+
+def compare_batches(
+    source: str, texts: list[str], variants: list[str], batchings: int, threads: list[int], seed: int
+) -> dict:
+    """Runs the variants, prints a line for each, and returns the report, as it is written into the JSON file.
+
+    Raises:
+        CommandError, OSError, ValueError: the model cannot be opened.
+    """
+    checkpoint = read_checkpoint(source)
+    config = checkpoint.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{source} is a seq2seq model; expected an encoder or a decoder for --determinism.")
+    longest = config.max_position_embeddings
+    sequences = with_pieces([torch.tensor(ids) for ids in encode(source, config, texts, longest)], longest)
+    generator = random.Random(seed)
+    sizes = [(1, 0), *[(LARGEST_BATCH, LARGEST_PADDING)] * batchings, (1, 0)]
+    orders = [random_batching(sequences, longest, generator, *size) for size in sizes]
+    machine = identity()
+    print(*lines(machine), f"{len(sequences)} texts, alone and in {batchings} random batchings", "", sep="\n")
+    rows = {}
+    for name in variants:
+        if name == "int8" and not find_library():
+            print("int8 is skipped, because it requires the library in C++")
+            continue
+        row = rows[name] = examine(open_variant(checkpoint, name), sequences, orders, threads)
+        print(f"{name:15} texts that change: {row['changed_texts']:4}, by up to {row['max_abs']:.1e}", flush=True)
+    is_equal = not any(row["changed_texts"] for name, row in rows.items() if name != "loaded")
+    print("equal: no optimised variant changes a text" if is_equal else "DIFFERENT: a text has other bits")
+    settings = {"model": source, "texts": len(sequences), "seed": seed, "threads": threads, "batchings": batchings}
+    return settings | {"rows": rows, "equal": is_equal, "machine": machine}
