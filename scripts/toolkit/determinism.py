@@ -9,7 +9,7 @@ import torch
 
 from modeling_scratchbert.probe.recording import to_bits
 from toolkit.benchmark.variants import Run, missing, open_variants, save_model
-from toolkit.benchmark.workloads import REVIEWS, Batch, pad
+from toolkit.benchmark.workloads import REVIEWS, pad
 from toolkit.cli import about, described
 from toolkit.comparison import largest
 from toolkit.hub import check_vocabulary, open_tokenizer
@@ -23,7 +23,7 @@ LARGEST_PADDING = 8  # columns
 HEADER = "variant                comparisons  different  changed texts   max abs"
 
 # All texts in batches, each with the numbers of its texts.
-Batching = list[tuple[list[int], Batch]]
+Batching = list[tuple[list[int], dict[str, torch.Tensor]]]
 
 
 # --------------------------------------------------------------------------------------------------------------- texts
@@ -59,7 +59,7 @@ def random_batching(rows: list[torch.Tensor], longest: int, generator: random.Ra
         own = [rows[number] for number in numbers]
         batch = pad(own)
         padding = min(padding, longest - max(map(len, own)))
-        batch.inputs = {name: torch.nn.functional.pad(each, (0, padding)) for name, each in batch.inputs.items()}
+        batch = {name: torch.nn.functional.pad(each, (0, padding)) for name, each in batch.items()}
         batches.append((numbers, batch))
     return batches
 
@@ -78,7 +78,7 @@ def examine(run: Run, rows: list[torch.Tensor], batchings: list[Batching], threa
     for i, batching in enumerate(batchings):
         torch.set_num_threads(threads[i % len(threads)])
         for numbers, batch in batching:
-            for number, hidden in zip(numbers, run(batch.inputs), strict=True):
+            for number, hidden in zip(numbers, run(batch), strict=True):
                 states = hidden[: len(rows[number])]
                 if i == 0:
                     alone[number] = states.clone()

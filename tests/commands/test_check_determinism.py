@@ -192,9 +192,9 @@ def test_batchings_have_every_text_once():
         assert sorted(number for numbers, _ in batching for number in numbers) == list(range(80))
         for numbers, batch in batching:
             lengths = [len(rows[number]) for number in numbers]
-            assert (batch.inputs["attention_mask"].sum(dim=1).tolist(), len(lengths) <= 64) == (lengths, True)
-            assert batch.inputs["input_ids"].shape[1] <= POSITIONS
-            widths.add(batch.inputs["input_ids"].shape[1] - max(lengths))
+            assert (batch["attention_mask"].sum(dim=1).tolist(), len(lengths) <= 64) == (lengths, True)
+            assert batch["input_ids"].shape[1] <= POSITIONS
+            widths.add(batch["input_ids"].shape[1] - max(lengths))
     assert {0, 1} < widths <= set(range(9))
 
 
