@@ -129,15 +129,15 @@ def run(args) -> dict:
         folder = Path(name)
         config = save_model(args.model, folder)
         workloads = make_workloads(args, config, folder)
-        batches = workloads.pop("training", None)
+        reviews = workloads.pop("training", None)
         if workloads:
             names = list(dict.fromkeys(["bert", *args.variants]))
             rows, unavailable = run_workloads(names, workloads, folder, args)
         for workload in workloads:
             print_rows(workload, [row for row in rows if row["workload"] == workload])
         print("", *(f"skipped {name}: {reason}" for name, reason in unavailable.items()), sep="\n")
-        if batches is not None:
-            training = train(folder, batches, args.repetitions)
+        if reviews is not None:
+            training = train(folder, reviews.batches, args.repetitions)
             print(f"training step, × BertForSequenceClassification: {training['vs_bert']:.2f}", flush=True)
         for row in decode(folder, config, args) if "decoding" in args.workloads else ():
             decoding.append(row)

@@ -11,14 +11,14 @@ from transformers import BertForSequenceClassification, EncoderDecoderModel
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertForSequenceClassification
 from toolkit.benchmark.measure import interleave
 from toolkit.benchmark.variants import missing
-from toolkit.benchmark.workloads import Batch, random_batch
+from toolkit.benchmark.workloads import random_batch
 
 # The variants that generate, and the argument of optimize_for_inference().
 GENERATORS = {"ours": None, "ours-optimised": torch.float32, "ours-bf16": torch.bfloat16, "ours-int8": "int8"}
 TOKENS = 16  # that are generated
 
 
-def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
+def train(folder: Path, batches: list[dict[str, torch.Tensor]], repetitions: int) -> dict:
     """The mean seconds of a step of each model on a batch with two labels: forward, backward and AdamW."""
 
     def step(model, optimizer, inputs) -> None:
@@ -34,7 +34,7 @@ def train(folder: Path, batches: list[Batch], repetitions: int) -> dict:
     steps = {
         name: partial(step, model.train(), torch.optim.AdamW(model.parameters())) for name, model in models.items()
     }
-    inputs = [{**batch.inputs, "labels": torch.arange(len(batch.inputs["input_ids"])) % 2} for batch in batches]
+    inputs = [{**batch, "labels": torch.arange(len(batch["input_ids"])) % 2} for batch in batches]
     seconds = {name: fmean(medians) for name, medians in interleave(steps, inputs, repetitions).items()}
     return {"seconds": seconds, "vs_bert": seconds["bert"] / seconds["ours"]}
 
@@ -48,16 +48,15 @@ def open_generators(folder: Path, variants: list[str]) -> dict[str, torch.nn.Mod
     model.generation_config.update(**special)
     model.save_pretrained(pair)
     # All are opened from the file: how weights got into memory changes times by a few per cent.
-    models = {"bert": EncoderDecoderModel.from_pretrained(pair).eval()}
+    models = {"bert": EncoderDecoderModel.from_pretrained(pair)}
     for name, dtype in GENERATORS.items():
         if name in variants and missing(name) is None:
-            models[name] = ScratchBertForConditionalGeneration.from_pretrained(pair, padding_free=True).eval()
+            models[name] = ScratchBertForConditionalGeneration.from_pretrained(pair, padding_free=True)
             if dtype is not None:
                 models[name].optimize_for_inference(dtype)
     return models
 
 
-@torch.inference_mode()
 def generate(model, inputs: dict[str, torch.Tensor], beams: int, tokens: int) -> torch.Tensor:
     return model.generate(**inputs, min_new_tokens=tokens, max_new_tokens=tokens, num_beams=beams, do_sample=False)
 
@@ -68,8 +67,7 @@ def decode(folder: Path, config, args):
     torch.manual_seed(0)
     models = open_generators(folder, args.variants)
     for batch_size, beams in [(8, 1)] if args.quick else product((1, 8, 32), (1, 4)):
-        lengths = [48, *[64] * (batch_size - 1)]
-        inputs = random_batch(config, lengths, torch.Generator().manual_seed(0)).inputs
+        inputs = random_batch(config, [64] * batch_size, torch.Generator().manual_seed(0))
         runs = {name: partial(generate, model, inputs, beams) for name, model in models.items()}
         medians = interleave(runs, [1, TOKENS], args.repetitions)
         seconds = {name: (total - first) / (TOKENS - 1) for name, (first, total) in medians.items()}

@@ -1,8 +1,8 @@
 """The batches that are timed: texts of a file, and random ids."""
 
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -21,25 +21,20 @@ BATCH_SIZE, SENTENCE_COUNT, CALIBRATION_TEXTS = 32, 20, 64
 LENGTHS = {"full-128": [128] * 16, "single": [12], "single-32": [32]}
 
 
-@dataclass
-class Batch:
-    """Sequences padded to the longest.
+class Workload(NamedTuple):
+    """Batches, each as the arguments of a model; and of texts, their file, row and beginning."""
 
-    Attributes:
-        places: of texts, their file, row and beginning.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    places: list[str] = field(default_factory=list)
+    batches: list[dict[str, torch.Tensor]]
+    places: list[str]
 
 
-def pad(rows: list[torch.Tensor], places: list[str] | None = None) -> Batch:
+def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The rows as one batch, padded with 0 on the right."""
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return Batch({"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": mask}, places or [])
+    return {"input_ids": pad_sequence(rows, batch_first=True), "attention_mask": mask}
 
 
-def random_batch(config, lengths: list[int], generator: torch.Generator) -> Batch:
+def random_batch(config, lengths: list[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random ids from the upper half of the vocabulary, which has no special tokens."""
     high, longest = config.vocab_size, config.max_position_embeddings
     return pad([torch.randint(high // 2, high, (min(length, longest),), generator=generator) for length in lengths])
@@ -75,19 +70,17 @@ def tokenizer_of(model: str | None, config):
     return tokenizer
 
 
-def text_batches(rows: list[dict], tokenizer, config, size: int = BATCH_SIZE) -> list[Batch]:
+def batch_texts(rows: list[dict], tokenizer, config, size: int = BATCH_SIZE) -> Workload:
     """The texts in batches of this size, in their order."""
     batches = []
     for start in range(0, len(rows), size):
-        own = rows[start : start + size]
-        texts = [row["text"] for row in own]
+        texts = [row["text"] for row in rows[start : start + size]]
         encoded = tokenizer(texts, truncation=True, max_length=config.max_position_embeddings)["input_ids"]
-        places = [f"{row['place']}: {row['text'][:80]}" for row in own]
-        batches.append(pad(list(map(torch.tensor, encoded)), places))
-    return batches
+        batches.append(pad(list(map(torch.tensor, encoded))))
+    return Workload(batches, [f"{row['place']}: {row['text'][:80]}" for row in rows])
 
 
-def make_workloads(args, config, folder: Path) -> dict[str, list[Batch]]:
+def make_workloads(args, config, folder: Path) -> dict[str, Workload]:
     """The batches of each workload but decoding. The folder gets the batches to calibrate with: texts that are in no
     workload, or without texts random ids."""
     generator = torch.Generator().manual_seed(0)
@@ -99,18 +92,18 @@ def make_workloads(args, config, folder: Path) -> dict[str, list[Batch]]:
         texts = read_texts(args)
         texts = [texts[i] for i in torch.randperm(len(texts), generator=generator).tolist()]
         reserved = min(CALIBRATION_TEXTS, len(texts) // 2)
-        calibration = text_batches(texts[:reserved], tokenizer, config, 8) or calibration
+        calibration = batch_texts(texts[:reserved], tokenizer, config, 8).batches or calibration
         texts = texts[reserved:]
-    torch.save([batch.inputs for batch in calibration], folder / CALIBRATION)
+    torch.save(calibration, folder / CALIBRATION)
     for name in names:
         if name in LENGTHS:
             size = SENTENCE_COUNT if name in SENTENCES else count
-            workloads[name] = [random_batch(config, LENGTHS[name], generator) for _ in range(size)]
+            workloads[name] = Workload([random_batch(config, LENGTHS[name], generator) for _ in range(size)], [])
         elif name == "single-rows":
-            workloads[name] = text_batches(texts[:SENTENCE_COUNT], tokenizer, config, 1)
+            workloads[name] = batch_texts(texts[:SENTENCE_COUNT], tokenizer, config, 1)
         else:
             chosen = texts if args.rows else texts[: BATCH_SIZE * count]
             if name in ("rows", "reviews-sorted"):
                 chosen = sorted(chosen, key=lambda row: len(row["text"]), reverse=True)
-            workloads[name] = text_batches(chosen, tokenizer, config)
+            workloads[name] = batch_texts(chosen, tokenizer, config)
     return workloads
