@@ -104,8 +104,8 @@ def has_tokenizer(source: str) -> bool:
     return False
 
 
-def open_tokenizer(source: str, **options):
-    """The tokenizer of a checkpoint, opened by `AutoTokenizer` with these options.
+def open_tokenizer(source: str, trust_remote_code: bool = False):
+    """The tokenizer of a checkpoint, opened by `AutoTokenizer`. Nobody is asked whether code may run.
 
     Raises:
         OSError: it has none.
@@ -114,7 +114,7 @@ def open_tokenizer(source: str, **options):
         raise OSError(
             f"It has no tokenizer: neither {' nor '.join(TOKENIZER_FILES)}. Save the model's tokenizer there."
         )
-    return AutoTokenizer.from_pretrained(source, **options)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 def check_vocabulary(tokens: int, config) -> None:

@@ -50,6 +50,7 @@ def own_arguments(cls: type, args, usage: Usage, columns: list[str], **more):
     given = {name: value for name, value in vars(args).items() if name in READING & names and value is not None}
     found = cls(model=args.model, **saved | given | more)
     found.max_length = max_length(args, usage, given.get("max_length") or usage.recipe.get("max_length"))
+    found.trust_remote_code = args.trust_remote_code
     return found
 
 
@@ -63,7 +64,7 @@ def max_length(args, usage: Usage, saved: int | None = None) -> int:
     if args.max_length is not None and args.max_length > positions:
         raise ValueError(f"--max_length is {args.max_length}; the model has {positions} positions.")
     given = args.max_length or saved or usage.max_length
-    return min(given or open_tokenizer(args.model).model_max_length, positions)
+    return min(given or open_tokenizer(args.model, args.trust_remote_code).model_max_length, positions)
 
 
 # ----------------------------------------------------------------------------------------------- tasks of the training
@@ -160,7 +161,7 @@ class TextTask:
         from toolkit.hub import open_tokenizer
 
         self.args, self.usage = args, usage
-        self.tokenizer = open_tokenizer(args.model)
+        self.tokenizer = open_tokenizer(args.model, args.trust_remote_code)
         self.max_length = max_length(args, usage, usage.recipe.get("max_length"))
         self.prompt = usage.prompt(args.prompt, args.prompt_name)
         saved = usage.recipe.get("text_column")

@@ -61,7 +61,7 @@ class Task(ABC):
         self.say: Callable[[str], None] = print
         source = getattr(arguments, "tokenizer_name", None) or arguments.model
         with about(source):
-            self.tokenizer = open_tokenizer(source)
+            self.tokenizer = open_tokenizer(source, getattr(arguments, "trust_remote_code", False))
         self.label_counts: Counter[str] = Counter()
         self.new_weights: set[str] = set()
 
