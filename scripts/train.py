@@ -953,7 +953,7 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
             references = [row["label"] for row in run.rows[split]]
             found = [row["prediction"] for row in evaluations[split][1]]
             plot_confusion(output / "confusion_matrix.png", task.labels, references, found)
-        write_model_card(run, {split: own for split, (own, _) in evaluations.items()}, type(model).__name__)
+        write_model_card(run, {split: own for split, (own, _) in evaluations.items()}, type(model).__name__.removeprefix("FSDP"))
     write_json(output / METRICS, metrics | run_report(run))  # last: it says that the run is finished
 
 
