@@ -198,7 +198,6 @@ class Embed(TextTask):
         args, usage = self.args, self.usage
         self.modules = open_modules(args.model, usage, model.device) if usage.modules and args.pooling is None else []
         self.pooling = args.pooling or usage.pooling
-        self.normalize = args.normalize or usage.normalize
         prompt = self.tokenizer(self.prompt)["input_ids"] if self.prompt and not usage.include_prompt else []
         self.skipped = len(prompt) - (prompt[-1:] == [self.tokenizer.sep_token_id])
         width = len(self.vector(torch.zeros(self.skipped + 1, model.config.hidden_size, device=model.device), False))
@@ -232,8 +231,9 @@ class Embed(TextTask):
             states = states[self.skipped :]
             pooled = {"mean": lambda: states.mean(0), "cls": lambda: states[0], "max": lambda: states.max(0).values}
             vector = pooled[self.pooling]()
+            vector = normalize(vector, dim=0) if self.usage.normalize else vector
         vector = vector[: self.args.truncate_dim] if is_cut else vector
-        return normalize(vector, dim=0) if self.normalize else vector
+        return normalize(vector, dim=0) if self.args.normalize else vector
 
     def decode(self, rows, examples, outputs):
         vectors = np.array(outputs, np.float32).reshape(len(outputs), -1)
