@@ -265,6 +265,15 @@ class FillMask(TextTask):
         if self.top_k > model.config.vocab_size:
             raise ValueError(f"--top_k is {self.top_k}; the vocabulary has {model.config.vocab_size} words.")
 
+    def encode(self, rows):
+        found = super().encode(rows)
+        for example in found:
+            if self.tokenizer.mask_token_id not in example["input_ids"]:
+                raise ValueError(
+                    f"{self.text!r} has no {self.tokenizer.mask_token} in its first {example['length']} tokens"
+                )
+        return found
+
     def answer(self, model, batch):
         is_mask = batch["input_ids"] == self.tokenizer.mask_token_id
         states = model.base_model(**inputs_of(batch)).last_hidden_state[is_mask]
@@ -367,7 +376,7 @@ class Continue(TextTask):
     def answer(self, model, batch):
         start = batch["input_ids"].shape[1]
         check = FiniteCheck(len(batch["input_ids"]))
-        sequences = model.generate(**inputs_of(batch), logits_processor=[check])
+        sequences = model.generate(**inputs_of(batch), logits_processor=[check], tokenizer=self.tokenizer)
         return check.without_bad([ids.tolist() for ids in sequences[:, start:]])
 
     def decode(self, rows, examples, outputs):
@@ -410,6 +419,8 @@ def prepare_generation(model, tokenizer, args, most: int) -> int:
     options |= {name: getattr(args, name) for name in ("max_new_tokens", "num_beams") if getattr(args, name)}
     if unknown := config.update(**options):
         raise ValueError(f"--option {min(unknown)} is unknown; expected a field of GenerationConfig.")
+    if (config.num_return_sequences or 1) != 1:
+        raise ValueError(f"num_return_sequences is {config.num_return_sequences}; expected 1, a text for each row.")
     if config.max_new_tokens is None and "max_length" not in options:
         config.max_new_tokens = min(NEW_TOKENS, most)
     if config.eos_token_id is None:
