@@ -48,6 +48,8 @@ def own_arguments(cls: type, args, usage: Usage, columns: list[str], **more):
     saved = {name: value for name, value in usage.recipe.items() if name in READING & names and value is not None}
     saved = {name: value for name, value in saved.items() if not name.endswith("_column") or value in columns}
     given = {name: value for name, value in vars(args).items() if name in READING & names and value is not None}
+    if args.label_column is not None:  # which has other names in a training
+        given |= {name: args.label_column for name in ("tags_column", "target_column") if name in names}
     found = cls(model=args.model, **saved | given | more)
     found.max_length = max_length(args, usage, given.get("max_length") or usage.recipe.get("max_length"))
     found.trust_remote_code = args.trust_remote_code
