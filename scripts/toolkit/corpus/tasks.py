@@ -48,6 +48,8 @@ def own_arguments(cls: type, args, usage: Usage, columns: list[str], **more):
     saved = {name: value for name, value in usage.recipe.items() if name in READING & names and value is not None}
     saved = {name: value for name, value in saved.items() if not name.endswith("_column") or value in columns}
     given = {name: value for name, value in vars(args).items() if name in READING & names and value is not None}
+    if args.label_column is not None:  # which has other names in a training
+        given |= {name: args.label_column for name in ("tags_column", "target_column") if name in names}
     found = cls(model=args.model, **saved | given | more)
     found.max_length = max_length(args, usage, given.get("max_length") or usage.recipe.get("max_length"))
     found.trust_remote_code = args.trust_remote_code
@@ -194,7 +196,6 @@ class Embed(TextTask):
         args, usage = self.args, self.usage
         self.modules = open_modules(args.model, usage, model.device) if usage.modules and args.pooling is None else []
         self.pooling = args.pooling or usage.pooling
-        self.normalize = args.normalize or usage.normalize
         prompt = self.tokenizer(self.prompt)["input_ids"] if self.prompt and not usage.include_prompt else []
         self.skipped = len(prompt) - (prompt[-1:] == [self.tokenizer.sep_token_id])
         width = len(self.vector(torch.zeros(self.skipped + 1, model.config.hidden_size, device=model.device), False))
@@ -228,8 +229,9 @@ class Embed(TextTask):
             states = states[self.skipped :]
             pooled = {"mean": lambda: states.mean(0), "cls": lambda: states[0], "max": lambda: states.max(0).values}
             vector = pooled[self.pooling]()
+            vector = normalize(vector, dim=0) if self.usage.normalize else vector
         vector = vector[: self.args.truncate_dim] if is_cut else vector
-        return normalize(vector, dim=0) if self.normalize else vector
+        return normalize(vector, dim=0) if self.args.normalize else vector
 
     def decode(self, rows, examples, outputs):
         vectors = np.array(outputs, np.float32).reshape(len(outputs), -1)
@@ -260,6 +262,15 @@ class FillMask(TextTask):
         self.top_k = self.args.top_k or 5
         if self.top_k > model.config.vocab_size:
             raise ValueError(f"--top_k is {self.top_k}; the vocabulary has {model.config.vocab_size} words.")
+
+    def encode(self, rows):
+        found = super().encode(rows)
+        for example in found:
+            if self.tokenizer.mask_token_id not in example["input_ids"]:
+                raise ValueError(
+                    f"{self.text!r} has no {self.tokenizer.mask_token} in its first {example['length']} tokens"
+                )
+        return found
 
     def answer(self, model, batch):
         is_mask = batch["input_ids"] == self.tokenizer.mask_token_id
@@ -358,7 +369,7 @@ class Continue(TextTask):
     def answer(self, model, batch):
         start = batch["input_ids"].shape[1]
         check = FiniteCheck(len(batch["input_ids"]))
-        sequences = model.generate(**inputs_of(batch), logits_processor=[check])
+        sequences = model.generate(**inputs_of(batch), logits_processor=[check], tokenizer=self.tokenizer)
         return check.without_bad([ids.tolist() for ids in sequences[:, start:]])
 
     def decode(self, rows, examples, outputs):
@@ -401,6 +412,8 @@ def prepare_generation(model, tokenizer, args, most: int) -> int:
     options |= {name: getattr(args, name) for name in ("max_new_tokens", "num_beams") if getattr(args, name)}
     if unknown := config.update(**options):
         raise ValueError(f"--option {min(unknown)} is unknown; expected a field of GenerationConfig.")
+    if (config.num_return_sequences or 1) != 1:
+        raise ValueError(f"num_return_sequences is {config.num_return_sequences}; expected 1, a text for each row.")
     if config.max_new_tokens is None and "max_length" not in options:
         config.max_new_tokens = min(NEW_TOKENS, most)
     if config.eos_token_id is None:

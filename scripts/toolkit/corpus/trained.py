@@ -26,6 +26,8 @@ class Answer(QuestionAnswering):
     columns = {"prediction": pa.string(), "score": pa.float32(), "start": pa.int32()}
 
     def __init__(self, args, usage: Usage, columns: list[str]):
+        if args.label_column not in (None, "answers"):
+            raise ValueError(f"--label_column is {args.label_column}; expected answers, in the form of SQuAD.")
         saved = usage.fields.get("question_answering") or {}
         saved_length = saved.get("max_length", arguments.QuestionAnsweringArguments.max_length)
         names = ("stride", "max_answer_length", "null_threshold")

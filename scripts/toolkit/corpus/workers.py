@@ -220,7 +220,14 @@ class Worker:
             for batch in batches_by_length([example["length"] for example in examples], self.job.args.tokens_per_batch):
                 inputs = self.task.collate([examples[i] for i in batch])
                 inputs = {name: values.to(self.device) for name, values in inputs.items()}
-                for i, output in zip(batch, self.task.answer(model, inputs), strict=True):
+                try:
+                    answers = self.task.answer(model, inputs)
+                except (TypeError, AttributeError, LookupError) as error:
+                    if not self.job.args.option:
+                        raise
+                    # `generate` does not check every value before it computes with it.
+                    raise ValueError(f"the value of an --option is invalid: {error}") from error
+                for i, output in zip(batch, answers, strict=True):
                     outputs[i] = output
         return outputs
 

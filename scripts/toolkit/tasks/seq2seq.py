@@ -122,7 +122,7 @@ class Seq2Seq(Task):
         whole = getattr(model, "module", model)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         is_sharded = torch.distributed.is_initialized() and whole is model
-        ids = whole.generate(**inputs, synced_gpus=is_sharded, **options)
+        ids = whole.generate(**inputs, synced_gpus=is_sharded, tokenizer=self.tokenizer, **options)
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def decode(self, rows, examples, outputs):
