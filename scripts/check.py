@@ -66,8 +66,8 @@ def parse(parser: Parser, argv: list[str] | None):
     for name, value in vars(args).items():
         if name not in ("model", "determinism", "code", *known) and value != parser.get_default(name):
             parser.error(f"--{name} is given with {check}; expected one of {' '.join(known)}")
-    if args.input is None and (args.text_column or args.delimiter):
-        parser.error("--text_column or --delimiter is given without --input; expected both")
+    if args.input is None and (args.text_column or args.delimiter or (args.rows and not args.determinism)):
+        parser.error("--text_column, --delimiter or --rows is given without --input; expected it, too")
     return args
 
 
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         from toolkit.files import find_shipped, write_json
+        from toolkit.machine import identity
 
         if args.code:
             from toolkit.trust import report_code
@@ -96,15 +97,14 @@ def main(argv: list[str] | None = None) -> int:
             from toolkit.compare.determinism import compare_batches
 
             texts = read_texts(args.input or str(find_shipped(REVIEWS)), args.rows or 100)
-            variants = args.variants or VARIANTS
-            report = compare_batches(args.model, texts, variants, args.batchings, args.threads, args.seed)
+            report = compare_batches(args, texts)
         else:
             from toolkit.compare.parity import compare_checkpoints
 
             texts = None if args.input is None else read_texts(args.input, args.rows or 32)
-            report = compare_checkpoints(args.model, args.other, texts, args.seed)
+            report = compare_checkpoints(args, texts)
         if args.json is not None:
-            write_json(args.json, report)
+            write_json(args.json, {**vars(args), **report, "json": str(args.json), "machine": identity()})
         return 0 if report["equal"] else 1
 
     return parser.run(work, expected=(RuntimeError,), is_silent=True)

@@ -14,6 +14,7 @@ from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, t
 from modeling_scratchbert.checkpoints import explained, raw_config
 from modeling_scratchbert.probe.comparison import read_probe
 from modeling_scratchbert.probe.recording import probe_name
+from toolkit.cli import about
 from toolkit.hub import check_source, has_tokenizer
 from toolkit.trust import find
 
@@ -118,15 +119,13 @@ def read_checkpoint(source: str) -> Checkpoint:
     """Reads the configuration and the tensor names of `source`.
 
     Raises:
-        ValueError: it is neither a BERT nor a ScratchBert, or has code that this package did not write.
-        OSError: there is no such checkpoint, or it cannot be read.
+        CommandError: there is no such checkpoint, or it has code that this package did not write.
+        ValueError: it is neither a BERT nor a ScratchBert.
+        OSError: it has no weights, or they cannot be read.
     """
-    try:
+    with about(source):
         check_source(source)
         fields, _ = raw_config(source)
-    except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{source} cannot be read: {error}") from error
     scratchbert_fields(fields, source)  # raises for other kinds
     config = ScratchBertConfig.from_pretrained(source)
     model_type = fields.get("model_type")

@@ -24,10 +24,6 @@ LONGEST_PIECE = 16  # tokens
 LARGEST_BATCH = 64  # texts
 LARGEST_PADDING = 8  # columns
 
-# All texts in batches: the numbers of the texts of each, the padded ids and the mask.
-Batching = list[tuple[list[int], torch.Tensor, torch.Tensor]]
-Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from ids and mask to the last hidden states
-
 
 def with_pieces(texts: list[torch.Tensor], longest: int) -> list[torch.Tensor]:
     """The token ids of the texts; pieces of them, one of each length up to 16 tokens; and joined texts, of up to
@@ -38,8 +34,9 @@ def with_pieces(texts: list[torch.Tensor], longest: int) -> list[torch.Tensor]:
 
 def random_batching(
     texts: list[torch.Tensor], longest: int, generator: random.Random, largest_batch: int, largest_padding: int
-) -> Batching:
-    """The texts, shuffled, in batches of random sizes, with random extra padding up to `longest` tokens."""
+) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """The texts, shuffled, in batches of random sizes, with random extra padding up to `longest` tokens. A batch is the
+    numbers of its texts, their ids and their mask."""
     order = generator.sample(range(len(texts)), len(texts))
     batches = []
     while order:
@@ -54,7 +51,8 @@ def random_batching(
     return batches
 
 
-def open_variant(checkpoint: Checkpoint, name: str) -> Run:
+def open_variant(checkpoint: Checkpoint, name: str) -> Callable[..., torch.Tensor]:
+    """The model as a function from ids and mask to the last hidden states."""
     precision = VARIANTS[name]
     dtype = torch.bfloat16 if precision is torch.bfloat16 else torch.float32  # int8 weights are made of float32
     model = open_class(checkpoint, "scratchbert", "Model", False, dtype)
@@ -66,7 +64,7 @@ def open_variant(checkpoint: Checkpoint, name: str) -> Run:
     return torch.inference_mode()(lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state)
 
 
-def examine(run: Run, texts: list[torch.Tensor], batchings: list[Batching], threads: list[int]) -> dict:
+def examine(run: Callable[..., torch.Tensor], texts: list[torch.Tensor], batchings: list, threads: list[int]) -> dict:
     """How many texts have other bits in a later batching than in the first, and by how much they differ.
 
     Args:
@@ -85,33 +83,30 @@ def examine(run: Run, texts: list[torch.Tensor], batchings: list[Batching], thre
     return {"changed_texts": len(differences), "max_abs": max(differences.values(), default=0.0)}
 
 
-def compare_batches(
-    source: str, texts: list[str], variants: list[str], batchings: int, threads: list[int], seed: int
-) -> dict:
+def compare_batches(args, texts: list[str]) -> dict:
     """Runs the variants, prints a line for each, and returns the report, as it is written into the JSON file.
+
+    Args:
+        args: as `check.py` parses them.
 
     Raises:
         CommandError, OSError, ValueError: the model cannot be opened.
     """
-    checkpoint = read_checkpoint(source)
-    config = checkpoint.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{source} is a seq2seq model; expected an encoder or a decoder for --determinism.")
-    longest = config.max_position_embeddings
-    sequences = with_pieces([torch.tensor(ids) for ids in encode(source, config, texts, longest)], longest)
-    generator = random.Random(seed)
-    sizes = [(1, 0), *[(LARGEST_BATCH, LARGEST_PADDING)] * batchings, (1, 0)]
-    orders = [random_batching(sequences, longest, generator, *size) for size in sizes]
-    machine = identity()
-    print(*lines(machine), f"{len(sequences)} texts, alone and in {batchings} random batchings", "", sep="\n")
+    checkpoint = read_checkpoint(args.model)
+    longest = checkpoint.config.max_position_embeddings
+    ids = encode(args.model, checkpoint.config, texts, longest)
+    sequences = with_pieces([torch.tensor(row) for row in ids], longest)
+    generator = random.Random(args.seed)
+    sizes = [(1, 0), *[(LARGEST_BATCH, LARGEST_PADDING)] * args.batchings, (1, 0)]
+    batchings = [random_batching(sequences, longest, generator, *size) for size in sizes]
+    print(*lines(identity()), f"{len(sequences)} texts, alone and in {args.batchings} random batchings", "", sep="\n")
     rows = {}
-    for name in variants:
+    for name in args.variants or VARIANTS:
         if name == "int8" and not find_library():
             print("int8 is skipped, because it requires the library in C++")
             continue
-        row = rows[name] = examine(open_variant(checkpoint, name), sequences, orders, threads)
+        row = rows[name] = examine(open_variant(checkpoint, name), sequences, batchings, args.threads)
         print(f"{name:15} texts that change: {row['changed_texts']:4}, by up to {row['max_abs']:.1e}", flush=True)
     is_equal = not any(row["changed_texts"] for name, row in rows.items() if name != "loaded")
     print("equal: no optimised variant changes a text" if is_equal else "DIFFERENT: a text has other bits")
-    settings = {"model": source, "texts": len(sequences), "seed": seed, "threads": threads, "batchings": batchings}
-    return settings | {"rows": rows, "equal": is_equal, "machine": machine}
+    return {"texts": len(sequences), "rows": rows, "equal": is_equal}

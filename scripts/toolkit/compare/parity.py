@@ -8,7 +8,7 @@ import copy
 import math
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,7 +17,6 @@ from modeling_scratchbert import ScratchBertConfig
 from toolkit.checkpoint import Checkpoint, best_class, is_per_token, open_class, read_checkpoint, to_scratchbert
 from toolkit.cli import about, table
 from toolkit.hub import check_vocabulary, open_tokenizer
-from toolkit.machine import identity
 
 TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of their tensor
 
@@ -170,15 +169,11 @@ class Row:
     difference: float  # of outputs, the largest; of gradients, ‖difference‖ / ‖reference‖
     own_error: float  # the same of the reference in float32 and in float64
     is_gradient: bool
+    excess: float = field(init=False)  # the difference as a share of what is allowed
 
-    @property
-    def excess(self) -> float:
-        """The difference as a share of what is allowed."""
-        return self.difference / max(TOLERANCE, self.own_error) if math.isfinite(self.difference) else math.inf
-
-    @property
-    def verdict(self) -> str:
-        return "equal" if self.excess <= 1 else "DIFFERS"
+    def __post_init__(self):
+        is_finite = self.difference < math.inf
+        self.excess = self.difference / max(TOLERANCE, self.own_error) if is_finite else math.inf
 
 
 def compare(model, reference, batches: list[Batch], seed: int = 0) -> list[Row]:
@@ -193,37 +188,30 @@ def compare(model, reference, batches: list[Batch], seed: int = 0) -> list[Row]:
         ValueError: one has an output that the other does not have.
     """
     sides = (model, reference, copy.deepcopy(reference).double())
-    ties = shared_tensors(reference) | shared_tensors(model)
+    ties = {
+        to_scratchbert(name, side.config.model_type): to_scratchbert(one, side.config.model_type)
+        for side in sides[:2]
+        for name, one in side.all_tied_weights_keys.items()
+    }
     worst: dict[tuple, Row] = {}
     for batch in batches:
-        values, found = zip(*(observe(side, batch, seed) for side in sides), strict=True)
-        if one_sided := values[0].keys() ^ values[1].keys():
+        values, gradients = zip(*(observe(side, batch, seed) for side in sides), strict=True)
+        ours, theirs, exact = values
+        if one_sided := ours.keys() ^ theirs.keys():
             raise ValueError(f"Only one model returns {sorted(one_sided)}; expected the same outputs of both.")
-        rows = [value_row(name, *(side[name] for side in values)) for name in values[1]]
-        for row in rows + gradient_rows(*(summed(side, ties) for side in found)):
+        rows = [
+            Row(name, largest(ours[name] - theirs[name]), largest(theirs[name] - exact[name]), is_gradient=False)
+            for name in theirs
+        ]
+        # What is tied in one model has the sum of two gradients of the other.
+        for name, one in ties.items():
+            for side in gradients:
+                if name in side and name != one:
+                    side[one] = side.get(one, 0) + side.pop(name)
+        for row in rows + gradient_rows(*gradients):
             key = (row.what, row.is_gradient)
             worst[key] = max(worst.get(key, row), row, key=lambda row: row.excess)
     return list(worst.values())
-
-
-def shared_tensors(model) -> dict[str, str]:
-    """From the name of each tied tensor to that of the tensor it is tied to, by ScratchBert's names."""
-    kind = model.config.model_type
-    return {to_scratchbert(name, kind): to_scratchbert(one, kind) for name, one in model.all_tied_weights_keys.items()}
-
-
-def summed(gradients: dict[str, torch.Tensor], ties: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The gradients, with those of tensors that are tied in either model added up: if one model ties what the other
-    does not, the sums must be equal."""
-    total = {}
-    for name, gradient in gradients.items():
-        one = ties.get(name, name)
-        total[one] = total[one] + gradient if one in total else gradient
-    return total
-
-
-def value_row(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> Row:
-    return Row(name, largest(ours - theirs), largest(theirs - exact), is_gradient=False)
 
 
 def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
@@ -253,61 +241,52 @@ def open_pair(subject: Checkpoint, reference: Checkpoint | None, name: str, with
     """The two models to compare. Without a checkpoint for the reference, it is the `Bert…` class, opened from the same
     checkpoint if that is a BERT, else from an export of the ScratchBert."""
     model = open_class(subject, subject.kind if reference else "scratchbert", name, with_pooler)
-    if reference is None and subject.kind != "scratchbert":
-        reference = subject
-    if reference is not None:
-        return [model, open_class(reference, reference.kind, name, with_pooler)]
     with tempfile.TemporaryDirectory() as folder:
-        model.save_as_bert(folder)
-        return [model, open_class(read_checkpoint(folder), "bert", name, with_pooler)]
+        if reference is None and subject.kind == "scratchbert":
+            model.save_as_bert(folder)
+            reference = read_checkpoint(folder)
+        reference = reference or subject
+        return [model, open_class(reference, reference.kind, name, with_pooler)]
 
 
-def compare_checkpoints(source: str, other: str | None, texts: list[str] | None, seed: int) -> dict:
+def compare_checkpoints(args, texts: list[str] | None) -> dict:
     """Opens two checkpoints, compares and prints them. Returns the report, as it is written into the JSON file.
 
     Args:
+        args: as `check.py` parses them.
         texts: by default random token ids.
 
     Raises:
         CommandError, OSError, ValueError: a checkpoint is invalid, or the two do not match.
     """
-    subject = read_checkpoint(source)
-    reference = None if other is None else read_checkpoint(other)
-    if reference is not None and subject.kind != "scratchbert" and reference.kind == "scratchbert":
-        subject, reference = reference, subject  # the BERT is the reference
+    subject = read_checkpoint(args.model)
+    reference = None if args.other is None else read_checkpoint(args.other)
     sides = [reference or subject, subject]
     config = subject.config
     for name in SIZES:
         expected, size = (getattr(side.config, name) for side in sides)
         if size != expected:
-            raise ValueError(
-                f"{name} is {size} in {subject.source} and {expected} in {sides[0].source}; expected equal sizes."
-            )
+            raise ValueError(f"{name} is {size} in {args.model} and {expected} in {args.other}; expected equal sizes.")
     parts = sides[0].parts & subject.parts
     name = best_class(sides[0], parts)
     used = parts & (sides[0].classes[name] | {"pooler"})
-    rows = random_rows(config, seed) if texts is None else encode(sides[0].source, config, texts, MAX_TOKENS)
-    batches = [make_batch(rows[i : i + ROWS_IN_BATCH], config) for i in range(0, len(rows), ROWS_IN_BATCH)]
-    models = open_pair(subject, reference, name, "pooler" in parts)
-    compared = compare(*models, batches, seed)
     skipped = {f"{part} of {side.source}" for side in sides for part in (side.parts - used) | side.unknown_tensors}
     if config.add_cross_attention and not config.is_encoder_decoder:
         skipped.add("cross-attention, because there is no encoder")
+    models = open_pair(subject, reference, name, "pooler" in parts)
+    rows = random_rows(config, args.seed) if texts is None else encode(sides[0].source, config, texts, MAX_TOKENS)
+    batches = [make_batch(rows[i : i + ROWS_IN_BATCH], config) for i in range(0, len(rows), ROWS_IN_BATCH)]
+    compared = compare(*models, batches, args.seed)
+    print(f"{type(models[0]).__name__} from {subject.source}\n{type(models[1]).__name__} from {sides[0].source}")
+    print(*(f"not compared: {what}" for what in sorted(skipped)), "", sep="\n")
     gradients = [row for row in compared if row.is_gradient]
-    shown = [row for row in compared if not row.is_gradient or row.excess > 1]
-    cells = [(row.what, f"{row.difference:.1e}", f"{row.own_error:.1e}", row.verdict) for row in shown]
-    report = {
-        "model": f"{type(models[0]).__name__} from {subject.source}",
-        "reference": f"{type(models[1]).__name__} from {sides[0].source}",
-        "batch": f"{len(rows)} {'texts' if texts else 'rows of random ids'}, padded on the right and on the left",
-        "not compared": ", ".join(sorted(skipped)) or "nothing",
-    }
-    print(*(f"{name}: {value}" for name, value in report.items()), sep="\n")
-    print("", table([("", "difference", "own error of the reference", "verdict"), *cells]), "", sep="\n")
-    print(
-        f"gradients of {len(gradients)} tensors, relative to their norm: {max(row.difference for row in gradients):.1e}"
-    )
+    shown = [row for row in compared if row not in gradients or row.excess > 1]
+    cells = [
+        (row.what, f"{row.difference:.1e}", f"{row.own_error:.1e}", "equal" if row.excess <= 1 else "DIFFERS")
+        for row in shown
+    ]
+    print(table([("", "difference", "own error of the reference", "verdict"), *cells]))
+    print(f"\ngradients, relative to their norm: {max(row.difference for row in gradients):.1e} at most")
     is_equal = all(row.excess <= 1 for row in compared)
     print("equal" if is_equal else f"DIFFERENT: first in {next(row.what for row in compared if row.excess > 1)}")
-    rows = [asdict(row) | {"verdict": row.verdict} for row in compared]
-    return report | {"rows": rows, "equal": is_equal, "machine": identity()}
+    return {"not_compared": sorted(skipped), "rows": [asdict(row) for row in compared], "equal": is_equal}
