@@ -315,12 +315,6 @@ def test_bits_that_depend_on_the_batch(run_batch, changed, max_abs):
     assert changed * 0.9 <= found["changed_texts"] <= changed  # a text may be alone in every batching
 
 
-def test_pieces_and_joined_texts():
-    texts = [torch.arange(7), torch.arange(5)]
-    lengths = [len(text) for text in determinism.with_pieces(texts, 40)]
-    assert lengths == [7, 5, *range(1, 17), 20, 40]
-
-
 @pytest.mark.parametrize(("damage", "code"), [([], 0), (["loaded"], 0), (["optimised"], 1), (["int8"], 1)])
 def test_determinism_of_a_model(damage, code, tmp_path, monkeypatch):
     open_variant = determinism.open_variant
@@ -360,7 +354,7 @@ def test_determinism_of_a_model(damage, code, tmp_path, monkeypatch):
         (["no-tokenizer", "--input", "words.txt"], "tokenizer"),
         (["no-tokenizer", "--determinism"], "tokenizer"),
         (["smaller", "--determinism"], "vocab_size"),
-        (["two", "--determinism"], "two"),
+        (["two", "--determinism"], "--determinism"),
         (["bert", "--input", "missing.csv"], "--input"),
         (["bert", "--input", "texts.csv", "--text_column", "body"], "--text_column"),
         (["bert", "--input", "texts.csv"], "'text' is empty"),
@@ -512,18 +506,6 @@ def test_every_command_refuses_other_code(command, is_bert, tmp_path, capsys):
     assert str(folder) in line
     assert ("--trust_remote_code" in line) == (command == "predict")
     assert set(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("fields", "kernels"),
-    [
-        ({"_attn_implementation": "a/b", "name": "c/d"}, ["a/b"]),
-        ({"encoder": {"attn_implementation": {"": "sdpa", "a/b": "c/d"}}}, ["c/d"]),
-        ({"attn_implementation": "sdpa", "_attn_implementation_internal": None}, []),
-    ],
-)
-def test_kernels_of_the_hub(fields, kernels):
-    assert list(trust.hub_kernels(fields)) == kernels
 
 
 def test_releases(tmp_path, monkeypatch, capsys):

@@ -93,6 +93,8 @@ def compare_batches(args, texts: list[str]) -> dict:
         CommandError, OSError, ValueError: the model cannot be opened.
     """
     checkpoint = read_checkpoint(args.model)
+    if checkpoint.config.is_encoder_decoder:
+        raise ValueError(f"{args.model} is a seq2seq model; expected an encoder or a decoder for --determinism.")
     longest = checkpoint.config.max_position_embeddings
     ids = encode(args.model, checkpoint.config, texts, longest)
     sequences = with_pieces([torch.tensor(row) for row in ids], longest)
