@@ -19,7 +19,8 @@ are. A percentage is 100 times the number.
 In a report of `scripts/benchmark.py`, `VARIANT.WORKLOAD`, or the reverse, is the speed-up over `BertModel`.
 `ms.WORKLOAD` is its milliseconds per batch, and `padding.WORKLOAD` the share of padding. `VARIANT.difference`,
 `.lowest` and `.mean` are the largest difference, the lowest and the mean cosine over the workloads of the table, or of
-the report if the table has none. `decoding-8-beam-4` is a workload, too. In other reports, `runs` and `rows` are left
+the report if the table has none; `.peak` is the memory and `.texts` the texts per second, of the first of these
+workloads. `decoding-8-beam-4` is a workload, too. In other reports, `runs` and `rows` are left
 out of a path, `minutes` and `processor_minutes` are added to the seconds, and an element of a list is found by its
 variant, precision or `epoch-N`.
 
@@ -57,7 +58,7 @@ HIDDEN = re.compile(
     rf"`[^`]*`|<!--.*?-->|\]\([^)]*\)|\b{LIBRARY}\s+{VERSION}(?:\s+(?:to|and|or)\s+{VERSION})*", re.DOTALL
 )
 COMMENT = re.compile(r" *<!-- figures: (?P<terms>.*?) -->\n", re.DOTALL)
-STATISTICS, KEPT, NONE = ("difference", "lowest", "mean"), "-", "–"
+STATISTICS, KEPT, NONE = ("difference", "lowest", "mean", "peak", "texts"), "-", "–"
 
 
 @dataclass
@@ -131,6 +132,8 @@ def benchmark_figures(report: dict, workloads: Iterable[str]) -> dict:
             "difference": max(row["max_abs"] for row in own),
             "lowest": min(row["cosine_lowest"] for row in own),
             "mean": statistics.fmean([row["cosine_mean"] for row in own], sequences),
+            "peak": own[0].get("peak_anonymous_mib", NONE),  # not in older reports
+            "texts": own[0]["sequences_per_second"],
         }
     steps = {
         f"decoding-{row['batch']}-{row['decoding'].replace(' ', '-')}": row["vs_bert"] for row in report["decoding"]

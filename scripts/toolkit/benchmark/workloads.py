@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.benchmark import SENTENCES
+from toolkit.cli import one_line
 from toolkit.data import Source, find_column, open_files, text_of
 from toolkit.files import ROOT
 from toolkit.hub import check_vocabulary, open_tokenizer
@@ -77,7 +78,7 @@ def batch_texts(rows: list[dict], tokenizer, config, size: int = BATCH_SIZE) -> 
         texts = [row["text"] for row in rows[start : start + size]]
         encoded = tokenizer(texts, truncation=True, max_length=config.max_position_embeddings)["input_ids"]
         batches.append(pad(list(map(torch.tensor, encoded))))
-    return Workload(batches, [f"{row['place']}: {row['text'][:80]}" for row in rows])
+    return Workload(batches, [f"{row['place']}: {one_line(row['text'])[:80]}" for row in rows])
 
 
 def make_workloads(args, config, folder: Path) -> dict[str, Workload]:
