@@ -272,8 +272,8 @@ def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the training. Returns the exit code."""
-    given = parse(sys.argv[1:] if argv is None else argv)
     with continuing_when_output_is_closed():
+        given = parse(sys.argv[1:] if argv is None else argv)
         return COMMAND.run(lambda: run(*given))
 
 

@@ -22,6 +22,7 @@ from toolkit.data import (
     find_column,
     hold_out,
     label_of,
+    label_summary,
     label_warnings,
     number_of,
     open_files,
@@ -304,6 +305,7 @@ def test_spellings_of_one_label():
     assert "'NaN'" in warnings[1]
     assert label_warnings(Counter(["1", "2", "good"])) == []
     assert sorted_labels(["b", "10", "9", "a"]) == ["9", "10", "a", "b"]
+    assert label_summary(Counter(range(22))).endswith("19 (1), and 2 more")
 
 
 def test_held_out_rows():

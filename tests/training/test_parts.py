@@ -78,6 +78,7 @@ def test_freeze(what, trained):
     free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert new | {"classifier.weight"} <= free
     assert not {name for name in free if "embeddings" in name}
+    assert ("model.pooler.dense.bias" in free) == (what != "encoder")
     blocks = {int(name.split("blocks.")[1].split(".")[0]) for name in free if "blocks." in name}
     assert blocks == {i for i in range(model.config.num_hidden_layers) if trained and i >= trained[0]}
 

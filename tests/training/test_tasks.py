@@ -306,6 +306,7 @@ def test_windows_of_a_text(reading, capsys):
     ]
     assert [(example["start"], example["end"]) for example in examples] == [(6, 7), *[(0, 0)] * 9]
     assert examples[0]["token_type_ids"].tolist() == [0] * 4 + [1] * 6
+    assert not any(example["cut"] for example in examples)
     assert "1 of 2" in capsys.readouterr().out
     for wrong, named in ((long, "10"), (ask("who " * 9), "row 1"), (ask("who", context="\u200b"), "row 1")):
         with pytest.raises(ValueError, match=named):
@@ -546,7 +547,7 @@ def test_masks(whole, wordy):
 
 
 def test_texts_are_concatenated_or_cut(wordy):
-    rows = [{"text": text} for text in ("w0 w1 w2", "w3", "\u200b", "w4 w5 w6 w7 w8")]
+    rows = [{"content": text} for text in ("w0 w1 w2", "w3", "\u200b", "w4 w5 w6 w7 w8")]
     flags = {"model": wordy, "max_length": 6}
     task, read = make_task("masked-lm", rows, **flags)
     examples = task.encode(read)

@@ -25,6 +25,7 @@ from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
 from support.tiny import SPECIAL, WORDS, flags, read_rows, report_of, reviews, run, write_rows
 from toolkit.files import find_shipped
+from toolkit.tasks import ARGUMENTS
 
 TINY = "configuration/tiny.json"
 NEW = {"model": None, "config_name": TINY, "tokenizer_name": "{model}"}
@@ -46,6 +47,7 @@ REFUSED = [
     ({"eval_strategy": "sometimes"}, "eval_strategy"),
     ({"eval_strategy": "steps"}, "--eval_steps"),
     ({"early_stopping_patience": 2}, "--early_stopping_patience"),
+    ({"early_stopping_patience": 2, "eval_strategy": "no", "validation_fraction": 0.5}, "--eval_strategy"),
     ({"metric_for_best_model": "accuracy"}, "--metric_for_best_model"),
     ({"metric_for_best_model": "beauty", "validation_fraction": 0.5}, "beauty"),
     ({"validation_fraction": 2}, "--validation_fraction"),
@@ -77,6 +79,7 @@ REFUSED = [
     ({"max_eval_samples": 0}, "--max_eval_samples"),
     ({"max_eval_samples": 2}, "--max_eval_samples"),
     ({"seed": -1}, "--seed"),
+    ({"seed": 2**32}, "--seed"),
     ({"label_smoothing_factor": 1}, "--label_smoothing_factor"),
     ({"label_separator": ""}, "--label_separator"),
     ({"labels": ["a", "a"]}, "--labels"),
@@ -242,6 +245,10 @@ def test_names_and_defaults_are_those_of_transformers():
     shared = theirs.keys() & ours.keys()
     assert len(shared) > 25
     assert {name for name in shared if theirs[name].default != ours[name].default} == OTHER_DEFAULTS
+    assert (ours["lora_rank"].default, ours["lora_alpha"].default, ours["lora_dropout"].default) == (0, 16, 0)
+    assert [arguments().max_length for arguments in ARGUMENTS.values()] == [128, 128, 384, 128, 128]
+    questions, pairs = ARGUMENTS["question-answering"](), ARGUMENTS["seq2seq"]()
+    assert (questions.stride, questions.max_answer_length, pairs.max_target_length) == (128, 30, 128)
 
 
 def test_the_files_of_a_run(argv, tmp_path, capsys):
@@ -437,7 +444,8 @@ def test_evaluations(argv, model, tmp_path, capsys):
         output = tmp_path / f"{length}"
         assert run(["classification", *flags(**given, max_length=length, output_dir=output)]) == 0
         assert report_of(output)["lengths"]["test"]["tokens"] <= 8 * tokens
-        assert (report_of(output)["lengths"]["test"]["tokens_cut"] == 0) == (length == 9)
+        lengths = report_of(output)["lengths"]["test"]
+        assert (lengths["tokens_cut"], lengths["rows_cut"]) == ((0, 0) if length == 9 else (13, 7))
     capsys.readouterr()
     other = write_rows(tmp_path / "other.jsonl", [*reviews(2), {"text": "good", "label": "fair"}])
     numbered = write_rows(tmp_path / "numbered.jsonl", [{"text": "good", "label": "LABEL_1"}])
