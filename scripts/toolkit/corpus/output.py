@@ -152,6 +152,13 @@ def encode_part(table: pa.Table, format: str) -> bytes:
 
 
 def to_parquet(table: pa.Table) -> bytes:
+    """A table as a file of Parquet. The items of lists have the name that a reader gives them, so that results of an
+    earlier run are written as new ones."""
+    schema = parquet.read_schema(io.BytesIO(write_parquet(table.schema.empty_table())))
+    return write_parquet(pa.Table.from_arrays(table.columns, schema=schema))
+
+
+def write_parquet(table: pa.Table) -> bytes:
     target = io.BytesIO()
     texts = [column.name for column in table.schema if column.type == pa.string()]
     parquet.write_table(table, target, row_group_size=ROWS_IN_GROUP, use_dictionary=texts)
