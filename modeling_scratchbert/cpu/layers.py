@@ -104,7 +104,7 @@ class PrepackedLayer(PrepackedModule):
             y.copy_(self.matrix.multiply(x))
             return
         rows = spread(x.float().reshape(-1, x.shape[-1])).contiguous()
-        native = NativeLayer(0, self.activation, y.shape[-1], torch.get_num_threads(), len(rows))
+        native = NativeLayer(0, self.activation, rows.shape[1], y.shape[-1], torch.get_num_threads(), len(rows))
         native.x, native.y, native.epsilon, native.norm = (
             address(rows),
             address(y),

@@ -58,7 +58,7 @@ class Norm(ctypes.Structure):
 
 class NativeLayer(ctypes.Structure):
     _fields_ = [
-        *fields_of(ctypes.c_int64, "type activation width threads rows"),
+        *fields_of(ctypes.c_int64, "type activation columns width threads rows"),
         *fields_of(ctypes.c_void_p, "x y"),
         *fields_of(ctypes.c_double, "epsilon"),
         *[("linear", Linear), ("norm", Norm)],
@@ -74,9 +74,8 @@ class NativeBlock(ctypes.Structure):
 
 class NativeStack(ctypes.Structure):
     _fields_ = [
-        *fields_of(ctypes.c_int64, "size type activation hidden width inner heads head_width attention_width"),
-        *fields_of(ctypes.c_int64, "norm_first number"),
-        *fields_of(ctypes.c_double, "epsilon scaling"),
+        *fields_of(ctypes.c_int64, "size type activation hidden inner heads norm_first number"),
+        *fields_of(ctypes.c_double, "epsilon"),
         ("blocks", ctypes.c_void_p),
     ]
 
@@ -84,7 +83,7 @@ class NativeStack(ctypes.Structure):
 class NativeKeys(ctypes.Structure):
     _fields_ = [
         *fields_of(ctypes.c_void_p, "keys values"),
-        *fields_of(ctypes.c_int64, "size sequence_stride head_stride stride number"),
+        *fields_of(ctypes.c_int64, "size number"),
         *fields_of(ctypes.c_void_p, "is_key counts"),
     ]
 

@@ -226,45 +226,42 @@ class OptimizedStack(PrepackedModule):
             fallback.run(self, x, after, projected, starts, *both, *numbers)
             return
         starts = starts.to(torch.int32).contiguous()
-        own, kept = self._as_keys(key, value, is_key, counts)
-        source, also_kept = self._as_keys(source_key, source_value, is_source, None)
+        own = native_keys(key, value, is_key, counts)
+        source = native_keys(source_key, source_value, is_source, None)
         pointers = map(address, (x, projected, after if after.numel() else None, starts))
         sizes = x.shape[0] * x.shape[1], len(starts) - 1, *numbers, torch.get_num_threads()
-        native, *_ = self._as_structs()
-        call("run", native, NativeBatch(*pointers, *sizes, own, source))
-        del kept, also_kept  # the library has read them
+        call("run", self._native_stack(), NativeBatch(*pointers, *sizes, own, source))
 
-    def _as_keys(self, key, value, is_key, counts) -> tuple[NativeKeys, list[Tensor]]:
-        """The structure of the library, and the tensors that it points to."""
-        number = 0 if is_key is None else is_key.shape[-1]
-        if key is None:
-            return NativeKeys(None, None, 0, 0, 0, 0, number, address(is_key), address(counts)), []
-        pair = [fill(each.float(), 16) for each in (key, value)]
-        if pair[0].stride() != pair[1].stride() or pair[0].stride(3) != 1:
-            pair = [each.contiguous() for each in pair]
-        size = min(each.untyped_storage().nbytes() // 4 - each.storage_offset() for each in pair)
-        sizes = size, *pair[0].stride()[:3], pair[0].shape[2]
-        return NativeKeys(*map(address, pair), *sizes, address(is_key), address(counts)), pair
-
-    def _as_structs(self):
-        """The structures of the library, and what they point to."""
+    def _native_stack(self) -> NativeStack:
+        """The structure of the library, which is made once."""
         if "_native" not in vars(self):
-            array, config = (NativeBlock * len(self.blocks))(), self.config
-            for native, block in zip(array, self.blocks, strict=True):
+            config, blocks = self.config, (NativeBlock * len(self.blocks))()
+            for native, block in zip(blocks, self.blocks, strict=True):
                 for name, kind in NativeBlock._fields_:
                     value = getattr(block, name, None)
                     if value is not None:
                         setattr(native, name, value.linear() if kind is Linear else Norm(*map(address, value)))
             dtype = self.blocks[0].output.dtype if self.blocks else torch.float32
-            inner, heads = config.intermediate_size, config.num_attention_heads
             native = NativeStack(
                 *(ctypes.sizeof(NativeStack), TYPES[dtype], ACTIVATIONS[type(ACT2FN[config.hidden_act])]),
-                *(config.hidden_size, self.width, _rounded_up(inner, 32), heads, self.padded_head_width),
-                *(self.attention_width, config.norm_first, len(array), config.layer_norm_eps, self.head_width**-0.5),
-                ctypes.addressof(array),
+                *(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.norm_first),
+                *(len(blocks), config.layer_norm_eps, ctypes.addressof(blocks)),
             )
-            vars(self)["_native"] = native, array
+            native.kept = blocks
+            vars(self)["_native"] = native
         return vars(self)["_native"]
+
+
+def native_keys(key, value, is_key, counts) -> NativeKeys:
+    """Keys, values, which of them there are and their counts, as the library reads them; valid as long as the result
+    and the last two."""
+    pair = [None if each is None else fill(each.float(), 16).contiguous() for each in (key, value)]
+    size, number = 0, 0 if is_key is None else is_key.shape[-1]
+    if key is not None:
+        size, number = min(each.numel() for each in pair), key.shape[2]
+    keys = NativeKeys(*map(address, pair), size, number, address(is_key), address(counts))
+    keys.kept = pair
+    return keys
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
 from modeling_scratchbert.cpu import library
+from modeling_scratchbert.cpu.stack import native_keys
 from support.folders import ROOT
 
 LIBRARY = library.find_library()
@@ -262,14 +263,14 @@ def call_of(stack, function, before, monkeypatch):
 
 CHANGES = {
     "stack": [
-        *(("size", 8), ("type", 3), ("activation", 8), ("hidden", 97), ("hidden", 0), ("width", 80), ("inner", 150)),
-        *(("heads", 0), ("heads", 99), ("head_width", 24), ("attention_width", 64), ("number", -1), ("blocks", None)),
+        *(("size", 8), ("type", 3), ("activation", 8), ("hidden", 97), ("hidden", 0), ("inner", 128), ("inner", 0)),
+        *(("heads", 0), ("heads", 4), ("heads", 99), ("number", -1), ("blocks", None)),
     ],
     "batch": [
         *(("x", None), ("queries", None), ("starts", None), ("rows", 5), ("rows", 3), ("sequences", -1)),
         *(("first", -1), ("first", 3), ("last", 4), ("threads", 0)),
     ],
-    "own": [("number", 99), ("stride", -1), ("values", None), ("size", 5), ("head_stride", 10**9)],
+    "own": [("number", 99), ("number", -1), ("values", None), ("size", 5)],
     "source": [("number", 99), ("size", 5)],
 }
 
@@ -288,9 +289,9 @@ def test_the_library_refuses_other_sizes(kind, field, value, monkeypatch):
     inputs = x, projected, starts, is_key, counts, heads, heads, is_key, heads, heads, 1, 2
     native, batch = call_of(stack, "run", lambda stack: run(stack, *inputs), monkeypatch)
     # The tensors that they point to.
-    kept = [stack._as_keys(heads, heads, is_key, counts), x.clone(), torch.zeros(2, 2, 3 * stack.attention_width)]
-    batch.own = batch.source = kept[0][0]
-    batch.x, batch.projected, batch.queries = kept[1].data_ptr(), kept[2].data_ptr(), projected.data_ptr()
+    keys, kept = native_keys(heads, heads, is_key, counts), (x.clone(), torch.zeros(2, 2, 3 * stack.attention_width))
+    batch.own = batch.source = keys
+    batch.x, batch.projected, batch.queries = kept[0].data_ptr(), kept[1].data_ptr(), projected.data_ptr()
     batch.starts = starts.data_ptr()
     pointers = ctypes.byref(native), ctypes.byref(batch)
     assert run_library(*pointers) == 0

@@ -44,7 +44,8 @@ constexpr int ROWS_OF_PASS = 2048, ROWS_OF_LAYER = 256;
 constexpr int INVALID = 1, NO_MEMORY = 2;
 constexpr unsigned ROUNDING = 0x1f80;  // to nearest, and denormal numbers are kept
 
-constexpr int64_t whole_panels(int64_t number) { return (number + PANEL - 1) / PANEL * PANEL; }
+constexpr int64_t rounded_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+constexpr int64_t whole_panels(int64_t number) { return rounded_up(number, PANEL); }
 constexpr int numbers_in_word(Type type) { return type == INT8 ? 4 : type == BFLOAT16 ? 2 : 1; }
 
 // ---------------------------------------------------------------------------------------------- what the caller passes
@@ -69,23 +70,27 @@ struct Block {
   Norm attention_norm, cross_norm, output_norm;
 };
 
-// A row of x has `width` numbers, `hidden` and zeros, and one of queries, keys or values `attention_width`: `heads`
-// times `head_width`, and zeros. Scores are multiplied by `scaling`.
+// `number` blocks. Rows and attention heads end in zeros: a row of x has `hidden` numbers, and those of queries, keys
+// and values have `heads` times `hidden / heads`.
 struct Stack {
   int64_t size;  // of this struct, in bytes
   Type type;
   Activation activation;
-  int64_t hidden, width, inner, heads, head_width, attention_width, norm_first, number;
-  double epsilon, scaling;
+  int64_t hidden, inner, heads, norm_first, number;
+  double epsilon;
   const Block* blocks;
+
+  int64_t width() const { return whole_panels(hidden); }
+  int64_t head_width() const { return rounded_up(hidden / heads, 16); }
+  int64_t attention_width() const { return whole_panels(heads * head_width()); }
 };
 
 // What the queries of each sequence attend to: `number` keys and values, `is_key[sequence * number + i]` of them, in
-// memory of `size` numbers; or, if `keys` is null, those of the sequence itself. The query in a row attends to the
-// first `counts[row]` of them. Without `is_key` and `counts`, to all.
+// memory of `size` numbers, `(sequences, heads, number, head_width)`; or, if `keys` is null, those of the sequence
+// itself. The query in a row attends to the first `counts[row]` of them. Without `is_key` and `counts`, to all.
 struct Keys {
   const float *keys, *values;
-  int64_t size, sequence_stride, head_stride, stride, number;
+  int64_t size, number;
   const uint8_t* is_key;
   const int32_t* counts;
 };
@@ -103,13 +108,12 @@ struct Batch {
   Keys own, source;
 };
 
-// A layer outside of the stack, from `(rows, linear.inputs)` to `(rows, width)`: x Wᵀ + b, whose W may have more
-// outputs than `width`, with zeros; or, if there are no panels, a layer norm; or else an activation. The rows of these
-// two have `width` numbers, and zeros up to a multiple of 32.
+// A layer outside of the stack, from `(rows, columns)`, with zeros up to a multiple of 32, to `(rows, width)`: x Wᵀ +
+// b; or, if there are no panels, a layer norm; or else an activation.
 struct Layer {
   Type type;
   Activation activation;
-  int64_t width, threads, rows;
+  int64_t columns, width, threads, rows;
   const float* x;
   float* y;
   double epsilon;
@@ -129,20 +133,12 @@ INLINE void each(Function function) {
   each(function, std::make_integer_sequence<int, n>());
 }
 
+// Sixteen sums, to which products of words are added. Those of int8 are whole numbers.
 template <Type type>
-struct Sum {
-  Floats value = all(0);
-  INLINE void add(Ints a, Ints b) {
-    value = type == BFLOAT16 ? dot_bfloat16(value, a, b) : multiply_add(as_floats(a), as_floats(b), value);
-  }
-  INLINE Floats bits() const { return value; }
-};
-template <>
-struct Sum<INT8> {
-  Ints value = all_words(0);
-  INLINE void add(Ints a, Ints b) { value = dot_bytes(value, a, b); }
-  INLINE Floats bits() const { return as_floats(value); }
-};
+INLINE Floats add_products(Floats sums, Ints a, Ints b) {
+  if (type == INT8) return as_floats(dot_bytes(as_ints(sums), a, b));
+  return type == BFLOAT16 ? dot_bfloat16(sums, a, b) : multiply_add(as_floats(a), as_floats(b), sums);
+}
 
 // Memory that a product reads into the cache for a later one: with each word of a row, `step` bytes.
 struct Ahead {
@@ -161,7 +157,7 @@ template <Type type, int rows>
 __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t stride, const uint32_t* panel,
                                              int64_t words, float* outputs, int64_t output_stride, Ahead ahead) {
   for (int column = 0; column < PANEL; column += 16 * TILE_VECTORS) {
-    Sum<type> sums[rows][TILE_VECTORS];
+    Floats sums[rows][TILE_VECTORS] = {};
     const uint32_t* weights = panel + column;
     // A pointer for three rows: one for each would not fit into registers.
     const uint32_t* threes[(rows + 2) / 3];
@@ -172,13 +168,14 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t str
       each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA { columns[i] = load_words(weights + 16 * i); });
       each<rows>([&](auto row) INLINE_LAMBDA {
         Ints input = all_words(threes[row / 3][row % 3 * stride]);
-        each<TILE_VECTORS>([&](auto i) INLINE_LAMBDA { sums[row][i].add(input, columns[i]); });
+        each<TILE_VECTORS>([&](auto i)
+                               INLINE_LAMBDA { sums[row][i] = add_products<type>(sums[row][i], input, columns[i]); });
       });
       each<(rows + 2) / 3>([&](auto i) INLINE_LAMBDA { threes[i]++; });
     }
     each<rows>([&](auto row) INLINE_LAMBDA {
-      each<TILE_VECTORS>(
-          [&](auto i) INLINE_LAMBDA { store(outputs + row * output_stride + column + 16 * i, sums[row][i].bits()); });
+      each<TILE_VECTORS>([&](auto i)
+                             INLINE_LAMBDA { store(outputs + row * output_stride + column + 16 * i, sums[row][i]); });
     });
   }
 }
@@ -197,7 +194,7 @@ inline void configure_tiles() {
   _tile_loadconfig(&shapes);
 }
 
-// The product of 16 or, with `is_double`, 32 rows and a panel: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
+// The tile of 16 or, with `is_double`, 32 rows: registers 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
 #define ADD(sum, input, weights)         \
   if constexpr (type == INT8) {          \
     _tile_dpbusd(sum, input, weights);   \
@@ -205,7 +202,8 @@ inline void configure_tiles() {
     _tile_dpbf16ps(sum, input, weights); \
   }
 template <Type type, bool is_double>
-void multiply_amx(const uint32_t* inputs, const uint32_t* panel, int64_t words, float* outputs, Ahead ahead) {
+void multiply_amx(const uint32_t* inputs, int64_t stride, const uint32_t* panel, int64_t words, float* outputs,
+                  int64_t output_stride, Ahead ahead) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -214,19 +212,19 @@ void multiply_amx(const uint32_t* inputs, const uint32_t* panel, int64_t words, 
     ahead.read(16);
     _tile_loadd(6, panel + word * PANEL, PANEL * 4);
     _tile_loadd(7, panel + word * PANEL + 16, PANEL * 4);
-    _tile_loadd(4, inputs + word, words * 4);
+    _tile_loadd(4, inputs + word, stride * 4);
     ADD(0, 4, 6)
     ADD(1, 4, 7)
     if (!is_double) continue;
-    _tile_loadd(5, inputs + 16 * words + word, words * 4);
+    _tile_loadd(5, inputs + 16 * stride + word, stride * 4);
     ADD(2, 5, 6)
     ADD(3, 5, 7)
   }
-  _tile_stored(0, outputs, PANEL * 4);
-  _tile_stored(1, outputs + 16, PANEL * 4);
+  _tile_stored(0, outputs, output_stride * 4);
+  _tile_stored(1, outputs + 16, output_stride * 4);
   if (!is_double) return;
-  _tile_stored(2, outputs + 16 * PANEL, PANEL * 4);
-  _tile_stored(3, outputs + 16 * PANEL + 16, PANEL * 4);
+  _tile_stored(2, outputs + 16 * output_stride, output_stride * 4);
+  _tile_stored(3, outputs + 16 * output_stride + 16, output_stride * 4);
 }
 #undef ADD
 #else
@@ -241,7 +239,11 @@ constexpr Tile tile_of(int rows, std::integer_sequence<int, i...>) {
   return tiles[rows - 1];
 }
 template <Type type>
-INLINE Tile tile_of(int rows) {
+INLINE Tile tile_of(int rows, bool is_amx = false) {
+#ifdef __AMX_TILE__
+  if constexpr (type != FLOAT32)
+    if (is_amx) return rows > 16 ? multiply_amx<type, true> : multiply_amx<type, false>;
+#endif
   return tile_of<type>(rows, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
@@ -276,6 +278,50 @@ class Team {
   }
 };
 
+// Memory of one call; pieces start at lines of the cache.
+class Arena {
+  std::vector<std::unique_ptr<void, decltype(&free)>> pieces;
+
+ public:
+  template <class T>
+  T* take(int64_t number) {
+    void* memory = aligned_alloc(64, (number * sizeof(T) + 63) / 64 * 64 + 64);
+    if (!memory) throw std::bad_alloc();
+    pieces.emplace_back(memory, &free);
+    return (T*)memory;
+  }
+  Inputs take_inputs(Type type, int64_t rows, int64_t width) {
+    return {take<uint32_t>((rows + AMX_ROWS) * width / numbers_in_word(type)), take<float>(rows), take<int32_t>(rows)};
+  }
+};
+
+// libgomp's GOMP_parallel, which calls a function in several threads: those that torch uses. Others beside them would
+// compete with them, because they stay awake between calls.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+static Parallel parallel = nullptr;
+static pid_t process = 0;  // libgomp does not work in a process that is forked from this one
+
+// Call `work(thread, team)` in several threads, with the number of each; or in one, if there is no libgomp. The work
+// has at most so many phases.
+template <class Work>
+void run_threads(int threads, int phases, Work work) {
+  struct Call {
+    Work& work;
+    const int threads;
+    std::vector<std::atomic<int>> counters;
+  } call = {work, threads, std::vector<std::atomic<int>>(32 * (phases + 1))};
+  auto enter = [](void* data) {
+    auto& call = *(Call*)data;
+    const unsigned control = _mm_getcsr();
+    _mm_setcsr(ROUNDING);
+    configure_tiles();
+    call.work(call.counters[0]++, Team(call.threads, &call.counters[32]));
+    _mm_setcsr(control);
+  };
+  if (threads > 1 && parallel && process == getpid()) return parallel(enter, &call, threads, 0);
+  enter(&call);
+}
+
 // x Wᵀ + b of `rows` rows; `use(row, column, sixteen numbers)` takes the results.
 template <Type type, class Use>
 void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, Use use) {
@@ -293,12 +339,7 @@ void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, 
         // With one tile, 16 KB ahead, which doubles the speed; or else each tile reads its part of the next panel.
         const uint32_t* next = tiles == 1 ? weights + 4096 : weights + words * PANEL * (tiles + tile) / tiles;
         const Ahead ahead = {next, std::max(1, 128 / tiles)};
-        if (!has_amx) tile_of<type>(number)(from, words, weights, words, results, PANEL, ahead);
-#ifdef __AMX_TILE__
-        if constexpr (type != FLOAT32)
-          if (has_amx)
-            (number > 16 ? multiply_amx<type, true> : multiply_amx<type, false>)(from, weights, words, results, ahead);
-#endif
+        tile_of<type>(number, has_amx)(from, words, weights, words, results, PANEL, ahead);
         for (int column = 0; column < PANEL; column += 16) {
           const int output = panel * PANEL + column;
           const Floats bias = load(linear.bias + output);
@@ -320,15 +361,15 @@ void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, 
 
 // -------------------------------------------------------------------------------------------------- one row at a time
 
-// Write one row of inputs in the format of a product.
+// Write one row in the format of the inputs of a product. In float32, it is in that format: see `inputs_from`.
 template <Type type>
-void convert(const float* x, int64_t width, const float* factors, const Inputs& to, int64_t row) {
+void convert(const float* x, const Linear& linear, const Inputs& to, int64_t row) {
+  const int64_t width = linear.inputs;
   uint32_t* words = to.words + row * (width / numbers_in_word(type));
-  if constexpr (type == FLOAT32) {
-    if ((const float*)words != x) memcpy(words, x, width * sizeof(float));
-  } else if constexpr (type == BFLOAT16) {
+  if constexpr (type == BFLOAT16)
     for (int64_t i = 0; i < width; i += 16) store_bfloat16((uint16_t*)words + i, load(x + i));
-  } else {
+  if constexpr (type == INT8) {
+    const float* factors = linear.input_factors;
     auto scaled = [&](int64_t i) INLINE_LAMBDA { return factors ? load(x + i) * load(factors + i) : load(x + i); };
     Floats low = all(0), high = all(0), not_finite = all(0);
     for (int64_t i = 0; i < width; i += 16) {
@@ -343,6 +384,20 @@ void convert(const float* x, int64_t width, const float* factors, const Inputs& 
     to.zeros[row] = int32_t(zero);
     for (int64_t i = 0; i < width; i += 16)
       store_bytes((uint8_t*)words + i, to_ints(multiply_add(scaled(i), all(1 / scale), all(zero))));
+  }
+}
+
+// The inputs of a product: in float32 the rows of x themselves, else those that `convert` has written.
+template <Type type>
+Inputs inputs_from(const float* x, const Inputs& converted) {
+  return type == FLOAT32 ? Inputs{(uint32_t*)x, nullptr, nullptr} : converted;
+}
+
+// Raise `largest` to the absolute values of a row; to NaN if there is NaN or infinity in any row.
+inline void note_largest(const float* x, int64_t width, float* largest) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const Floats input = load(x + i), size = maximum(input, all(0) - input);
+    store(largest + i, multiply_add(input, all(0), maximum(size, load(largest + i))));
   }
 }
 
@@ -365,13 +420,13 @@ inline void normalize(const float* x, int64_t hidden, int64_t width, const Norm&
 // exp(x) for x up to 87, as 2ⁿ exp(r) with |r| ≤ ln(2) / 2 (Cephes, expf).
 INLINE Floats exponential(Floats x) {
   x = minimum(all(87), maximum(all(-87), x));
-  const Floats n = nearest(x * all(1.44269504f));
-  const Floats r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
+  const Ints n = to_ints(x * all(1.44269504f));  // to the nearest
+  const Floats r = multiply_add(to_floats(n), all(2.12194440e-4f), multiply_add(to_floats(n), all(-0.693359375f), x));
   Floats p = all(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = multiply_add(p, r, all(c));
   p = multiply_add(p * r, r, r + all(1));
-  return p * as_floats(shift_to_exponent(to_ints(n)));
+  return p * as_floats(shift_to_exponent(n));
 }
 
 // x Φ(x), with erf(t) as a quotient of polynomials, t between -4 and 4 (Eigen, generic_fast_erf_float).
@@ -416,46 +471,35 @@ INLINE Floats activate(Activation activation, Floats x) {
 
 // softmax(Q Kᵀ · scaling) V of one sequence and one head.
 class Attention {
-  const int64_t query_stride, to_stride, head_width, value_width;
+  const int64_t query_stride, to_stride, head_width, value_width, score_stride;
   const float scaling;
-  int64_t score_stride;
-  int length;
-  float *keys, *values, *scores, *context;
-  int32_t* places;
+  float *const keys, *const values, *const scores, *const context;
+  int32_t* const places;  // of the keys that are attended to, `length` of them
+  int length = 0;
 
  public:
-  static int64_t workspace(int64_t longest, int64_t head_width) {
-    const int64_t columns = whole_panels(longest) + 16, value_width = whole_panels(head_width);
-    return columns * head_width + longest * value_width + TILE_ROWS * (columns + value_width) + longest + 64;
-  }
-
-  Attention(const Stack& stack, float* workspace, int64_t longest)
-      : query_stride(3 * stack.attention_width),
-        to_stride(stack.attention_width),
-        head_width(stack.head_width),
+  Attention(const Stack& stack, Arena& arena, int64_t longest)
+      : query_stride(3 * stack.attention_width()),
+        to_stride(stack.attention_width()),
+        head_width(stack.head_width()),
         value_width(whole_panels(head_width)),
-        scaling(stack.scaling) {
-    const int64_t columns = whole_panels(longest) + 16;
-    keys = workspace;
-    values = keys + columns * head_width;
-    scores = values + longest * value_width;
-    context = scores + TILE_ROWS * columns;
-    places = (int32_t*)(context + TILE_ROWS * value_width);
-  }
+        score_stride(whole_panels(longest) + 16),
+        scaling(std::pow(stack.hidden / stack.heads, -0.5)),
+        keys(arena.take<float>(score_stride * head_width)),
+        values(arena.take<float>(longest * value_width)),
+        scores(arena.take<float>(TILE_ROWS * score_stride)),
+        context(arena.take<float>(TILE_ROWS * value_width)),
+        places(arena.take<int32_t>(longest)) {}
 
-  // Attend from `rows` queries of a sequence that has one or `has_several` in all, to `number` keys and values,
-  // `stride` numbers apart.
-  void operator()(const float* query, int rows, bool has_several, const float* key, const float* value, int64_t stride,
-                  int number, const uint8_t* is_key, const int32_t* counts, float* to) {
+  // Attend from the `rows` queries of a sequence to `number` keys and values, `stride` numbers apart.
+  void operator()(const float* query, int rows, const float* key, const float* value, int64_t stride, int number,
+                  const uint8_t* is_key, const int32_t* counts, float* to) {
     length = 0;
     for (int i = 0; i < number; i++)
       if (!is_key || is_key[i]) places[length++] = i;
-    if (!has_several)
-      return attend_from_one(query, key, value, stride, counts ? std::min(*counts, length) : length, to);
-    const int64_t columns = whole_panels(length);
-    score_stride = columns + 16;
+    if (rows == 1) return attend_from_one(query, key, value, stride, counts ? std::min(*counts, length) : length, to);
     // Kᵀ in panels of 32 keys, 4 × 4 numbers at a time; keys after the last one are zeros.
-    for (int j = 0; j < columns; j += 4)
+    for (int j = 0; j < whole_panels(length); j += 4)
       for (int d = 0; d < head_width; d += 4) {
         __m128 four[4];
         load_transposed(key + d, stride, j, length, four);
@@ -537,70 +581,38 @@ class Attention {
 
 // ----------------------------------------------------------------------------------------------------------- the stack
 
-// Memory of one call; pieces start at lines of the cache.
-class Arena {
-  std::vector<std::unique_ptr<void, decltype(&free)>> pieces;
-
- public:
-  template <class T>
-  T* take(int64_t number) {
-    void* memory = aligned_alloc(64, (number * sizeof(T) + 63) / 64 * 64 + 64);
-    if (!memory) throw std::bad_alloc();
-    pieces.emplace_back(memory, &free);
-    return (T*)memory;
-  }
-  Inputs take_inputs(Type type, int64_t rows, int64_t width) {
-    return {take<uint32_t>((rows + AMX_ROWS) * width / numbers_in_word(type)), take<float>(rows), take<int32_t>(rows)};
-  }
-};
-
-// libgomp's GOMP_parallel, which calls a function in several threads: those that torch uses. Others beside them would
-// compete with them, because they stay awake between calls.
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-static Parallel parallel = nullptr;
-static pid_t process = 0;  // libgomp does not work in a process that is forked from this one
-
-// Run `work` in several threads, with the number of each; or in one, if there is no libgomp.
-template <class Work>
-void run_threads(int threads, Work work) {
-  struct Call {
-    Work& work;
-    std::atomic<int> entered;
-  } call = {work, {0}};
-  auto enter = [](void* data) {
-    auto* call = (Call*)data;
-    const unsigned control = _mm_getcsr();
-    _mm_setcsr(ROUNDING);
-    call->work(call->entered++);
-    _mm_setcsr(control);
-  };
-  if (threads > 1 && parallel && process == getpid()) return parallel(enter, &call, threads, 0);
-  enter(&call);
-}
-
-// One pass over sequences from `batch.starts[begin]`, through the blocks from `first` to before `last`: what follows
-// the queries, keys and values of block `first`, up to those of block `last`. They are in `batch.queries`, unless
-// `first` is 0.
+// One pass over the sequences from `begin` to before `end`, through the blocks.
 template <Type type>
 class Pass {
+  // What a thread needs to compute a block of rows; one for all if they share the rows.
+  struct Scratch {
+    float *inner, *normalized;
+    Inputs inputs;
+  };
+  // `number` rows from `from`, and the threads that compute them.
+  struct Rows {
+    int64_t from;
+    int number;
+    Team& team;
+    Scratch& scratch;
+
+    template <class Function>
+    void each(Function function) {
+      team.share(number, [&](int begin, int end) {
+        for (int64_t row = begin; row < end; row++) function(row);
+      });
+    }
+  };
+
   const Stack& stack;
   const Batch& batch;
-  const int64_t begin, first, last, width, attention_width;
-  const int sequences, rows, threads;
+  const int64_t begin, width, attention_width, inner;
+  const int sequences, rows;
   const bool is_shared;  // whether all threads compute the same rows
   const int32_t* starts;
   const float* queries;
   float *x, *projected, *context;
-  int longest = 0;
   Arena arena;
-  Inputs inputs;
-  std::vector<std::atomic<int>> counters;
-
-  // What a thread needs to compute a block of rows; one for all if they share the rows.
-  struct Scratch {
-    float *inner, *result, *normalized;
-    Inputs context_inputs, inner_inputs;
-  };
   std::vector<Scratch> scratches;
   std::vector<Attention> attentions;  // one for each thread
 
@@ -609,201 +621,179 @@ class Pass {
       : stack(stack),
         batch(batch),
         begin(begin),
-        first(batch.first),
-        last(batch.last),
-        width(stack.width),
-        attention_width(stack.attention_width),
+        width(stack.width()),
+        attention_width(stack.attention_width()),
+        inner(whole_panels(stack.inner)),
         sequences(end - begin),
         rows(batch.starts[end] - batch.starts[begin]),
-        threads(batch.threads),
         is_shared(rows <= ROWS_FOR_ALL),
-        starts(batch.starts + begin),
-        counters(32 * 20 * (last - first + 1)) {
+        starts(batch.starts + begin) {
     const int64_t row = starts[0], own = is_shared ? rows : std::max(ROWS_FOR_ALL, 2 * ROWS_OF_ONE);
     x = batch.x + row * width;
     projected =
         batch.projected ? batch.projected + row * 3 * attention_width : arena.take<float>(3 * rows * attention_width);
     queries = batch.queries ? batch.queries + row * 3 * attention_width : projected;
     context = arena.take<float>(rows * attention_width);
-    if (attention_width > stack.heads * stack.head_width) memset(context, 0, rows * attention_width * sizeof(float));
-    inputs = arena.take_inputs(type, rows, width);
-    for (int i = 0; i < sequences; i++) longest = std::max(longest, starts[i + 1] - starts[i]);
-    longest = std::max({int64_t(longest), batch.own.number, batch.source.number});
-    for (int i = 0; i < threads; i++) {
-      attentions.emplace_back(stack, arena.take<float>(Attention::workspace(longest, stack.head_width)), longest);
+    if (attention_width > stack.heads * stack.head_width()) memset(context, 0, rows * attention_width * sizeof(float));
+    int64_t longest = std::max(batch.own.number, batch.source.number);
+    for (int i = 0; i < sequences; i++) longest = std::max<int64_t>(longest, starts[i + 1] - starts[i]);
+    for (int i = 0; i < batch.threads; i++) {
+      attentions.emplace_back(stack, arena, longest);
       if (i && is_shared) continue;
-      scratches.push_back({arena.take<float>(own * stack.inner),
-                           arena.take<float>(own * std::max(width, 3 * attention_width)),
-                           arena.take<float>(own * width), arena.take_inputs(type, own, attention_width),
-                           arena.take_inputs(type, own, stack.inner)});
-      if (type == FLOAT32) scratches.back().inner_inputs.words = (uint32_t*)scratches.back().inner;
+      scratches.push_back({arena.take<float>(own * inner), arena.take<float>(own * width),
+                           arena.take_inputs(type, own, std::max({width, attention_width, inner}))});
     }
   }
 
   void run() {
-    run_threads(threads, [this](int thread) { work(thread); });
+    run_threads(batch.threads, 20 * (batch.last - batch.first + 1),
+                [this](int thread, Team team) { compute(thread, team); });
   }
 
  private:
-  void work(int thread) {
-    configure_tiles();
-    Team together(threads, counters.data()), alone(1, nullptr);
+  void compute(int thread, Team& together) {
+    Team alone(1, nullptr);
     Attention& attention = attentions[thread];
     Scratch& scratch = scratches[is_shared ? 0 : thread];
-    const int units = (rows + UNIT - 1) / UNIT, blocks = std::max(threads, (rows + ROWS_OF_ONE - 1) / ROWS_OF_ONE);
-    for (int64_t i = first; i <= last; i++) {
-      if (i) attend(together, attention, i == first ? queries : projected, 0, batch.own, 0, rows);
-      if (is_shared)
-        compute_rows(i, 0, rows, together, scratch, attention);
-      else
-        together.share(
-            units,
-            [&](int from, int to) {
-              compute_rows(i, from * UNIT, std::min(to * UNIT, rows) - from * UNIT, alone, scratch, attention);
-            },
-            (blocks + threads - 1) / threads * threads);
-    }
-  }
-
-  // Write the attention heads of `number` rows from `from` to `context`. The first row of `queries` is row `offset`.
-  void attend(Team& team, Attention& attention, const float* queries, int offset, const Keys& keys, int from,
-              int number) {
-    const int64_t query_stride = 3 * attention_width;
-    const int32_t* ends = starts + 1;
-    const int64_t begin_sequence = std::upper_bound(ends, ends + sequences, starts[0] + from) - ends;
-    const int64_t end_sequence = std::lower_bound(starts, starts + sequences, starts[0] + from + number) - starts;
-    const int64_t several = end_sequence - begin_sequence;
-    team.share(
-        several * stack.heads,
-        [&](int first_piece, int last_piece) {
-          for (int each = first_piece; each < last_piece; each++) {
-            const int64_t sequence = begin_sequence + each / stack.heads, head = each % stack.heads * stack.head_width;
-            const int64_t start = starts[sequence] - starts[0], length = ends[sequence] - starts[sequence];
-            const int64_t row = std::max<int64_t>(start, from), end = std::min(start + length, int64_t(from) + number);
-            if (row >= end) continue;
-            const float *key = queries + (start - offset) * query_stride + attention_width + head,
-                        *value = key + attention_width;
-            if (keys.keys) {
-              const int64_t place =
-                  (begin + sequence) * keys.sequence_stride + head / stack.head_width * keys.head_stride;
-              key = keys.keys + place;
-              value = keys.values + place;
-            }
-            const int64_t keys_of_one = keys.keys ? keys.number : length;
-            attention(queries + (row - offset) * query_stride + head, end - row, length > 1, key, value,
-                      keys.keys ? keys.stride : query_stride, keys_of_one,
-                      keys.is_key ? keys.is_key + (begin + sequence) * keys.number : nullptr,
-                      keys.counts ? keys.counts + starts[0] + row : nullptr, context + row * attention_width + head);
-          }
-        },
-        several > 1 ? 4 * several : stack.heads);
-  }
-
-  // What follows attention in block i - 1, and the queries, keys and values of block i, of `number` rows from `from`.
-  void compute_rows(int64_t i, int64_t from, int number, Team& team, Scratch& scratch, Attention& attention) {
-    const int words = width / numbers_in_word(type);
-    const Inputs own = {inputs.words + from * words, inputs.scales + from, inputs.zeros + from};
-    float *residual = x + from * width, *attended = context + from * attention_width;
-    auto each_row = [&](auto function) {
-      team.share(number, [&](int begin, int end) {
-        for (int64_t row = begin; row < end; row++) function(row);
-      });
+    const int threads = batch.threads, units = (rows + UNIT - 1) / UNIT;
+    const int blocks = std::max(threads, (rows + ROWS_OF_ONE - 1) / ROWS_OF_ONE);
+    auto share_rows = [&](auto function) {
+      if (is_shared) return function(Rows{0, rows, together, scratch});
+      together.share(
+          units,
+          [&](int from, int to) {
+            function(Rows{from * UNIT, std::min(to * UNIT, rows) - from * UNIT, alone, scratch});
+          },
+          rounded_up(blocks, threads));
     };
-    auto to_result = [&](int64_t row, int column, Floats y)
-                         INLINE_LAMBDA { store(scratch.result + row * width + column, y); };
-    // x ← norm(x + y), and inputs of the next product; or, pre-norm, x ← x + y, and inputs norm(x).
-    auto end_sublayer = [&](const float* y, const Norm* post_norm, const Norm* pre_norm, const Linear* next) {
-      each_row([&](int64_t row) {
-        float *sum = residual + row * width, *normalized = scratch.normalized + row * width;
-        for (int64_t column = 0; y && column < width; column += 16)
-          store(sum + column, load(sum + column) + load(y + row * width + column));
-        if (y && !stack.norm_first) normalize(sum, stack.hidden, width, *post_norm, stack.epsilon, sum);
-        if (!next) return;
-        if (stack.norm_first) normalize(sum, stack.hidden, width, *pre_norm, stack.epsilon, normalized);
-        const float* next_inputs = stack.norm_first ? normalized : sum;
-        for (int64_t column = 0; next->largest && column < width; column += 16) {
-          const Floats input = load(next_inputs + column), size = maximum(input, all(0) - input);
-          store(next->largest + column,  // and NaN once there was one, or infinity
-                multiply_add(input, all(0), maximum(size, load(next->largest + column))));
-        }
-        convert<type>(next_inputs, width, next->input_factors, own, row);
-      });
-    };
-    auto project_heads = [&](const Linear& output) {
-      each_row([&](int64_t row) {
-        convert<type>(attended + row * attention_width, attention_width, output.input_factors, scratch.context_inputs,
-                      row);
-      });
-      multiply<type>(team, scratch.context_inputs, number, output, to_result);
-    };
-    const Block* block = i < stack.number ? stack.blocks + i : nullptr;
-    const Norm* next_norm = block ? &block->attention_norm : nullptr;
-    const Linear* next = block ? &block->query_key_value : nullptr;
-    if (i == 0) {
-      end_sublayer(nullptr, nullptr, next_norm, next);
-    } else {
-      const Block& before = stack.blocks[i - 1];
-      const Norm* norm = &before.attention_norm;
-      project_heads(before.attention_output);
-      if (batch.source.keys) {
-        end_sublayer(scratch.result, norm, &before.cross_norm, &before.cross_query);
-        multiply<type>(team, own, number, before.cross_query, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
-          store(scratch.result + row * 3 * attention_width + column, y);
-        });
-        attend(team, attention, scratch.result, from, batch.source, from, number);
-        project_heads(before.cross_output);
-        norm = &before.cross_norm;
+    for (int64_t i = batch.first; i <= batch.last; i++) {
+      if (i) attend(together, attention, i == batch.first ? queries : projected, batch.own);
+      if (i && batch.source.keys) {
+        share_rows([&](Rows rows) { compute_cross_queries(stack.blocks[i - 1], rows); });
+        attend(together, attention, projected, batch.source);
       }
-      end_sublayer(scratch.result, norm, &before.output_norm, &before.intermediate);
-      multiply<type>(team, own, number, before.intermediate, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
-        store(scratch.inner + row * stack.inner + column, activate(stack.activation, y));
-      });
-      if (type != FLOAT32)
-        each_row([&](int64_t row) {
-          convert<type>(scratch.inner + row * stack.inner, stack.inner, before.output.input_factors,
-                        scratch.inner_inputs, row);
-        });
-      multiply<type>(team, scratch.inner_inputs, number, before.output, to_result);
-      end_sublayer(scratch.result, &before.output_norm, next_norm, next);
+      share_rows([&](Rows rows) { compute_rows(i, rows); });
     }
-    if (block)
-      multiply<type>(team, own, number, *next, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
-        store(projected + (from + row) * 3 * attention_width + column, y);
-      });
+  }
+
+  // Write the attention heads of all rows to `context`.
+  void attend(Team& team, Attention& attention, const float* queries, const Keys& keys) {
+    const int64_t heads = stack.heads, head_width = stack.head_width(), query_stride = 3 * attention_width;
+    auto attend_from = [&](int64_t sequence, int64_t head) {
+      const int64_t row = starts[sequence] - starts[0], length = starts[sequence + 1] - starts[sequence];
+      if (length == 0) return;
+      const float* query = queries + row * query_stride + head * head_width;
+      const float *key = query + attention_width, *value = key + attention_width;
+      if (keys.keys) {
+        const int64_t place = ((begin + sequence) * heads + head) * keys.number * head_width;
+        key = keys.keys + place;
+        value = keys.values + place;
+      }
+      attention(query, length, key, value, keys.keys ? head_width : query_stride, keys.keys ? keys.number : length,
+                keys.is_key ? keys.is_key + (begin + sequence) * keys.number : nullptr,
+                keys.counts ? keys.counts + starts[sequence] : nullptr,
+                context + row * attention_width + head * head_width);
+    };
+    const int count = sequences * heads;
+    team.share(
+        count,
+        [&](int first, int last) {
+          for (int i = first; i < last; i++) attend_from(i / heads, i % heads);
+        },
+        count);
+  }
+
+  // The queries of cross-attention, after attention.
+  void compute_cross_queries(const Block& block, Rows& rows) {
+    add_product(rows, context + rows.from * attention_width, block.attention_output);
+    const Norm* norm = stack.norm_first ? &block.cross_norm : &block.attention_norm;
+    multiply_normalized(rows, norm, &block.cross_query, to_projected(rows));
+  }
+
+  // What follows attention in block i - 1, up to the queries, keys and values of block i.
+  void compute_rows(int64_t i, Rows& rows) {
+    const Block* block = i < stack.number ? stack.blocks + i : nullptr;
+    const Norm* norm = stack.norm_first && block ? &block->attention_norm : nullptr;
+    if (i) {
+      const Block& before = stack.blocks[i - 1];
+      const bool has_source = batch.source.keys;
+      float* activated = rows.scratch.inner;
+      add_product(rows, context + rows.from * attention_width,
+                  has_source ? before.cross_output : before.attention_output);
+      multiply_normalized(rows,
+                          stack.norm_first ? &before.output_norm
+                          : has_source     ? &before.cross_norm
+                                           : &before.attention_norm,
+                          &before.intermediate, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
+                            store(activated + row * inner + column, activate(stack.activation, y));
+                          });
+      add_product(rows, activated, before.output);
+      if (!stack.norm_first) norm = &before.output_norm;
+    }
+    multiply_normalized(rows, norm, block ? &block->query_key_value : nullptr, to_projected(rows));
+  }
+
+  // x ← x + y Wᵀ + b
+  void add_product(Rows& rows, const float* y, const Linear& linear) {
+    float* sums = x + rows.from * width;
+    if (type != FLOAT32)
+      rows.each([&](int64_t row) { convert<type>(y + row * linear.inputs, linear, rows.scratch.inputs, row); });
+    multiply<type>(rows.team, inputs_from<type>(y, rows.scratch.inputs), rows.number, linear,
+                   [&](int64_t row, int column, Floats product) INLINE_LAMBDA {
+                     float* to = sums + row * width + column;
+                     store(to, load(to) + product);
+                   });
+  }
+
+  // norm(x) Wᵀ + b. Post-norm, which ends a sublayer, norm(x) replaces x; pre-norm, which begins one, it does not.
+  template <class Use>
+  void multiply_normalized(Rows& rows, const Norm* norm, const Linear* linear, Use use) {
+    float *from = x + rows.from * width, *normalized = stack.norm_first ? rows.scratch.normalized : from;
+    rows.each([&](int64_t row) {
+      float* to = normalized + row * width;
+      if (norm) normalize(from + row * width, stack.hidden, width, *norm, stack.epsilon, to);
+      if (linear && linear->largest) note_largest(to, width, linear->largest);
+      if (linear) convert<type>(to, *linear, rows.scratch.inputs, row);
+    });
+    if (linear)
+      multiply<type>(rows.team, inputs_from<type>(normalized, rows.scratch.inputs), rows.number, *linear, use);
+  }
+
+  auto to_projected(const Rows& rows) {
+    float* to = projected + rows.from * 3 * attention_width;
+    return [to, stride = 3 * attention_width](int64_t row, int column, Floats y)
+               INLINE_LAMBDA { store(to + row * stride + column, y); };
   }
 };
 
 // ------------------------------------------------------------------------------------------------- what is exported
 
+inline bool is_known(Type type, Activation activation) {
+  return type >= FLOAT32 && type <= INT8 && activation >= IDENTITY && activation <= RELU;
+}
+
 inline bool fits(const Linear& linear, int64_t inputs, int64_t outputs, Type type) {
   const bool is_complete = linear.panels && linear.bias && (type != INT8 || (linear.scales && linear.sums));
-  return is_complete && inputs >= PANEL && inputs % PANEL == 0 && outputs >= PANEL && outputs % PANEL == 0 &&
-         linear.inputs == inputs && linear.outputs == outputs;
+  return is_complete && inputs % PANEL == 0 && linear.inputs == inputs && linear.outputs == outputs;
 }
 
 inline bool is_valid(const Stack& stack, bool has_source) {
-  const int64_t width = stack.width, inner = stack.inner, attended = stack.attention_width;
-  if (stack.size != sizeof(Stack) || stack.type < FLOAT32 || stack.type > INT8 || stack.number < 0) return false;
-  if (stack.activation < IDENTITY || stack.activation > RELU || stack.hidden < 1 || stack.hidden > width) return false;
-  if (stack.heads < 1 || stack.head_width < 16 || stack.head_width % 16) return false;
-  if (stack.heads * stack.head_width > attended || (stack.number && !stack.blocks)) return false;
-  for (int64_t i = 0; i < stack.number; i++) {
-    const Block& block = stack.blocks[i];
-    if (!fits(block.query_key_value, width, 3 * attended, stack.type)) return false;
-    if (!fits(block.attention_output, attended, width, stack.type)) return false;
-    if (has_source && !fits(block.cross_query, width, attended, stack.type)) return false;
-    if (has_source && !fits(block.cross_output, attended, width, stack.type)) return false;
-    if (!fits(block.intermediate, width, inner, stack.type)) return false;
-    if (!fits(block.output, inner, width, stack.type)) return false;
-  }
-  return true;
+  if (stack.size != sizeof(Stack) || !is_known(stack.type, stack.activation) || stack.number < 0) return false;
+  if (stack.heads < 1 || stack.hidden < stack.heads || stack.inner < 1 || (stack.number && !stack.blocks)) return false;
+  const int64_t width = stack.width(), attended = stack.attention_width(), inner = whole_panels(stack.inner);
+  return std::all_of(stack.blocks, stack.blocks + stack.number, [&](const Block& block) {
+    auto fits = [&](const Linear& linear, int64_t inputs, int64_t outputs) {
+      return ::fits(linear, inputs, outputs, stack.type);
+    };
+    const bool has_cross = fits(block.cross_query, width, attended) && fits(block.cross_output, attended, width);
+    return fits(block.query_key_value, width, 3 * attended) && fits(block.attention_output, attended, width) &&
+           (has_cross || !has_source) && fits(block.intermediate, width, inner) && fits(block.output, inner, width);
+  });
 }
 
 inline bool is_valid(const Keys& keys, const Stack& stack, const Batch& batch) {
-  const int64_t last = (batch.sequences - 1) * keys.sequence_stride + (stack.heads - 1) * keys.head_stride +
-                       (keys.number - 1) * keys.stride + stack.head_width;
-  const bool is_positive = keys.sequence_stride >= 0 && keys.head_stride >= 0 && keys.stride >= 0 && keys.number >= 0;
-  if (keys.keys && (!keys.values || !is_positive || (batch.sequences && keys.number && last > keys.size))) return false;
+  const int64_t size = batch.sequences * stack.heads * keys.number * stack.head_width();
+  if (keys.number < 0 || (keys.keys && (!keys.values || size > keys.size))) return false;
   for (int64_t i = 0; keys.counts && i < batch.rows; i++)
     if (keys.counts[i] < 0) return false;
   for (int64_t i = 0; !keys.keys && keys.is_key && i < batch.sequences; i++)
@@ -828,57 +818,50 @@ void run(const Stack& stack, const Batch& batch) {
   }
 }
 
-// A linear layer, a few rows at a time, whose inputs stay in the cache.
+// A few rows at a time, which stay in the cache.
 template <Type type>
-void multiply_rows(const Layer& layer) {
-  const Linear& linear = layer.linear;
-  const int64_t most = std::min<int64_t>(layer.rows, ROWS_OF_LAYER);
+void compute(const Layer& layer) {
+  const int64_t most = std::min<int64_t>(layer.rows, ROWS_OF_LAYER), width = layer.width, columns = layer.columns;
   Arena arena;
-  Inputs inputs = arena.take_inputs(type, most, linear.inputs);
+  const Inputs inputs = arena.take_inputs(type, most, columns);
+  float* normalized = arena.take<float>(most * columns);
+  auto keep = [&](int64_t row, int64_t column, Floats y) INLINE_LAMBDA {  // the result, without the zeros at its end
+    if (column + 16 <= width) return store(layer.y + row * width + column, y);
+    alignas(64) float numbers[16];
+    store(numbers, y);
+    if (column < width) memcpy(layer.y + row * width + column, numbers, (width - column) * sizeof(float));
+  };
   for (int64_t first = 0; first < layer.rows; first += most) {
     const int number = std::min(most, layer.rows - first);
-    std::vector<std::atomic<int>> counters(64);
-    run_threads(layer.threads, [&](int) {
-      configure_tiles();
-      Team team(layer.threads, counters.data());
+    const float* x = layer.x + first * columns;
+    run_threads(layer.threads, 2, [&](int, Team team) {
       team.share(number, [&](int begin, int end) {
-        for (int64_t row = begin; row < end; row++)
-          convert<type>(layer.x + (first + row) * linear.inputs, linear.inputs, linear.input_factors, inputs, row);
+        for (int64_t row = begin; row < end; row++) {
+          const float* from = x + row * columns;
+          if (layer.linear.panels) {
+            convert<type>(from, layer.linear, inputs, row);
+            continue;
+          }
+          float* to = normalized + row * columns;
+          if (layer.norm.weight) normalize(from, width, columns, layer.norm, layer.epsilon, to);
+          for (int64_t i = 0; i < columns; i += 16)
+            keep(first + row, i, layer.norm.weight ? load(to + i) : activate(layer.activation, load(from + i)));
+        }
       });
-      multiply<type>(team, inputs, number, linear, [&](int64_t row, int column, Floats sums) INLINE_LAMBDA {
-        alignas(64) float numbers[16];
-        store(numbers, sums);
-        const int64_t several = std::min<int64_t>(16, layer.width - column);
-        if (several > 0) memcpy(layer.y + (first + row) * layer.width + column, numbers, several * sizeof(float));
-      });
+      if (layer.linear.panels)
+        multiply<type>(team, inputs_from<type>(x, inputs), number, layer.linear,
+                       [&](int64_t row, int column, Floats y) INLINE_LAMBDA { keep(first + row, column, y); });
     });
   }
 }
 
-inline void map_rows(const Layer& layer) {
-  const int64_t width = whole_panels(layer.width);
-  std::vector<std::atomic<int>> counters(32);
-  Arena arena;
-  float* results = arena.take<float>(layer.threads * width);
-  run_threads(layer.threads, [&](int thread) {
-    float* result = results + thread * width;
-    Team(layer.threads, counters.data()).share(layer.rows, [&](int begin, int end) {
-      for (int64_t row = begin; row < end; row++) {
-        const float* x = layer.x + row * width;
-        if (layer.norm.weight) normalize(x, layer.width, width, layer.norm, layer.epsilon, result);
-        for (int64_t i = 0; !layer.norm.weight && i < width; i += 16)
-          store(result + i, activate(layer.activation, load(x + i)));
-        memcpy(layer.y + row * layer.width, result, layer.width * sizeof(float));
-      }
-    });
-  });
-}
-
-// Return 0, or NO_MEMORY.
-template <class Function, class... Arguments>
-int call(Function function, const Arguments&... arguments) {
+// Call a function with the type as a constant. Return 0, or NO_MEMORY.
+template <class Function>
+int call(Type type, Function function) {
   try {
-    function(arguments...);
+    if (type == FLOAT32) function(std::integral_constant<Type, FLOAT32>());
+    if (type == BFLOAT16) function(std::integral_constant<Type, BFLOAT16>());
+    if (type == INT8) function(std::integral_constant<Type, INT8>());
     return 0;
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
@@ -895,20 +878,15 @@ EXPORT int scratchbert_run(const Stack* stack, const Batch* batch) {
   if (!is_valid(*stack, batch->source.keys) || !is_valid(*batch, *stack)) return INVALID;
   if (batch->last > 0 && !is_valid(batch->own, *stack, *batch)) return INVALID;
   if (batch->source.keys && !is_valid(batch->source, *stack, *batch)) return INVALID;
-  auto* run_type = stack->type == INT8 ? run<INT8> : stack->type == BFLOAT16 ? run<BFLOAT16> : run<FLOAT32>;
-  return call(run_type, *stack, *batch);
+  return call(stack->type, [&](auto type) { run<type>(*stack, *batch); });
 }
 
 EXPORT int scratchbert_layer(const Layer* layer) {
-  const Type type = layer->type;
-  if (type < FLOAT32 || type > INT8 || layer->activation < IDENTITY || layer->activation > RELU) return INVALID;
-  if (layer->width < 1 || layer->threads < 1 || layer->rows < 0 || (layer->rows && (!layer->x || !layer->y)))
-    return INVALID;
-  const Linear& linear = layer->linear;
-  if (!linear.panels) return layer->norm.weight && !layer->norm.bias ? INVALID : call(map_rows, *layer);
-  if (!fits(linear, linear.inputs, linear.outputs, type) || layer->width > linear.outputs) return INVALID;
-  auto* run_type = type == INT8       ? multiply_rows<INT8>
-                   : type == BFLOAT16 ? multiply_rows<BFLOAT16>
-                                      : multiply_rows<FLOAT32>;
-  return call(run_type, *layer);
+  const int64_t columns = layer->columns, outputs = whole_panels(layer->width);
+  if (!is_known(layer->type, layer->activation) || layer->width < 1 || layer->threads < 1) return INVALID;
+  if (layer->rows < 0 || (layer->rows && (!layer->x || !layer->y))) return INVALID;
+  const bool fits_linear = layer->linear.panels && fits(layer->linear, columns, outputs, layer->type);
+  const bool fits_other = !layer->linear.panels && columns == outputs && (!layer->norm.weight || layer->norm.bias);
+  if (!fits_linear && !fits_other) return INVALID;
+  return call(layer->type, [&](auto type) { compute<type>(*layer); });
 }

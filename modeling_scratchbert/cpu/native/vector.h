@@ -22,7 +22,6 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_p
 // If one of the two is NaN, the second is returned.
 INLINE Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-INLINE Floats nearest(Floats x) { return _mm512_roundscale_ps(x, 8); }
 INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 INLINE Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 INLINE Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
@@ -76,7 +75,6 @@ INLINE Floats multiply_add(Floats x, Floats y, Floats z) {
 // If one of the two is NaN, the second is returned.
 INLINE Floats minimum(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 INLINE Floats maximum(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-INLINE Floats nearest(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 INLINE Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
