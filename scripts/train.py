@@ -953,7 +953,8 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
             references = [row["label"] for row in run.rows[split]]
             found = [row["prediction"] for row in evaluations[split][1]]
             plot_confusion(output / "confusion_matrix.png", task.labels, references, found)
-        write_model_card(run, {split: own for split, (own, _) in evaluations.items()}, type(model).__name__.removeprefix("FSDP"))
+        found = {split: own for split, (own, _) in evaluations.items()}
+        write_model_card(run, found, type(model).__name__.removeprefix("FSDP"))
     write_json(output / METRICS, metrics | run_report(run))  # last: it says that the run is finished
 
 

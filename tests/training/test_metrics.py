@@ -137,7 +137,7 @@ TEXTS = {
 def test_texts(metric, found, right, expected):
     values = metric.of(found, right)
     assert {name: values[name] for name in expected} == pytest.approx(expected)
-    assert len(squad(["a"], [["a"]])) == 2  # nothing about questions without answer, if there are none
+    assert len(Squad.of(["a"], [["a"]])) == 2  # nothing about questions without answer, if there are none
 
 
 ERRORS = [

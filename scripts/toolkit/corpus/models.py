@@ -34,7 +34,8 @@ AUTO_CLASSES = {
 }
 
 # Files of a model that decide its results, besides its weights.
-MODEL_FILES = ("*.json", "recipe.yaml", "*.txt", "*.safetensors", "*.bin", "*/config.json", "*/*.safetensors", "*/*.bin")
+MODEL_FILES = ("*.json", "recipe.yaml", "*.txt", "*.safetensors", "*.bin")
+MODEL_FILES += ("*/config.json", "*/*.safetensors", "*/*.bin")  # of modules of sentence-transformers
 CALIBRATION = "calibration.safetensors"  # which `save_calibration` writes, for `optimize_for_inference("int8")`
 
 # Poolings of sentence-transformers before version 5.4 that are computed here.
@@ -206,27 +207,30 @@ def open_model(args, usage: Usage, task: str, device: str):
         ValueError: the checkpoint lacks weights, or the device does not support the dtype.
     """
     import torch
-    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from modeling_scratchbert.cpu.library import find_library
     from toolkit.hub import open_model as open_complete
     from toolkit.trust import import_package
 
-    if args.dtype == "int8" and (device != "cpu" or not find_library()):
-        raise ValueError(f"--dtype is int8, on {device}; expected a CPU and the library in C++, or another --dtype.")
+    has_own_code = args.trust_remote_code and "auto_map" in usage.fields
+    if args.dtype == "int8" and (device != "cpu" or has_own_code or not find_library()):
+        raise ValueError(
+            f"--dtype is int8, on {device}; expected a CPU, the library in C++ and a model without code of its own."
+        )
     generator = "ForConditionalGeneration" if usage.is_seq2seq else "ForCausalLM"
     name = CLASSES.get(task, generator)
     options = {"dtype": "auto" if args.dtype in (None, "int8") else getattr(torch, args.dtype)}
-    if args.trust_remote_code and "auto_map" in usage.fields:
-        cls = getattr(transformers, AUTO_CLASSES.get(name, f"AutoModel{name.removeprefix('Model')}"))
-        options["trust_remote_code"] = True
+    if has_own_code:  # an Auto class would open it with the installed package, which has registered its classes
+        auto = AUTO_CLASSES.get(name, f"AutoModel{name.removeprefix('Model')}")
+        cls = get_class_from_dynamic_module(usage.fields["auto_map"][auto], args.model)
     else:
         cls = getattr(import_package(), f"ScratchBert{name}")
         options |= {"padding_free": True} | ({"verify": True} if args.verify else {})
     if name == "Model":
         options["add_pooling_layer"] = False
     model = open_complete(cls, args.model, advice="Expected a model that was trained for the task.", **options)
-    if device != "cpu":
+    if device != "cpu" or has_own_code:  # which an optimised model would not run
         return model.to(device)
     if args.dtype == "int8":
         return model.optimize_for_inference("int8", calibration=find(args.model, CALIBRATION))
