@@ -3,20 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-import transformers
-from transformers import AutoTokenizer
 
-import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForCausalLM
+from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.bert.fields import scratchbert_fields
-from modeling_scratchbert.bert.files import WEIGHT_FILES, tensor_names
+from modeling_scratchbert.bert.files import tensor_names
 from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, to_scratchbert
-from modeling_scratchbert.checkpoints import explained, raw_config
-from modeling_scratchbert.probe.comparison import read_probe
-from modeling_scratchbert.probe.recording import probe_name
+from modeling_scratchbert.checkpoints import raw_config
 from toolkit.cli import about
-from toolkit.hub import check_source, has_tokenizer
-from toolkit.trust import find
+from toolkit.hub import check_source
 
 # Our classes, without "ScratchBert", and the parts beyond embeddings and blocks that a checkpoint of each holds. If a
 # checkpoint does not name its class and several fit, the first is taken. The pooler of the bare model is optional.
@@ -134,96 +128,3 @@ def read_checkpoint(source: str) -> Checkpoint:
     if not tensors:
         raise OSError(f"{source} has no file of weights.")
     return Checkpoint(source, kind, fields, config, tensors)
-
-
-def weights_among(names: list[str], source: str) -> str:
-    """The file, of those that `source` has, that `from_pretrained` reads the weights from.
-
-    Raises:
-        FileNotFoundError: there is none, or no config.json.
-    """
-    if "config.json" not in names:
-        raise FileNotFoundError(f"{source} has no config.json, so it is not a checkpoint.")
-    for name in WEIGHT_FILES:
-        if name in names:
-            return name
-    raise FileNotFoundError(f"{source} has no weights that PyTorch reads; expected one of {', '.join(WEIGHT_FILES)}.")
-
-
-def covering_classes(classes: dict[str, set[str]], parts: set[str], architectures: list[str]) -> list[str]:
-    """Those of `classes` that together use all of `parts`, the ones among `architectures` first."""
-    named = {short_name(name) for name in architectures}
-    chosen, missing = [], set(parts)
-    for name in sorted(classes, key=lambda name: name not in named):
-        used = used_parts(classes[name])
-        new = used - {"pooler"} or used
-        if used <= parts and new <= missing:
-            chosen.append(name)
-            missing -= used
-    return chosen or ["Model" if "Model" in classes else "Seq2SeqModel"]
-
-
-def used_parts(parts: set[str]) -> set[str]:
-    """The parts that a class with these parts uses: the bare model has its pooler."""
-    return parts or {"pooler"}
-
-
-def load(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool):
-    """`open_class` in float32."""
-    return open_class(checkpoint, kind, name, with_pooler)
-
-
-def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, dtype: torch.dtype = torch.float32):
-    """The class `name` of the given kind, opened from a checkpoint of any kind, with the pooler if requested. A
-    ScratchBert with a probe.json is verified against it.
-
-    Raises:
-        ValueError: the checkpoint lacks a tensor of it, or has it in another shape; the model's would be random.
-    """
-    model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
-    options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
-    if kind == "scratchbert" and find(checkpoint.source, probe_name()):
-        options["verify"] = True
-    model, info = model_class.from_pretrained(
-        checkpoint.source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
-    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
-        raise ValueError(
-            f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: it lacks, or has in another "
-            f"shape, {', '.join(wrong)}. Correct the class or the sizes in its config.json; nothing is filled in at "
-            "random."
-        )
-    if with_pooler and model.base_model.pooler is None:  # which the class does not use, but the checkpoint has
-        model.base_model.pooler = type(model.base_model).from_pretrained(checkpoint.source, dtype=dtype).pooler
-    return model
-
-
-def decoder_of(model):
-    """The decoder of a seq2seq model, with its model head if it has one. The tensors are those of `model`."""
-    if not hasattr(model, "lm_head"):
-        return model.get_decoder()
-    with torch.device("meta"):  # its weights are replaced at once
-        decoder = ScratchBertForCausalLM(model.config.decoder_config())
-    decoder.model, decoder.lm_head = model.get_decoder(), model.lm_head
-    return decoder.eval()
-
-
-def verification(source: str) -> dict[str, bool]:
-    """The argument with which `from_pretrained` compares the model with its probe.json.
-
-    Raises:
-        OSError: it has none. A class of transformers, which opens a BERT, does not have the argument.
-    """
-    with explained(source, {}):
-        read_probe(source)
-    return {"verify": True}
-
-
-def open_tokenizer_if_any(source: str):
-    """The tokenizer of a checkpoint; None if it has none, or one that cannot be opened here."""
-    if not has_tokenizer(source):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        return None

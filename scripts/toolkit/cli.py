@@ -85,11 +85,6 @@ class Parser(argparse.ArgumentParser):
             self.groups[title] = self.add_argument_group(title)
         return self.groups[title]
 
-    def add_output(self, metavar: str, help: str) -> None:
-        """Adds `--output`, which may also be given as the last positional argument."""
-        self.add_argument("positional_output", metavar=metavar, nargs="?", type=Path, help="the same as --output")
-        self.group("output").add_argument("--output", metavar=metavar, type=Path, help=help)
-
     def add_report_output(self, numbers: str, picture: str) -> None:
         """Adds `--json`, `--plot`, and `--output`, which stands for both, to a command that prints a report.
 
@@ -106,33 +101,9 @@ class Parser(argparse.ArgumentParser):
         output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help=numbers)
         output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help=picture)
 
-    def add_texts(self, what: str) -> None:
-        """Adds `--data`, `--column` and `--delimiter`, for `toolkit.inputs.read_texts`."""
-        data = self.group("data")
-        data.add_argument(
-            "--data",
-            type=Path,
-            metavar="FILE",
-            help=f"{what}: .txt, .csv, .tsv, .json, .jsonl or .parquet, each also as .gz or .zst",
-        )
-        data.add_argument(
-            "--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text"
-        )
-        data.add_argument(
-            "--delimiter",
-            metavar="C",
-            help="of .csv, .tsv and .txt; default: comma, tab, and in .txt a text on each line",
-        )
-
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """The arguments. Flags may be between positional ones, as in `SOURCE --to bert OUTPUT`."""
-        args = self.parse_intermixed_args(with_underscores(args), namespace)
-        if hasattr(args, "positional_output"):
-            given = [path for path in (args.positional_output, args.output) if path is not None]
-            if len(given) != 1:
-                self.error(f"the output is given {len(given)} times; expected once, as --output")
-            args.output = given[0]
-        return args
+        return self.parse_intermixed_args(with_underscores(args), namespace)
 
     def error(self, message: str):
         """Prints `message` on one line of standard error and exits with code 2."""
@@ -259,26 +230,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(form.format(*row).rstrip() if row else "" for row in rows)
 
 
-def without_line_breaks(text: str) -> str:
-    """The text with each line break replaced by a space, for commands that print one result on each line."""
-    return text.translate({ord("\n"): " ", ord("\r"): " "})
-
-
 def use_utf8() -> None:
     """Sets the encoding of standard output to UTF-8, whatever the locale."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
-
-
-@contextmanager
-def writing_output() -> Iterator[None]:
-    """Turns errors from writing standard output into a `CommandError`."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise CommandError(f"the output cannot be written: {error.strerror}") from error
 
 
 class UntilClosed:

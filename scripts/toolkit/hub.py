@@ -8,7 +8,6 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 import transformers
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, RevisionResolutionError
@@ -138,17 +137,3 @@ def open_model(model_class, source: str, *, optional: tuple[str, ...] = (), advi
     if missing:
         raise ValueError(f"It lacks {len(missing)} weights, such as {missing[0]}, which would be random. {advice}")
     return model.eval()
-
-
-def to_device(model, device: str | None):
-    """The model on `device`; None: on the accelerator if there is one, else on the CPU.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device}: {error}") from error

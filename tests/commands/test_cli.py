@@ -63,22 +63,6 @@ def test_every_flag_of_every_command_has_underscores_and_a_group(name):
     assert not [action for action in parser._optionals._group_actions if action.dest != "help"]
 
 
-def test_an_output_is_given_once(capsys):
-    parser = Parser("command.py", "")
-    parser.add_argument("source")
-    parser.add_output("OUTPUT", help="the folder")
-    parser.add_argument("--to")
-    for arguments in (["a", "b"], ["a", "--output", "b"], ["--output", "b", "a"], ["a", "--to", "bert", "b"]):
-        args = parser.parse_args(arguments)
-        assert (args.source, args.output) == ("a", Path("b"))
-    for arguments, count in ((["a"], 0), (["a", "b", "--output", "c"], 2)):
-        with pytest.raises(SystemExit, match="2"):
-            parser.parse_args(arguments)
-        assert capsys.readouterr().err == (
-            f"command.py: the output is given {count} times; expected once, as --output\n"
-        )
-
-
 @pytest.mark.parametrize(
     ("arguments", "json", "plot"),
     [
