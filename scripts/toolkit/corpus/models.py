@@ -34,7 +34,16 @@ AUTO_CLASSES = {
 }
 
 # Files of a model that decide its results, besides its weights.
-MODEL_FILES = ("*.json", "recipe.yaml", "*.txt", "*.safetensors", "*.bin", "*/config.json", "*/*.safetensors", "*/*.bin")
+MODEL_FILES = (
+    "*.json",
+    "recipe.yaml",
+    "*.txt",
+    "*.safetensors",
+    "*.bin",
+    "*/config.json",
+    "*/*.safetensors",
+    "*/*.bin",
+)
 CALIBRATION = "calibration.safetensors"  # which `save_calibration` writes, for `optimize_for_inference("int8")`
 
 # Poolings of sentence-transformers before version 5.4 that are computed here.
