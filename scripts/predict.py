@@ -39,6 +39,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from toolkit.cli import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
+from toolkit.tasks.arguments import NUMBER
 
 TASKS = {
     "embed": "a vector for each text",
@@ -183,6 +184,7 @@ def make_parser() -> Parser:
     add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
     add(
         "--null_threshold",
+        type=null_threshold,
         metavar="X",
         help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
@@ -249,6 +251,12 @@ def shard(text: str) -> tuple[int, int]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a share such as 3/16, from 1/16 to 16/16")
     return int(found[1]), int(found[2])
+
+
+def null_threshold(text: str) -> str:
+    if text != "never" and NUMBER.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never")
+    return text
 
 
 def option(text: str) -> tuple[str, object]:

@@ -426,7 +426,7 @@ def run_on_ray(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator[
     try:
         gpus = int(device != "cpu")
         needs = {"CPU": job.threads, **({"GPU": 1} if gpus else {})}
-        room = int(min(ray.cluster_resources().get(name, 0) // amount for name, amount in needs.items()))
+        room = int(min(ray.available_resources().get(name, 0) // amount for name, amount in needs.items()))
         if not room:
             raise CommandError(
                 f"the cluster has no room for an actor, which needs {needs}; give fewer --threads_per_process"
