@@ -183,6 +183,7 @@ def make_parser() -> Parser:
     add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
     add(
         "--null_threshold",
+        type=number_or_never,
         metavar="X",
         help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
@@ -241,6 +242,13 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number from 0 to 1")
     return value
+
+
+def number_or_never(text: str) -> str:
+    try:
+        return text if text == "never" else str(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never") from None
 
 
 def shard(text: str) -> tuple[int, int]:
