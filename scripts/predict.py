@@ -39,7 +39,6 @@ from itertools import takewhile
 from pathlib import Path
 
 from toolkit.cli import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
-from toolkit.tasks.arguments import NUMBER
 
 TASKS = {
     "embed": "a vector for each text",
@@ -184,7 +183,7 @@ def make_parser() -> Parser:
     add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
     add(
         "--null_threshold",
-        type=null_threshold,
+        type=number_or_never,
         metavar="X",
         help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
@@ -245,18 +244,19 @@ def share(text: str) -> float:
     return value
 
 
+def number_or_never(text: str) -> str:
+    try:
+        return text if text == "never" else str(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never") from None
+
+
 def shard(text: str) -> tuple[int, int]:
     """A share of the parts: its number, from 1, and how many there are."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a share such as 3/16, from 1/16 to 16/16")
     return int(found[1]), int(found[2])
-
-
-def null_threshold(text: str) -> str:
-    if text != "never" and NUMBER.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never")
-    return text
 
 
 def option(text: str) -> tuple[str, object]:

@@ -478,7 +478,7 @@ def test_a_bert_has_no_code(bert, capsys):
 
 # What each command that opens a checkpoint is called with.
 OPENING = {
-    "benchmark": ["--model", "MODEL", "--threads", "1"],
+    "benchmark": ["MODEL", "--threads", "1"],
     "check": ["MODEL"],
     "convert": ["MODEL", "NEW"],
     "course": ["check", "1", "--model", "MODEL"],

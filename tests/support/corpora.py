@@ -93,7 +93,7 @@ def refused(capsys, named: str, *argv: str) -> None:
     assert run(*argv) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line and "rows/s" not in line]
     assert len(lines) == 1, lines
-    assert named in lines[0]
+    assert named in lines[0], lines[0]
 
 
 def read_output(folder: Path | str) -> list[dict]:

@@ -186,6 +186,8 @@ class Worker:
             if output is None:
                 faults[example["row"]] = "the model's numbers for it are NaN or infinite"
         used = [i for i in range(len(rows)) if i not in faults]
+        if not used:
+            return None, faults
         numbers = {row: i for i, row in enumerate(used)}
         both = [pair for pair in zip(examples, outputs, strict=True) if pair[0]["row"] in numbers]
         examples = [{**example, "row": numbers[example["row"]]} for example, _ in both]
