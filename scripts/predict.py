@@ -39,6 +39,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from toolkit.cli import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
+from toolkit.tasks.arguments import NUMBER
 
 TASKS = {
     "embed": "a vector for each text",
@@ -245,10 +246,9 @@ def share(text: str) -> float:
 
 
 def number_or_never(text: str) -> str:
-    try:
-        return text if text == "never" else str(float(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never") from None
+    if text != "never" and NUMBER.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never")
+    return text
 
 
 def shard(text: str) -> tuple[int, int]:
