@@ -24,9 +24,9 @@ or files that cannot be read or verified.
 import sys
 
 from toolkit.cli import Parser, file_in_existing_folder, integer_from
+from toolkit.tasks.arguments import TEXTS
 
 VARIANTS = ["loaded", "optimised", "optimised-eager", "bfloat16", "int8"]
-TEXTS = ("text", "sentence", "sentence1", "premise", "question1")  # the usual names of the column
 REVIEWS = "scripts/data/movie_reviews/test.csv"
 
 

@@ -13,8 +13,8 @@ from transformers import LogitsProcessor
 from toolkit.corpus.models import Usage, open_modules
 from toolkit.data import find_column, text_of
 from toolkit.tasks import arguments
-from toolkit.tasks.arguments import SOURCES, WORDS
-from toolkit.tasks.classification import SECOND_TEXTS, TEXTS, Classification
+from toolkit.tasks.arguments import SECOND_TEXTS, SOURCES, TEXTS, WORDS
+from toolkit.tasks.classification import Classification
 from toolkit.tasks.task import Batch, encodings, example_of, inputs_of, pad, tokenize
 
 # Usual names of the columns of pairs to rerank.

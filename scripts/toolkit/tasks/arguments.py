@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Usual names of columns.
+TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
+SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
 WORDS = ("tokens", "words")
 SOURCES = ("source", "text", "article", "document", "en")
 

@@ -8,12 +8,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 from toolkit.data import canonical, find_column, label_of, number_of, text_of, value_of
 from toolkit.metrics import classification_metrics
-from toolkit.tasks.arguments import NUMBER, ClassificationArguments
+from toolkit.tasks.arguments import NUMBER, SECOND_TEXTS, TEXTS, ClassificationArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
 from toolkit.tasks.task import tokenize
 
-TEXTS = ("text", "sentence", "sentence1", "premise", "question1")
-SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
 LABELS = ("label", "labels", "score")
 METRICS = {
     "single_label": ("accuracy", "f1_macro", "matthews_correlation"),
