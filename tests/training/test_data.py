@@ -26,6 +26,7 @@ from toolkit.data import (
     label_warnings,
     number_of,
     open_files,
+    skipped_rows,
     sorted_labels,
     text_of,
     value_of,
@@ -278,6 +279,8 @@ def test_rows_that_cannot_be_used_are_skipped_and_listed(tmp_path):
     reports = []
     assert read([tmp_path / "r.csv"], on_bad_row="skip", report=reports.append) == TWO
     assert all(place in reports[0] for place in ("2 of 4", "row 2 (line 3)", "row 3 (line 4)"))
+    assert len(skipped_rows(["x"] * 5, 9).splitlines()) == 1 + 5
+    assert skipped_rows(["x"] * 6, 9).endswith("and 1 more")
     (tmp_path / "r.csv").write_text("text,label\n,y\n")
     with pytest.raises(ValueError, match="row 1"):
         read([tmp_path / "r.csv"], on_bad_row="skip", report=reports.append)

@@ -23,7 +23,7 @@ import predict
 import train
 from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
-from support.tiny import SPECIAL, WORDS, flags, read_rows, report_of, reviews, run, write_rows
+from support.tiny import SPECIAL, WORDS, flags, make_task, read_rows, report_of, reviews, run, write_rows
 from toolkit.files import find_shipped
 from toolkit.tasks import ARGUMENTS
 
@@ -276,6 +276,9 @@ def test_the_files_of_a_run(argv, tmp_path, capsys):
     assert list(folder.rglob("events.*"))
     card = (folder / "README.md").read_text()
     assert str(tmp_path) not in card
+    assert "- num_train_epochs: 2" in card
+    assert "save_total_limit" not in card
+    assert "best validation accuracy" in card
     metadata = yaml.safe_load(card.split("---")[1])
     assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-classification")
     results = metadata["model-index"][0]["results"]
@@ -433,6 +436,18 @@ def test_rows_are_learnt_by_heart(task, argv, steady_model, tmp_path):
     given = {"train_file": file, "validation_file": file, "model": steady_model}
     assert run(argv(task, **given, **steps, **changed)) == 0
     assert report_of(tmp_path / "run")["validation"][metric] == perfect
+
+
+@pytest.mark.parametrize(("count", "is_advised"), [(1, False), (2, True)])
+def test_labels_that_are_in_no_validation_row(count, is_advised, model):
+    """A larger share is advised, unless the only row with a label must be trained on."""
+    rows = [{"text": f"{i}", "label": "ab"[i >= 9 - count]} for i in range(9)]
+    task, rows = make_task("classification", rows, model=model, validation_fraction=0.1)
+    said = []
+    kept, held_out = train.hold_out_rows(task, rows, said.append)
+    assert (len(kept), {row["label"] for row in held_out}) == (8, {"a"})
+    assert said[1].startswith("1 of 2 labels")
+    assert ("--validation_fraction" in said[1]) == is_advised
 
 
 def test_evaluations(argv, model, tmp_path, capsys):
