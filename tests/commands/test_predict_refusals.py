@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
 from support.corpora import refused, rows_for, run, save_model, write_rows
 
