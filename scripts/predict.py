@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Applies a model to a corpus or a text: embeddings, labels, entities, scores of pairs, answers, texts, masked words.
+"""Applies a model to a corpus or a text: embeds, classifies, tags, reranks, answers, generates, fills masks.
 
     predict.py sentence-transformers/all-MiniLM-L6-v2 reviews.csv --output embeddings
     predict.py my-classifier 'data/*.jsonl.gz' --label_column label --output labels

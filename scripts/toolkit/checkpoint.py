@@ -128,3 +128,28 @@ def read_checkpoint(source: str) -> Checkpoint:
     if not tensors:
         raise OSError(f"{source} has no file of weights.")
     return Checkpoint(source, kind, fields, config, tensors)
+
+
+def open_class(checkpoint: Checkpoint, kind: str, name: str, with_pooler: bool, dtype: torch.dtype = torch.float32):
+    """The class `name` of the given kind, opened from a checkpoint of any kind, with the pooler if requested. A
+    ScratchBert with a probe.json is verified against it.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor of it, or has it in another shape; the model's would be random.
+    """
+    model_class = getattr(modeling_scratchbert if kind == "scratchbert" else transformers, class_name(name, kind))
+    options = {"add_pooling_layer": with_pooler} if name == "Model" else {}
+    if kind == "scratchbert" and find(checkpoint.source, probe_name()):
+        options["verify"] = True
+    model, info = model_class.from_pretrained(
+        checkpoint.source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise ValueError(
+            f"{checkpoint.source} is not a complete {class_name(name, checkpoint.kind)}: it lacks, or has in another "
+            f"shape, {', '.join(wrong)}. Correct the class or the sizes in its config.json; nothing is filled in at "
+            "random."
+        )
+    if with_pooler and model.base_model.pooler is None:  # which the class does not use, but the checkpoint has
+        model.base_model.pooler = type(model.base_model).from_pretrained(checkpoint.source, dtype=dtype).pooler
+    return model

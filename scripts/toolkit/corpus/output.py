@@ -276,7 +276,7 @@ def check_same(before: dict, now: dict) -> Iterator[str]:
     Raises:
         ValueError: the model, an input or a flag has changed.
     """
-    if before["inputs"] != now["inputs"] or before["rows"] != now["rows"]:
+    if before["inputs"] != now["inputs"]:
         changed = [each["input"] for each in now["inputs"] if each not in before["inputs"]]
         raise ValueError(f"--resume: the input has changed ({', '.join(changed) or 'other files'}); expected the same.")
     for group in ("settings", "layout"):
@@ -284,6 +284,8 @@ def check_same(before: dict, now: dict) -> Iterator[str]:
             was, is_now = before[group].get(name), now[group].get(name)
             if was != is_now:
                 raise ValueError(f"--resume: {name} was {was} and is {is_now}; expected the same.")
+    if before["rows"] != now["rows"]:
+        raise ValueError(f"--resume: the input had {before['rows']:,} rows and has {now['rows']:,}; expected the same.")
     for name, value in now["machine"].items():
         if before["machine"].get(name) != value:
             yield f"{name} was {before['machine'].get(name)} and is {value}; new parts may differ in the last digits"
@@ -343,7 +345,7 @@ def join_arrays(store: Store, parts: int) -> None:
 def fingerprint(store: Store, name: str) -> dict:
     with store.system.open(store.path(name), "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+        return {"bytes": file.seek(0, os.SEEK_END), "sha256": digest.hexdigest()}
 
 
 def check_output(url: str) -> list[str]:
