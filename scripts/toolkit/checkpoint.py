@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 
 import torch
+import transformers
 
+import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.bert.fields import scratchbert_fields
 from modeling_scratchbert.bert.files import tensor_names
 from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, to_scratchbert
 from modeling_scratchbert.checkpoints import raw_config
+from modeling_scratchbert.probe.recording import probe_name
 from toolkit.cli import about
 from toolkit.hub import check_source
+from toolkit.trust import find
 
 # Our classes, without "ScratchBert", and the parts beyond embeddings and blocks that a checkpoint of each holds. If a
 # checkpoint does not name its class and several fit, the first is taken. The pooler of the bare model is optional.

@@ -58,7 +58,7 @@ def test_every_flag_of_every_command_has_underscores_and_a_group(name):
         for spelling in action.option_strings:
             assert "-" not in spelling.lstrip("-"), spelling
     own = [action.title for action in parser._action_groups if action.title not in ("positional arguments", "options")]
-    known = ["most used", "data", "task", "model", "training", "evaluation", "computation", "output"]
+    known = ["most used", "check", "data", "task", "model", "training", "evaluation", "computation", "output"]
     assert own == [title for title in known if title in own]
     assert not [action for action in parser._optionals._group_actions if action.dest != "help"]
 

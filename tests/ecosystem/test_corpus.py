@@ -16,33 +16,13 @@ import torch
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
-<<<<<<< HEAD
-from sentence_transformers import CrossEncoder, SentenceTransformer, sentence_transformer
-from sentence_transformers.sentence_transformer.modules import (
-    Dense,
-    Dropout,
-    LayerNorm,
-    Normalize,
-    Pooling,
-    Transformer,
-)
-from sentence_transformers.util import import_from_string
-from sentence_transformers.util.quantization import quantize_embeddings
-from toolkit.corpus.model import read_model, task_of
-from toolkit.corpus.sentence_folder import KIND_OF_TYPE
-=======
 import psutil
 from pyarrow import parquet
 from sentence_transformers import CrossEncoder, SentenceTransformer, quantize_embeddings
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Transformer
->>>>>>> wt-predict
 
 from support.corpora import all_files, results, rows_for, run, save_model, texts, write_rows
 from support.folders import ROOT, SCRIPTS
-<<<<<<< HEAD
-from support.tasks import compute, open_tiny, write_sentence_folder
-=======
->>>>>>> wt-predict
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
