@@ -350,9 +350,7 @@ class Source:
         used, bad = 0, []
         for row in self.rows():
             try:
-                if isinstance(row.content, str):
-                    raise ValueError(row.content)
-                fields = read(row.content)
+                fields = read(usable(row.content))
             except ValueError as error:
                 if on_bad_row == "stop":
                     raise ValueError(f"{row.place}: {error}") from None
@@ -373,6 +371,13 @@ def skipped_rows(problems: list[str], total: int) -> str:
     more = [f"and {len(problems) - LISTED_ROWS} more"] if len(problems) > LISTED_ROWS else []
     first = f"{len(problems)} of {total} rows cannot be used and are skipped:"
     return "\n  ".join([first, *problems[:LISTED_ROWS], *more])
+
+
+def usable(content: dict | str) -> dict:
+    """The columns of a row. Raises ValueError if it cannot be read."""
+    if isinstance(content, str):
+        raise ValueError(content)
+    return content
 
 
 def fault_of(content: dict) -> str | None:
