@@ -251,10 +251,16 @@ def pad(examples: list[dict], pad_token_id: int) -> Batch:
     return batch
 
 
+def chunks(rows: Sequence) -> Iterator[tuple[int, Sequence]]:
+    """Rows that are tokenised together, with the index of the first of them."""
+    for start in range(0, len(rows), ROWS_TOGETHER):
+        yield start, rows[start : start + ROWS_TOGETHER]
+
+
 def encodings(tokenizer, *texts: Sequence, **options) -> Iterator[tuple[int, Any]]:
     """The encodings of texts or pairs of texts, in order, each with the index of its row."""
-    for start in range(0, len(texts[0]), ROWS_TOGETHER):
-        encoded = tokenizer(*(each[start : start + ROWS_TOGETHER] for each in texts), verbose=False, **options)
+    for start, chunk in chunks(list(zip(*texts, strict=True))):
+        encoded = tokenizer(*map(list, zip(*chunk, strict=True)), verbose=False, **options)
         rows = encoded.get("overflow_to_sample_mapping", range(len(encoded.encodings)))
         for row, encoding in zip(rows, encoded.encodings, strict=True):
             yield start + row, encoding
