@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -108,6 +108,7 @@ CELLS = st.text("0123456789.-+eE_ naif", max_size=6) | st.integers().map(str) | 
 
 @settings(max_examples=40)
 @given(st.lists(CELLS, min_size=1, max_size=3))
+@example(["12101344873399975936", "0.5"])
 def test_a_cell_of_csv_keeps_its_text_or_its_number(model, tmp_path_factory, cells):
     folder = tmp_path_factory.mktemp("cells")
     with open(folder / "in.csv", "w", newline="") as file:

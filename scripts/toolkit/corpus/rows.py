@@ -213,8 +213,11 @@ def type_of_cells(cells: list[str]) -> pa.DataType:
 
 
 def is_number(cell: str) -> bool:
+    """Whether a cell is written again with the same digits, as 1.5 and 2 are, in a column of decimal numbers."""
     try:
-        return cell.strip("-")[:1].isdecimal() and (repr(float(cell)) == cell or str(int(float(cell))) == cell)
+        number = float(cell)
+        is_integer = abs(number) <= 2**53 and str(int(number)) == cell
+        return cell.strip("-")[:1].isdecimal() and (is_integer or repr(number) == cell)
     except ValueError:
         return False
 
