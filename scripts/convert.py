@@ -53,9 +53,10 @@ def make_parser() -> Parser:
     parser = Parser(__file__, __doc__, usage="%(prog)s SOURCE OUTPUT [--FLAG VALUE …]")
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint: a folder or a hub id")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
-    parser.add_argument("--revision", help="the branch, tag or commit of a hub id")
-    parser.add_argument("--to", choices=("bert", "scratchbert"), default="scratchbert", help="the format to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it holds a checkpoint")
+    model, output = parser.group("model"), parser.group("output")
+    model.add_argument("--revision", help="the branch, tag or commit of a hub id")
+    output.add_argument("--to", choices=("bert", "scratchbert"), default="scratchbert", help="the format to write")
+    output.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it holds a checkpoint")
     return parser
 
 
