@@ -19,10 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from toolkit.remote_code import import_package
-
 import predict
 from toolkit.corpus import tasks, workers  # noqa: F401  (what every child needs)
+from toolkit.trust import import_package
 
 import_package()
 
