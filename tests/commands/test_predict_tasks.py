@@ -83,8 +83,11 @@ def test_answers_are_the_best_spans_of_all_windows(make_bert):
     for row in rows:
         windows = tokenizer(
             *(row["question"], row["context"]),
-            truncation="only_second", max_length=30, stride=6, return_overflowing_tokens=True,
-        )  # fmt: skip
+            truncation="only_second",
+            max_length=30,
+            stride=6,
+            return_overflowing_tokens=True,
+        )
         spans, nulls = [], []
         for window in windows.encodings:
             ids, types = torch.tensor([window.ids]), torch.tensor([window.type_ids])
@@ -173,9 +176,10 @@ def test_entities_are_those_of_the_pipeline(strategy, make_bert):
     found = results("out", folder, rows_file(rows), "--aggregation", strategy)
     tag = pipeline(
         *("token-classification", reference_of(folder, "tag")),
-        tokenizer=AutoTokenizer.from_pretrained(folder), aggregation_strategy=strategy,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        aggregation_strategy=strategy,
         **({} if strategy == "none" else {"stride": 10}),
-    )  # fmt: skip
+    )
     for row in found:
         if strategy == "none" and len(row["text"].split()) > 35:
             continue  # the pipeline merges no windows
