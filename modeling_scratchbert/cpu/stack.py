@@ -237,7 +237,7 @@ class OptimizedStack(PrepackedModule):
         if "_native" not in vars(self):
             config, blocks = self.config, (NativeBlock * len(self.blocks))()
             for native, block in zip(blocks, self.blocks, strict=True):
-                for name, kind in NativeBlock._fields_:
+                for name, kind in [field[:2] for field in NativeBlock._fields_]:
                     value = getattr(block, name, None)
                     if value is not None:
                         setattr(native, name, value.linear() if kind is Linear else Norm(*map(address, value)))
@@ -258,7 +258,7 @@ def native_keys(key, value, is_key, counts) -> NativeKeys:
     pair = [None if each is None else fill(each.float(), 16).contiguous() for each in (key, value)]
     size, number = 0, 0 if is_key is None else is_key.shape[-1]
     if key is not None:
-        size, number = min(each.numel() for each in pair), key.shape[2]
+        size, number = min(each.numel() for each in pair if each is not None), key.shape[2]
     keys = NativeKeys(*map(address, pair), size, number, address(is_key), address(counts))
     keys.kept = pair
     return keys
