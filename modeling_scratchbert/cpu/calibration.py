@@ -16,7 +16,8 @@ from torch import nn
 
 from ..checkpoints import staged
 from .matrices import Matrix
-from .stack import OptimizedStack
+from .stack import Block
+from .structure import base_models
 
 Factors = dict[str, torch.Tensor]
 
@@ -79,22 +80,27 @@ def random_batches(config) -> list[dict[str, torch.Tensor]]:
     return [dict.fromkeys(names, each) for each in ids]
 
 
-def scaled_matrices(model) -> dict[str, Any]:
-    """The matrices of an optimised model that take the place of `optimization.scaled_layers`, by the same names."""
-    matrices = {}
-    for path, stack in model.named_modules():
-        for index, block in enumerate(stack.blocks if isinstance(stack, OptimizedStack) else ()):
-            name = f"{path}.blocks.{index}".removeprefix(f"{model.base_model_prefix}.")
-            matrices[f"{name}.attention.query"] = block.query_key_value
-            matrices[f"{name}.feed_forward.intermediate"] = block.intermediate
-    return matrices
+def scaled(model) -> dict[str, Any]:
+    """The layers that follow a layer norm, in whose output a few channels are much larger than the others, or their
+    matrices in an optimised model; by names that are the same with any model head."""
+    found = {}
+    for path, each in base_models(model).items():
+        for index, block in enumerate(each.encoder.blocks):
+            name = f"{path}encoder.blocks.{index}".removeprefix(f"{model.base_model_prefix}.")
+            for layer, matrix in (
+                ("attention.query", "query_key_value"),
+                ("feed_forward.intermediate", "intermediate"),
+            ):
+                is_optimized = isinstance(block, Block)
+                found[f"{name}.{layer}"] = getattr(block, matrix) if is_optimized else block.get_submodule(layer)
+    return found
 
 
 def save_calibration(model, path: str | os.PathLike) -> None:
     """Writes the factors of an int8 model. See `InferenceMixin.save_calibration`."""
-    matrices = scaled_matrices(model).items()
+    found = {name: getattr(each, "factors", None) for name, each in scaled(model).items()}
     # Tied layers share their factors, which safetensors refuses.
-    factors = {name: matrix.factors.clone() for name, matrix in matrices if matrix.factors is not None}
+    factors = {name: each.clone() for name, each in found.items() if each is not None}
     if not factors:
         raise RuntimeError("The model has no int8 layers; expected some. Call optimize_for_inference('int8') before.")
     with staged(Path(path).parent) as folder:  # a temporary name until the file is complete

@@ -5,10 +5,11 @@ on how many there are, also of those that a mask hides: so it is given each sequ
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
 
@@ -22,7 +23,8 @@ def run(stack, to: Tensor, after: Tensor, projected: Tensor, starts: Tensor, own
             x = finish(stack, stack.blocks[index - 1], x, projected, sequences, own, source)
         if index < len(stack.blocks):
             block = stack.blocks[index]
-            projected = block.query_key_value.multiply(prepare(stack, x, block.attention_norm))
+            y = block.attention_norm(x) if stack.config.norm_first else x
+            projected = block.query_key_value.multiply(y)
     to.copy_(x.view_as(to))
     if after.numel():
         after.copy_(projected.view_as(after))
@@ -30,29 +32,18 @@ def run(stack, to: Tensor, after: Tensor, projected: Tensor, starts: Tensor, own
 
 def finish(stack, block, x: Tensor, projected: Tensor, sequences: list[slice], own, source) -> Tensor:
     """What follows the queries, keys and values of a block."""
-    *_, is_key, counts = own
+    pre_norm, (*_, is_key, counts) = stack.config.norm_first, own
     is_token = is_key if counts is None else counts.diff(dim=1, prepend=counts.new_zeros(len(counts), 1)) > 0
-    y = block.attention_output.multiply(attend(stack, projected, sequences, own, is_token))
-    x = add(stack, x, y, block.attention_norm)
+
+    def add(y: Tensor, norm: Callable) -> Tensor:
+        return x + y if pre_norm else norm(x + y)
+
+    x = add(block.attention_output.multiply(attend(stack, projected, sequences, own, is_token)), block.attention_norm)
     if source[0] is not None:
-        query = block.cross_query.multiply(prepare(stack, x, block.cross_norm))
-        y = block.cross_output.multiply(attend(stack, query, sequences, source, is_token))
-        x = add(stack, x, y, block.cross_norm)
-    y = block.intermediate.multiply(prepare(stack, x, block.feed_forward_norm))
-    return add(stack, x, block.output.multiply(ACT2FN[stack.config.hidden_act](y)), block.feed_forward_norm)
-
-
-def norm(stack, x: Tensor, parameters) -> Tensor:
-    weight, bias = parameters
-    return layer_norm(x, x.shape[-1:], weight, bias, stack.config.layer_norm_eps)
-
-
-def prepare(stack, x: Tensor, parameters) -> Tensor:
-    return norm(stack, x, parameters) if stack.config.norm_first else x
-
-
-def add(stack, x: Tensor, y: Tensor, parameters) -> Tensor:
-    return x + y if stack.config.norm_first else norm(stack, x + y, parameters)
+        query = block.cross_query.multiply(block.cross_norm(x) if pre_norm else x)
+        x = add(block.cross_output.multiply(attend(stack, query, sequences, source, is_token)), block.cross_norm)
+    y = block.intermediate.multiply(block.feed_forward_norm(x) if pre_norm else x)
+    return add(block.output.multiply(ACT2FN[stack.config.hidden_act](y)), block.feed_forward_norm)
 
 
 def attend(stack, projected: Tensor, sequences: list[slice], keys, is_token) -> Tensor:

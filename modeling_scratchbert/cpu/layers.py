@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..inference import refusal
-from .library import TYPES, NativeLayer, Norm, address, call, spread
-from .matrices import Matrix, TorchMatrix
+from .library import TYPES, Linear, NativeLayer, Norm, address, call, spread
+from .matrices import Matrix, NormWeights, TorchMatrix
 
 # `torch.compile` does not accept the modules below, so its operator looks them up by a key.
 BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -82,17 +82,24 @@ class PrepackedLayer(PrepackedModule):
     Args:
         dtype: of its inputs and results.
         matrix: of a linear layer.
-        norm: the weight and the bias of a layer norm, and epsilon.
+        norm: of a layer norm.
         activation: the number of an activation.
     """
 
-    def __init__(self, dtype, matrix: Matrix | TorchMatrix | None = None, norm=(None, None, 0.0), activation=0):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        matrix: Matrix | TorchMatrix | None = None,
+        norm: NormWeights | None = None,
+        activation: int = 0,
+    ):
         super().__init__(dtype)
-        self.matrix, self.activation = matrix, activation
-        self.norm = [None if each is None else spread(each.detach().float()) for each in norm[:2]]
-        self.epsilon = norm[2]
+        self.matrix, self.norm, self.activation = matrix, norm, activation
 
     def forward(self, x: Tensor) -> Tensor:
+        weights = self.matrix or self.norm
+        if weights is not None and x.shape[-1] != weights.width:
+            raise RuntimeError(f"The input of a layer has shape {tuple(x.shape)}; expected (…, {weights.width}).")
         y = x.new_empty(x.shape if self.matrix is None else (*x.shape[:-1], self.matrix.height), dtype=torch.float32)
         self.run([y], [x])
         return y.to(self.dtype)
@@ -104,16 +111,11 @@ class PrepackedLayer(PrepackedModule):
             y.copy_(self.matrix.multiply(x))
             return
         rows = spread(x.float().reshape(-1, x.shape[-1])).contiguous()
-        native = NativeLayer(0, self.activation, rows.shape[1], y.shape[-1], torch.get_num_threads(), len(rows))
-        native.x, native.y, native.epsilon, native.norm = (
-            address(rows),
-            address(y),
-            self.epsilon,
-            Norm(*map(address, self.norm)),
-        )
-        if self.matrix is not None:
-            native.type, native.linear = TYPES[self.matrix.dtype], self.matrix.linear()
-        call("layer", native)
+        kind = 0 if self.matrix is None else TYPES[self.matrix.dtype]
+        sizes = rows.shape[1], y.shape[-1], torch.get_num_threads(), len(rows)
+        linear = Linear() if self.matrix is None else self.matrix.native()
+        norm, epsilon = (Norm(), 0) if self.norm is None else (self.norm.native(), self.norm.epsilon)
+        call("layer", NativeLayer(kind, self.activation, *sizes, address(rows), address(y), epsilon, linear, norm))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):

@@ -1,12 +1,12 @@
 """Weights in the layout of the library in C++, or of oneDNN: prepacked weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .library import Linear, address, library_in_use, spread
+from .library import Linear, Norm, address, library_in_use, spread
 
 PANEL = 32
 
@@ -30,18 +30,21 @@ class Matrix:
 
     largest: Any = None
 
-    def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None], dtype, factors=None, heads=(1, 1)):
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype, factors=None, heads=(1, 1)):
         self.dtype, self.factors, self.width = dtype, factors, weights[0].shape[1]
         filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        self.bias = torch.cat([spread(each.float(), heads=heads[0]) for each in filled])
-        self.height = len(weights[0]) if len(weights) == 1 else len(self.bias)
+
+        def spread_outputs(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat([spread(each, 0, heads[0]) for each in tensors])
+
+        self.bias = spread_outputs(filled).float()
+        self.height = len(filled[0]) if len(filled) == 1 else len(self.bias)
         self.scales = self.sums = self.input_factors = None
         if dtype == torch.int8:
             self.input_factors = None if factors is None else spread(1 / factors)
-            parts = [quantized(weight, factors) for weight in weights]
-            weights = [values for values, _ in parts]
-            self.scales = torch.cat([spread(scales, heads=heads[0]) for _, scales in parts])
-        weight = torch.cat([spread(spread(each, 0, heads[0]), 1, heads[1]) for each in weights])
+            weights, scales = zip(*[quantized(weight, factors) for weight in weights], strict=True)
+            self.scales = spread_outputs(scales)
+        weight = spread(spread_outputs(weights), 1, heads[1])
         if dtype == torch.int8:
             self.sums = weight.sum(dim=1, dtype=torch.int32)
         weight = weight.to(dtype)
@@ -55,10 +58,22 @@ class Matrix:
         vars(self).update(state)
         library_in_use()
 
-    def linear(self) -> Linear:
+    def native(self) -> Linear:
         """The matrix as the library reads it; valid as long as this object."""
         tensors = self.panels, self.bias, self.scales, self.input_factors, self.sums, self.largest
         return Linear(self.inputs, len(self.bias), *map(address, tensors))
+
+
+class NormWeights:
+    """The weight and the bias of a layer norm in the layout of the library."""
+
+    def __init__(self, layer: nn.LayerNorm):
+        self.weight, self.bias = (spread(each.detach().float()) for each in (layer.weight, layer.bias))
+        self.width, self.epsilon = len(layer.bias), layer.eps
+
+    def native(self) -> Norm:
+        """The weights as the library reads them; valid as long as this object."""
+        return Norm(address(self.weight), address(self.bias))
 
 
 class TorchMatrix:
@@ -90,9 +105,8 @@ def quantized(weight: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """The int8 values of a weight, and the scale of each row. A few rows at a time: a float copy of a whole weight
     would raise the peak of memory."""
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    for start in range(0, len(weight), 1024):
-        rows = slice(start, start + 1024)
-        part = weight[rows].float() if factors is None else weight[rows].float() * factors
-        scales[rows] = part.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        values[rows] = (part / scales[rows, None]).round().to(torch.int8)
+    for rows, to, scale in zip(weight.split(1024), values.split(1024), scales.split(1024), strict=True):
+        part = rows.float() if factors is None else rows.float() * factors
+        scale.copy_(part.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127)
+        to.copy_((part / scale[:, None]).round())
     return values, scales

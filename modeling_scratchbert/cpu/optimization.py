@@ -12,12 +12,12 @@ from transformers.activations import ACT2FN, FastGELUActivation, GELUActivation,
 from transformers.utils import logging
 
 from ..inference import is_prepacked, refusal
-from .calibration import find_factors, load_factors, scaled_matrices
+from .calibration import find_factors, load_factors, scaled
 from .layers import PrepackedLayer
-from .library import ACTIVATIONS, find_library, spread
-from .matrices import Matrix, TorchMatrix
+from .library import ACTIVATIONS, find_library
+from .matrices import Matrix, NormWeights, TorchMatrix
 from .stack import Block, OptimizedStack
-from .structure import check_stack, check_unchanged, is_base_model
+from .structure import base_models, check_stack, check_unchanged
 
 logger = logging.get_logger(__name__)
 
@@ -33,7 +33,10 @@ Place = tuple[Any, str]
 
 def optimize(model, dtype: Any, calibration: Any) -> None:
     """See `InferenceMixin.optimize_for_inference`."""
-    check_options(dtype, calibration)
+    if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
+        raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
+    if calibration is not None and dtype != "int8":
+        raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
     with LOCK:
         layers = _layers_outside(model)
         check_model(model, layers)
@@ -44,7 +47,9 @@ def optimize(model, dtype: Any, calibration: Any) -> None:
             dtype = None
         if isinstance(dtype, torch.dtype):
             model.to(dtype)
-        if supports(model):
+        # Those that the library computes, or torch with the same bits in any batch.
+        activations = ACTIVATIONS if find_library() else ACTIVATIONS_OF_TORCH
+        if type(ACT2FN[model.config.hidden_act]) in activations and can_prepack(model):
             factors = _int8_factors(model, calibration) if dtype == "int8" else {}
             prepacker = Prepacker(torch.int8 if dtype == "int8" else model.dtype, model.dtype, factors)
             prepacker.replace(model.requires_grad_(False), layers)
@@ -56,12 +61,16 @@ def optimize(model, dtype: Any, calibration: Any) -> None:
         model.eval()
 
 
-def check_options(dtype: Any, calibration: Any) -> None:
-    """Raise ValueError for an unknown dtype, or for a calibration that has no effect."""
-    if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
-        raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
-    if calibration is not None and dtype != "int8":
-        raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
+def _layers_outside(model) -> dict[str, Place]:
+    """The layers outside of the stacks that are replaced, by their paths."""
+    in_stacks = {module for each in base_models(model).values() for module in each.encoder.modules()}
+    kinds = {nn.Linear, nn.LayerNorm, *ACTIVATIONS} if find_library() else {nn.Linear}
+    return {
+        f"{path}.{name}".removeprefix("."): (parent, name)
+        for path, parent in model.named_modules()
+        for name, child in parent._modules.items()
+        if type(child) in kinds and parent not in in_stacks
+    }
 
 
 def check_model(model, layers: dict[str, Place]) -> None:
@@ -69,20 +78,9 @@ def check_model(model, layers: dict[str, Place]) -> None:
     if any(map(is_prepacked, model.modules())):
         raise refusal("optimize_for_inference()")
     for path, each in base_models(model).items():
-        check_stack(_join(path, "encoder"), each.encoder, each.config)
+        check_stack(f"{path}encoder", each.encoder, each.config)
     for path, (parent, name) in layers.items():
         check_unchanged(path, getattr(parent, name))
-
-
-def base_models(model) -> dict[str, Any]:
-    """The models without a head in this one, by their paths."""
-    return {path: module for path, module in model.named_modules() if is_base_model(module)}
-
-
-def supports(model) -> bool:
-    """Whether the library computes this model, or torch with the same bits in any batch."""
-    activations = ACTIVATIONS if find_library() else ACTIVATIONS_OF_TORCH
-    return type(ACT2FN[model.config.hidden_act]) in activations and can_prepack(model)
 
 
 def can_prepack(module: nn.Module) -> bool:
@@ -92,37 +90,12 @@ def can_prepack(module: nn.Module) -> bool:
     return has_products and all(each.dtype in dtypes and each.device.type == "cpu" for each in module.parameters())
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}".removeprefix(".")
-
-
-def _layers_outside(model) -> dict[str, Place]:
-    """The layers outside of the stacks that are replaced, by their paths."""
-    stacks = tuple(_join(path, "encoder.") for path in base_models(model))
-    children = {_join(path, name): (parent, name) for path, parent in model.named_modules() for name in parent._modules}
-    kinds = {nn.Linear, nn.LayerNorm, *ACTIVATIONS} if find_library() else {nn.Linear}
-    layers = {path: place for path, place in children.items() if type(getattr(*place)) in kinds}
-    return {path: place for path, place in layers.items() if not path.startswith(stacks)}
-
-
-def scaled_layers(model) -> dict[str, nn.Linear]:
-    """The layers that follow a layer norm, in whose output a few channels are much larger than the others; by names
-    that are the same with any model head."""
-    layers = {}
-    for path, each in base_models(model).items():
-        for index, block in enumerate(each.encoder.blocks):
-            name = _join(path, f"encoder.blocks.{index}").removeprefix(f"{model.base_model_prefix}.")
-            layers[f"{name}.attention.query"] = block.attention.query
-            layers[f"{name}.feed_forward.intermediate"] = block.feed_forward.intermediate
-    return layers
-
-
 def _int8_factors(model, calibration: Any) -> dict[int, torch.Tensor]:
-    """The factors of `scaled_layers`, by the ids of the layers. Raises ValueError if a weight is not finite: int8 would
+    """The factors of the `scaled` layers, by their ids. Raises ValueError if a weight is not finite: int8 would
     turn NaN into a number."""
     for name in (name for name, weight in model.named_parameters() if not weight.isfinite().all()):
         raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
-    layers = scaled_layers(model)
+    layers = scaled(model)
     if isinstance(calibration, str | os.PathLike):
         factors = load_factors(calibration, layers)
     else:
@@ -131,8 +104,7 @@ def _int8_factors(model, calibration: Any) -> dict[int, torch.Tensor]:
         trial = copy.deepcopy(model.base_model if calibration is None else model, tensors).eval()
         norms = {path: (each.embeddings, "norm") for path, each in base_models(trial).items()}
         Prepacker(torch.float32, model.dtype, {}).replace(trial, norms)
-        matrices = scaled_matrices(trial)
-        factors = find_factors(trial, calibration, matrices) if matrices else {}
+        factors = find_factors(trial, calibration, scaled(trial)) if layers else {}
     return {id(layer): factors[name] for name, layer in layers.items()}
 
 
@@ -175,15 +147,14 @@ class Prepacker:
             self.matrices[key] = make(weights, biases, dtype or self.dtype, self.factors.get(id(layers[0])), heads)
         return self.matrices[key]
 
-    def norm(self, layer: nn.LayerNorm) -> list[torch.Tensor]:
-        tensors = [each.detach().float() for each in (layer.weight, layer.bias)]
-        return [spread(each) for each in tensors] if self.is_native else tensors
+    def norm(self, layer: nn.LayerNorm) -> Any:
+        return NormWeights(layer) if self.is_native else copy.deepcopy(layer).float()
 
     def layer(self, layer: nn.Module) -> nn.Module:
         """What takes the place of a layer outside of the stacks."""
         if isinstance(layer, nn.LayerNorm):
-            norm = layer.weight, layer.bias, layer.eps
-            return PrepackedLayer(self.model_dtype, norm=norm) if self.is_native else layer
+            is_plain = self.is_native and layer.bias is not None and layer.bias.ndim == 1
+            return PrepackedLayer(self.model_dtype, norm=NormWeights(layer)) if is_plain else layer
         if not isinstance(layer, nn.Linear):
             return PrepackedLayer(self.model_dtype, activation=ACTIVATIONS[type(layer)])
         dtype = layer.weight.dtype if len(layer.weight) < MIN_INT8_OUTPUTS else self.dtype

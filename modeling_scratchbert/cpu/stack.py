@@ -22,25 +22,22 @@ from .layers import PrepackedLayer, PrepackedModule
 from .library import (
     ACTIVATIONS,
     TYPES,
-    Linear,
     NativeBatch,
     NativeBlock,
     NativeKeys,
     NativeStack,
-    Norm,
     address,
     call,
     fill,
     library_in_use,
 )
-from .matrices import Matrix, TorchMatrix
 
 # Options of a forward pass that the attention functions of transformers and vLLM read.
 KERNEL_OPTIONS = ("output_attentions", "is_causal", "cache", "attention_instances")
 DEFAULTS = {"output_attentions": False}
 OptionalTensor = Tensor | None
 
-# Whether this process was forked from one that had imported this module.
+# Whether this process was forked from one that had imported this module. `torch.compile` cannot trace os.getpid().
 is_forked = False
 
 
@@ -58,7 +55,7 @@ class Block:
 
     Args:
         block: the block.
-        prepacker: returns the matrix of linear layers of one input, and the weight and the bias of a layer norm.
+        prepacker: returns the matrix of linear layers of one input, and the weights of a layer norm.
     """
 
     def __init__(self, block: Any, prepacker):
@@ -77,6 +74,11 @@ class Block:
         self.output = prepacker.matrix(network.output)
         self.feed_forward_norm = prepacker.norm(block.feed_forward_norm)
 
+    def native(self) -> NativeBlock:
+        """The weights as the library reads them; valid as long as this object."""
+        names = [name for name, *_ in NativeBlock._fields_ if hasattr(self, name)]
+        return NativeBlock(**{name: getattr(self, name).native() for name in names})
+
 
 class OptimizedStack(PrepackedModule):
     """What `optimize_for_inference` puts in place of a `TransformerStack`.
@@ -92,23 +94,20 @@ class OptimizedStack(PrepackedModule):
     def __init__(self, config, blocks: list[Block], final_norm: Callable | None, is_native: bool, dtype: torch.dtype):
         super().__init__(dtype)
         self.config, self.blocks, self.final_norm, self.is_native = config, blocks, final_norm, is_native
-        self.head_width = config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads
+        self.head_width = config.hidden_size // heads
         # With the zeros that the library expects at the end of rows and of attention heads.
         panel, part = (32, 16) if is_native else (1, 1)
-        self.width = _rounded_up(config.hidden_size, panel)
-        self.padded_head_width = _rounded_up(self.head_width, part)
-        self.attention_width = _rounded_up(config.num_attention_heads * self.padded_head_width, panel)
+        self.padded_head_width = rounded_up(self.head_width, part)
+        self.width, self.attention_width = (
+            rounded_up(number, panel) for number in (config.hidden_size, heads * self.padded_head_width)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_native"}
 
     def extra_repr(self) -> str:
         return f"compiled for {library_in_use()[0]}" if self.is_native else "torch"
-
-    def matrices(self) -> list[Matrix | TorchMatrix]:
-        """The weights; one that blocks share is there more than once."""
-        values = [getattr(each, "matrix", each) for block in self.blocks for each in vars(block).values()]
-        return [each for each in values if isinstance(each, Matrix | TorchMatrix)]
 
     def check_arguments(self, model, attention_mask, encoder_attention_mask, options: dict[str, Any]) -> None:
         """Raise for arguments of `ScratchBertModel.forward` that only a model as loaded supports.
@@ -131,10 +130,13 @@ class OptimizedStack(PrepackedModule):
             is_read_by_kernels = name in KERNEL_OPTIONS or name not in OPTIONS
             if is_read_by_kernels and options[name] not in (None, DEFAULTS.get(name)):
                 raise unsupported(f"{name} is given", "none")
-        check_ndim("attention_mask", attention_mask)
-        check_ndim("encoder_attention_mask", encoder_attention_mask)
-        if model.pooler is not None and is_padding_mask(attention_mask):
-            check_first_tokens(attention_mask)
+        check_padding_mask("attention_mask", attention_mask)
+        check_padding_mask("encoder_attention_mask", encoder_attention_mask)
+        if model.pooler is not None and is_padding_mask(attention_mask) and not attention_mask[:, 0].all():
+            raise ValueError(
+                "attention_mask is 0 for the first token of a row, which the pooler reads; expected 1. Pad on the "
+                "right, or create the model with add_pooling_layer=False."
+            )
 
     def forward(
         self,
@@ -164,7 +166,7 @@ class OptimizedStack(PrepackedModule):
         for first, last in steps:
             before = projected
             projected = x.new_empty(rows, length, 3 * self.attention_width if last < depth else 0)
-            self.run([x, projected], [before, starts, *own, *keys, sources, *source], [first, last])
+            self.run([x, projected], [before, starts, *keys, *own, *source, sources, None], [first, last])
             if (states := _recorded()) is not None:
                 states.append(x[..., :width].to(self.dtype, copy=True))
             if last < depth and cache is not None:
@@ -215,33 +217,27 @@ class OptimizedStack(PrepackedModule):
                 and values of block `last`, `(B, T, 3 · C)`, if there is one. All tensors may end in zeros, see
                 `spread`.
             tensors: the queries, keys and values of block `first`, or None; the starts of the sequences in `x`, and
-                the end, `(S + 1,)`; what `_visible_keys` returns; keys and values from a cache, `(B, H, S, D)`, or None
-                for those of the block; and for cross-attention, which keys there are, keys and values.
+                the end, `(S + 1,)`; keys and values from a cache, `(B, H, S, D)`, or None for those of the block, and
+                what `_visible_keys` returns; and the same four for cross-attention.
             numbers: `first` and `last`.
         """
-        x, after = results
-        projected, starts, is_key, counts, key, value, is_source, source_key, source_value = tensors
+        (x, after), (projected, starts, *keys) = results, tensors
+        own, source = keys[:4], keys[4:]
         if not self.is_native:
-            both = (key, value, is_key, counts), (source_key, source_value, is_source, None)
-            fallback.run(self, x, after, projected, starts, *both, *numbers)
+            fallback.run(self, x, after, projected, starts, own, source, *numbers)
             return
         starts = starts.to(torch.int32).contiguous()
-        own = native_keys(key, value, is_key, counts)
-        source = native_keys(source_key, source_value, is_source, None)
-        pointers = map(address, (x, projected, after if after.numel() else None, starts))
+        pointers = map(address, (x, projected, after, starts))
         sizes = x.shape[0] * x.shape[1], len(starts) - 1, *numbers, torch.get_num_threads()
-        call("run", self._native_stack(), NativeBatch(*pointers, *sizes, own, source))
+        # The results of `native_keys` are named, because they keep the tensors.
+        own_keys, source_keys = native_keys(*own), native_keys(*source)
+        call("run", self._native_stack(), NativeBatch(*pointers, *sizes, own_keys, source_keys))
 
     def _native_stack(self) -> NativeStack:
         """The structure of the library, which is made once."""
         if "_native" not in vars(self):
-            config, blocks = self.config, (NativeBlock * len(self.blocks))()
-            for native, block in zip(blocks, self.blocks, strict=True):
-                for name, kind in [field[:2] for field in NativeBlock._fields_]:
-                    value = getattr(block, name, None)
-                    if value is not None:
-                        setattr(native, name, value.linear() if kind is Linear else Norm(*map(address, value)))
-            dtype = self.blocks[0].output.dtype if self.blocks else torch.float32
+            config, dtype = self.config, self.blocks[0].output.dtype if self.blocks else torch.float32
+            blocks = (NativeBlock * len(self.blocks))(*[each.native() for each in self.blocks])
             native = NativeStack(
                 *(ctypes.sizeof(NativeStack), TYPES[dtype], ACTIVATIONS[type(ACT2FN[config.hidden_act])]),
                 *(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.norm_first),
@@ -255,16 +251,16 @@ class OptimizedStack(PrepackedModule):
 def native_keys(key, value, is_key, counts) -> NativeKeys:
     """Keys, values, which of them there are and their counts, as the library reads them; valid as long as the result
     and the last two."""
-    pair = [None if each is None else fill(each.float(), 16).contiguous() for each in (key, value)]
+    pair: list[Any] = [None if each is None else fill(each.float(), 16).contiguous() for each in (key, value)]
     size, number = 0, 0 if is_key is None else is_key.shape[-1]
     if key is not None:
-        size, number = min(each.numel() for each in pair if each is not None), key.shape[2]
+        size, number = min(each.numel() for each in pair), key.shape[2]
     keys = NativeKeys(*map(address, pair), size, number, address(is_key), address(counts))
     keys.kept = pair
     return keys
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
     return number + -number % multiple
 
 
@@ -273,17 +269,9 @@ def visible(mask: Tensor) -> Tensor:
     return mask[:, 0] == 0
 
 
-def check_ndim(name: str, mask: Any) -> None:
+def check_padding_mask(name: str, mask: Any) -> None:
     if mask is not None and mask.ndim != 2:
         raise unsupported(f"{name} has shape {tuple(mask.shape)}", "a padding mask (B, T)")
-
-
-def check_first_tokens(attention_mask: Tensor) -> None:
-    if not attention_mask[:, 0].all():
-        raise ValueError(
-            "attention_mask is 0 for the first token of a row, which the pooler reads; expected 1. Pad on the right, "
-            "or create the model with add_pooling_layer=False."
-        )
 
 
 def unsupported(fact: str, expected: str) -> RuntimeError:

@@ -1,5 +1,7 @@
 """Checks that a stack of blocks is what `OptimizedStack` computes: anything else would have no effect afterwards."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,9 +14,14 @@ FIELDS = ("norm_first", "is_causal", "scaling", "head_width", "layer_idx", "eps"
 FILES = ("transformer", "attention", "feed_forward")
 
 
-def is_base_model(module: nn.Module) -> bool:
-    """Whether this is a `ScratchBertModel`. By name, because the class may be of a copy of the code."""
-    return any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__)
+def base_models(model) -> dict[str, Any]:
+    """The models without a head in this one, by the beginnings of the paths of their modules. They are found by the
+    name of the class, which may be of a copy of the code."""
+    return {
+        f"{path}.".removeprefix("."): module
+        for path, module in model.named_modules()
+        if any(cls.__name__ == "ScratchBertModel" for cls in type(module).__mro__)
+    }
 
 
 def check_stack(path: str, stack: nn.Module, config) -> None:

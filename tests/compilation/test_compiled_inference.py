@@ -35,7 +35,7 @@ def test_the_operator_of_the_stack_is_sound(fields):
     starts = torch.tensor([0, 3, 6], dtype=torch.int32)
     for last, width in ((0, 3 * stack.attention_width), (2, 0)):
         results = [torch.randn(2, 3, stack.width), torch.empty(2, 3, width)]
-        inputs = stack.key, results, [None, starts, *[None] * 7], [0, last]
+        inputs = stack.key, results, [None, starts, *[None] * 8], [0, last]
         torch.library.opcheck(torch.ops.scratchbert_cpu.compute, inputs)
 
 

@@ -159,7 +159,7 @@ def digests() -> dict[str, str]:
 def computed(stack, inputs: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     rows, length = inputs.shape[:2]
     starts = torch.arange(rows + 1, dtype=torch.int32) * length if starts is None else starts
-    return run(stack, inputs.float(), None, starts, *[None] * 7, 0, len(stack.blocks))
+    return run(stack, inputs.float(), None, starts, *[None] * 8, 0, len(stack.blocks))
 
 
 def run(stack, x: torch.Tensor, *arguments) -> torch.Tensor:
@@ -286,7 +286,7 @@ def test_the_library_refuses_other_sizes(kind, field, value, monkeypatch):
     )
     run_library = library.library_in_use()[1].scratchbert_run
     starts = torch.tensor([0, 2, 4], dtype=torch.int32)
-    inputs = x, projected, starts, is_key, counts, heads, heads, is_key, heads, heads, 1, 2
+    inputs = x, projected, starts, heads, heads, is_key, counts, heads, heads, is_key, None, 1, 2
     native, batch = call_of(stack, "run", lambda stack: run(stack, *inputs), monkeypatch)
     # The tensors that they point to.
     keys, kept = native_keys(heads, heads, is_key, counts), (x.clone(), torch.zeros(2, 2, 3 * stack.attention_width))
@@ -303,7 +303,7 @@ def test_the_library_refuses_other_sizes(kind, field, value, monkeypatch):
 def test_the_library_refuses_other_sequences(starts, optimised):
     stack = optimised["float32"].encoder
     with pytest.raises(RuntimeError, match="refused run"):
-        run(stack, torch.zeros(1, 4, 96), None, torch.tensor(starts), *[None] * 7, 0, 3)
+        run(stack, torch.zeros(1, 4, 96), None, torch.tensor(starts), *[None] * 8, 0, 3)
 
 
 def test_an_unknown_library_is_refused(monkeypatch):

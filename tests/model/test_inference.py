@@ -219,6 +219,22 @@ def test_own_layers_of_a_head_stay():
     assert model.pooler.dense is own
 
 
+@pytest.mark.parametrize("fields", [{"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_a_norm_of_a_head_without_weights_stays(fields):
+    model, other, inputs = make(), make(), inputs_for()
+    model.lm_head.norm = other.lm_head.norm = nn.LayerNorm(36, **fields)
+    assert_same_tensors(compute(model.optimize_for_inference(), inputs), compute(other, inputs))
+
+
+@pytest.mark.parametrize("width", [5, 35, 200])
+def test_inputs_of_another_width_are_refused(width):
+    for layer in (nn.Linear(36, 5), nn.LayerNorm(36)):
+        prepacked = prepack(layer)
+        if prepacked is not layer:  # without the library, norms stay
+            with pytest.raises(RuntimeError):
+                prepacked(torch.zeros(3, width))
+
+
 # --- what cannot be optimised, because it would have no effect
 
 

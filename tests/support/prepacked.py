@@ -1,7 +1,5 @@
 """What the tests of `optimize_for_inference` share."""
 
-from itertools import chain
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.cpu.layers import PrepackedLayer, PrepackedModule
 from modeling_scratchbert.cpu.library import find_library
-from modeling_scratchbert.cpu.matrices import Matrix
+from modeling_scratchbert.cpu.matrices import Matrix, TorchMatrix
 from modeling_scratchbert.cpu.optimization import Prepacker
 from modeling_scratchbert.cpu.stack import OptimizedStack
 from support.comparison import flat
@@ -41,8 +39,12 @@ def layers(model):
 
 
 def matrices_of(model):
-    found = [layer.matrices() if isinstance(layer, OptimizedStack) else [layer.matrix] for layer in layers(model)]
-    return set(chain.from_iterable(found)) - {None}
+    found = layers(model)
+    stacks = [each for each in found if isinstance(each, OptimizedStack)]
+    found += [weights for stack in stacks for block in stack.blocks for weights in vars(block).values()]
+    return {
+        each for each in (getattr(each, "matrix", each) for each in found) if isinstance(each, Matrix | TorchMatrix)
+    }
 
 
 def all_prepacked(model):

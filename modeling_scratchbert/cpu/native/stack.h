@@ -124,13 +124,12 @@ struct Layer {
 // ------------------------------------------------------------------------------------------------------------ products
 
 // Call a function with the constants 0 to n - 1. Unrolled in this way, accumulators stay in registers.
-template <class Function, int... i>
-INLINE void each(Function function, std::integer_sequence<int, i...>) {
-  (function(std::integral_constant<int, i>()), ...);
-}
-template <int n, class Function>
-INLINE void each(Function function) {
-  each(function, std::make_integer_sequence<int, n>());
+template <int n, int i = 0, class Function>
+INLINE void each(const Function& function) {
+  if constexpr (i < n) {
+    function(std::integral_constant<int, i>());
+    each<n, i + 1>(function);
+  }
 }
 
 // Sixteen sums, to which products of words are added. Those of int8 are whole numbers.
@@ -346,9 +345,9 @@ void multiply(Team& team, const Inputs& inputs, int rows, const Linear& linear, 
           for (int row = 0; row < number; row++) {
             Floats y = load(results + row * PANEL + column);
             if constexpr (type == INT8) {
-              const Ints zeros = multiply(all_words(inputs.zeros[start + row]), load_words(linear.sums + output));
+              const Ints zeros = all_words(inputs.zeros[start + row]) * load_words(linear.sums + output);
               const Floats scale = all(inputs.scales[start + row]) * load(linear.scales + output);
-              y = multiply_add(to_floats(subtract(as_ints(y), zeros)), scale, bias);
+              y = multiply_add(to_floats(as_ints(y) - zeros), scale, bias);
             } else {
               y = y + bias;
             }
@@ -371,15 +370,15 @@ void convert(const float* x, const Linear& linear, const Inputs& to, int64_t row
   if constexpr (type == INT8) {
     const float* factors = linear.input_factors;
     auto scaled = [&](int64_t i) INLINE_LAMBDA { return factors ? load(x + i) * load(factors + i) : load(x + i); };
-    Floats low = all(0), high = all(0), not_finite = all(0);
+    Floats negative = all(0), positive = all(0), not_finite = all(0);
     for (int64_t i = 0; i < width; i += 16) {
       const Floats v = scaled(i);
-      low = minimum(low, v);
-      high = maximum(high, v);
+      negative = maximum(negative, all(0) - v);
+      positive = maximum(positive, v);
       not_finite = multiply_add(v, all(0), not_finite);  // NaN for NaN and infinity, which would become numbers
     }
-    const float smallest = minimum_of(low), largest = maximum_of(high);
-    const float scale = largest > smallest ? (largest - smallest) / 255 : 1, zero = std::nearbyint(-smallest / scale);
+    const float below = maximum_of(negative), range = maximum_of(positive) + below;
+    const float scale = range > 0 ? range / 255 : 1, zero = std::nearbyint(below / scale);
     to.scales[row] = scale + sum_of(not_finite);
     to.zeros[row] = int32_t(zero);
     for (int64_t i = 0; i < width; i += 16)
@@ -426,7 +425,7 @@ INLINE Floats exponential(Floats x) {
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = multiply_add(p, r, all(c));
   p = multiply_add(p * r, r, r + all(1));
-  return p * as_floats(shift_to_exponent(n));
+  return p * as_floats((n + all_words(127)) << 23);
 }
 
 // x Φ(x), with erf(t) as a quotient of polynomials, t between -4 and 4 (Eigen, generic_fast_erf_float).
