@@ -353,11 +353,15 @@ class Run:
         if args.task is None:
             raise ValueError(f"{args.model} has no class with a task; expected --task.")
         check_flags(args, args.task)
-        if args.embedding_dtype in QUANTIZED or args.ranges or (self.usage.modules and args.pooling is None):
+        args.ranges = read_ranges(args.ranges)
+        if (
+            args.embedding_dtype in QUANTIZED
+            or args.ranges is not None
+            or (self.usage.modules and args.pooling is None)
+        ):
             require("sentence_transformers")
         if args.ray:
             require("ray")
-        args.ranges = read_ranges(args.ranges)
         args.txt_format = "lines"
         self.devices, self.threads = devices_and_threads(args)
         is_cpu = (self.devices or [args.device or "cpu"])[0] == "cpu"
