@@ -76,8 +76,9 @@ def test_two_processes_that_are_stopped(what, model, here):
     argv = [model, "rows.jsonl", "--output", "out", "--processes", "2"]
     process = start(*argv)
     wait_for_parts(process, "out", 3)
+    children = psutil.Process(process.pid).children()
     if what == "a worker":
-        workers = [each for each in psutil.Process(process.pid).children() if "spawn_main" in str(each.cmdline())]
+        workers = [each for each in children if "spawn_main" in str(each.cmdline())]
         assert len(workers) == 2
         workers[0].kill()
     else:
@@ -86,7 +87,8 @@ def test_two_processes_that_are_stopped(what, model, here):
     assert process.returncode == (2 if what == "a worker" else 130), error
     assert "--resume" in error.splitlines()[-1]
     assert 3 <= len(list(here.glob("out/part-*"))) < 75
-    assert not psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [each.status() for each in alive] == [psutil.STATUS_ZOMBIE] * len(alive)
     assert run(*argv[:4], *FLAGS, "--resume") == 0
     assert all_files("out") == all_files("expected")
 
