@@ -70,9 +70,10 @@ class Pooler(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = nn.Tanh()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dense(hidden_states[:, 0]))
+        return self.activation(self.dense(hidden_states[:, 0]))
 
 
 class ScratchBertModel(ScratchBertPreTrainedModel):

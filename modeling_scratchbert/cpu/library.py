@@ -8,6 +8,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import platform
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ REQUIREMENTS = {
     "amx": lambda: torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported(),
     "avx512": lambda: torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported(),
     "avx2": lambda: torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"),
+    "neon": lambda: platform.machine() == "aarch64",
 }
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS: dict[type, int] = {

@@ -42,7 +42,6 @@ constexpr int ROWS_FOR_ALL = 96, ROWS_OF_ONE = 96, UNIT = 1;
 // Sequences that are computed in one pass, whose intermediate results stay in the cache.
 constexpr int ROWS_OF_PASS = 2048, ROWS_OF_LAYER = 256;
 constexpr int INVALID = 1, NO_MEMORY = 2;
-constexpr unsigned ROUNDING = 0x1f80;  // to nearest, and denormal numbers are kept
 
 constexpr int64_t rounded_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 constexpr int64_t whole_panels(int64_t number) { return rounded_up(number, PANEL); }
@@ -146,7 +145,7 @@ struct Ahead {
 
   INLINE void read(int64_t words = 1) {
     for (int64_t i = 0; i < std::max<int64_t>(128, words * step); i += 64)
-      _mm_prefetch((const char*)from + i, _MM_HINT_T1);
+      __builtin_prefetch((const char*)from + i, 0, 2);  // into the second cache
     from = (const char*)from + words * step;
   }
 };
@@ -273,7 +272,7 @@ class Team {
     std::atomic<int>&next = counters[0], &done = counters[16];  // in different lines of the cache
     counters += 32;
     for (int piece; (piece = next.fetch_add(1)) < pieces; done.fetch_add(1)) compute(piece);
-    for (int spins = 0; done.load() < pieces;) ++spins < 4000 ? _mm_pause() : (void)sched_yield();
+    for (int spins = 0; done.load() < pieces;) ++spins < 4000 ? pause_briefly() : (void)sched_yield();
   }
 };
 
@@ -311,11 +310,11 @@ void run_threads(int threads, int phases, Work work) {
   } call = {work, threads, std::vector<std::atomic<int>>(32 * (phases + 1))};
   auto enter = [](void* data) {
     auto& call = *(Call*)data;
-    const unsigned control = _mm_getcsr();
-    _mm_setcsr(ROUNDING);
+    const auto control = rounding();
+    set_rounding(ROUNDING);
     configure_tiles();
     call.work(call.counters[0]++, Team(call.threads, &call.counters[32]));
-    _mm_setcsr(control);
+    set_rounding(control);
   };
   if (threads > 1 && parallel && process == getpid()) return parallel(enter, &call, threads, 0);
   enter(&call);
@@ -444,6 +443,17 @@ INLINE Floats gelu(Floats x) {
 // 1 / (1 + exp(-x))
 INLINE Floats sigmoid(Floats x) { return all(1) / (all(1) + exponential(all(0) - x)); }
 
+// tanh(x), as a quotient of polynomials, x between -7.9 and 7.9 (Eigen, ptanh_float).
+INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats t = maximum(all(-7.90531110763549805f), minimum(all(7.90531110763549805f), x)), s = t * t;
+  Floats p = all(-2.76076847742355e-16f), q = all(1.19825839466702e-06f);
+  for (float c : {2.00018790482477e-13f, -8.60467152213735e-11f, 5.12229709037114e-08f, 1.48572235717979e-05f,
+                  6.37261928875436e-04f, 4.89352455891786e-03f})
+    p = multiply_add(p, s, all(c));
+  for (float c : {1.18534705686654e-04f, 2.26843463243900e-03f, 4.89352518554385e-03f}) q = multiply_add(q, s, all(c));
+  return t * p / q;
+}
+
 INLINE Floats activate(Activation activation, Floats x) {
   switch (activation) {
     case GELU:
@@ -458,7 +468,7 @@ INLINE Floats activate(Activation activation, Floats x) {
     case SIGMOID:
       return sigmoid(x);
     case TANH:
-      return multiply_add(sigmoid(x + x), all(2), all(-1));
+      return hyperbolic_tangent(x);
     case RELU:
       return maximum(all(0), x);
     default:
@@ -483,7 +493,7 @@ class Attention {
         head_width(stack.head_width()),
         value_width(whole_panels(head_width)),
         score_stride(whole_panels(longest) + 16),
-        scaling(std::pow(stack.hidden / stack.heads, -0.5)),
+        scaling(1 / std::sqrt(double(stack.hidden / stack.heads))),
         keys(arena.take<float>(score_stride * head_width)),
         values(arena.take<float>(longest * value_width)),
         scores(arena.take<float>(TILE_ROWS * score_stride)),
@@ -500,10 +510,10 @@ class Attention {
     // Kᵀ in panels of 32 keys, 4 × 4 numbers at a time; keys after the last one are zeros.
     for (int j = 0; j < whole_panels(length); j += 4)
       for (int d = 0; d < head_width; d += 4) {
-        __m128 four[4];
+        Four four[4];
         load_transposed(key + d, stride, j, length, four);
         float* panel = keys + j / PANEL * head_width * PANEL + j % PANEL;
-        for (int i = 0; i < 4; i++) _mm_storeu_ps(panel + (d + i) * PANEL, four[i]);
+        for (int i = 0; i < 4; i++) store(panel + (d + i) * PANEL, four[i]);
       }
     for (int d = 0; d < value_width; d += 16)
       for (int j = 0; j < length; j++)
@@ -518,9 +528,9 @@ class Attention {
 
  private:
   // Four numbers of each of four keys from the one at place `j` of `count`.
-  INLINE void load_transposed(const float* key, int64_t stride, int j, int count, __m128* four) const {
-    for (int i = 0; i < 4; i++) four[i] = j + i < count ? _mm_loadu_ps(key + places[j + i] * stride) : _mm_setzero_ps();
-    _MM_TRANSPOSE4_PS(four[0], four[1], four[2], four[3]);
+  INLINE void load_transposed(const float* key, int64_t stride, int j, int count, Four* four) const {
+    for (int i = 0; i < 4; i++) four[i] = j + i < count ? load_four(key + places[j + i] * stride) : Four{};
+    transpose(four);
   }
 
   void attend(const float* query, int rows, const int32_t* counts, float* to) {
@@ -547,13 +557,13 @@ class Attention {
   // The same for a single query, as in decoding, which reads keys and values where they are.
   void attend_from_one(const float* query, const float* key, const float* value, int64_t stride, int count, float* to) {
     for (int j = 0; j < count; j += 4) {
-      __m128 sum = _mm_setzero_ps();  // of four keys
+      Four sum = {};  // of four keys
       for (int64_t d = 0; d < head_width; d += 4) {
-        __m128 four[4];
+        Four four[4];
         load_transposed(key + d, stride, j, count, four);
-        for (int i = 0; i < 4; i++) sum = _mm_fmadd_ps(_mm_set1_ps(query[d + i]), four[i], sum);
+        for (int i = 0; i < 4; i++) sum = multiply_add(all_four(query[d + i]), four[i], sum);
       }
-      _mm_storeu_ps(scores + j, sum);
+      store(scores + j, sum);
     }
     const float total = exponentials(scores, count, count);
     for (int64_t d = 0; d < head_width; d += 16) {
