@@ -23,6 +23,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
+from toolkit.cli import first_of
 from toolkit.tasks.arguments import NUMBER
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
@@ -73,7 +74,7 @@ class File:
     Args:
         name: in messages.
         delimiter: of a table. With it, .txt is a table.
-        txt_format: "lines", a text on each line, or "conll".
+        txt_format: of .txt otherwise: ".txt", a text on each line, or ".conll".
     """
 
     system: Any
@@ -90,7 +91,7 @@ class File:
             name = name.removesuffix(compression)
         ending = os.path.splitext(name)[1]
         if ending == ".txt":
-            return ".tsv" if self.delimiter else {"lines": ".txt", "conll": ".conll"}[self.txt_format]
+            return ".tsv" if self.delimiter else self.txt_format
         return ending
 
     @contextmanager
@@ -107,7 +108,10 @@ class File:
     @contextmanager
     def open_text(self) -> Iterator[TextIO]:
         """The text. Bytes that are not UTF-8 become surrogates, which `fault_of` finds in their row."""
-        is_utf8 = self.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig")
+        try:
+            is_utf8 = codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
+        except LookupError as error:
+            raise ValueError(f"--encoding is {self.encoding}; expected one of Python's, such as cp1252.") from error
         with self.open() as binary:
             if is_utf8 and binary.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise ValueError(f"{self.name} is encoded as UTF-16; expected UTF-8. Pass --encoding utf-16.")
@@ -120,7 +124,7 @@ class File:
 
 
 def open_files(
-    patterns: Iterable[str], flag: str, encoding="utf-8", delimiter: str | None = None, txt_format="lines"
+    patterns: Iterable[str], flag: str, encoding="utf-8", delimiter: str | None = None, txt_format=".txt"
 ) -> list[File]:
     """The files of paths, URLs, folders and patterns such as `data/*.csv`.
 
@@ -349,14 +353,7 @@ class Source:
             yield None, {column: named_label(table.features[column], value) for column, value in row.items()}
 
     def columns(self) -> list[str]:
-        """The columns of the first rows. Those of a nested object are named as in `annotation.label`."""
-        first = list(islice(self.rows(), ROWS_WITH_COLUMNS))
-        found = dict.fromkeys(
-            name for row in first if isinstance(row.content, dict) for name in flat_names(row.content)
-        )
-        if not found:
-            raise ValueError(f"{first[0].place}: {first[0].content}")
-        return list(found)
+        return columns_of(self.rows())
 
     def valid_rows(
         self, read: Callable[[dict], dict], on_bad_row: str, report: Callable[[str], None]
@@ -388,13 +385,21 @@ class Source:
             report(skipped_rows(bad, used + len(bad)))
 
 
+def columns_of(rows: Iterator[Row]) -> list[str]:
+    """The columns of the first rows. Those of a nested object are named as in `annotation.label`."""
+    first = list(islice(rows, ROWS_WITH_COLUMNS))
+    found = dict.fromkeys(name for row in first if isinstance(row.content, dict) for name in flat_names(row.content))
+    if not found:
+        raise ValueError(f"{first[0].place}: {first[0].content}")
+    return list(found)
+
+
 def skipped_rows(problems: list[str], total: int) -> str:
     """A report on rows that are skipped. Raises ValueError if all are."""
     if len(problems) == total:
         raise ValueError(f"no row can be used; the first is {problems[0]}")
-    more = [f"and {len(problems) - LISTED_ROWS} more"] if len(problems) > LISTED_ROWS else []
     first = f"{len(problems)} of {total} rows cannot be used and are skipped:"
-    return "\n  ".join([first, *problems[:LISTED_ROWS], *more])
+    return "\n  ".join([first, *first_of(problems, LISTED_ROWS)])
 
 
 def usable(content: dict | str) -> dict:
@@ -529,9 +534,8 @@ def label_warnings(counts: Counter[str]) -> list[str]:
 
 def label_summary(counts: Counter[str]) -> str:
     """The labels with how often each occurs, the most frequent first."""
-    shown = [f"{label} ({count:,})" for label, count in counts.most_common(LISTED_LABELS)]
-    more = [f"and {len(counts) - LISTED_LABELS} more"] if len(counts) > LISTED_LABELS else []
-    return f"{len(counts)} labels: {', '.join(shown + more)}"
+    shown = [f"{label} ({count:,})" for label, count in counts.most_common()]
+    return f"{len(counts)} labels: {', '.join(first_of(shown, LISTED_LABELS))}"
 
 
 def sorted_labels(labels: Iterable[str]) -> list[str]:

@@ -33,40 +33,47 @@ BATCHES_SORTED_TOGETHER = 50
 # Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
-PROGRESS, SCHEDULE = "progress.json", "schedule.json"
+PROGRESS = "progress.json"
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-def epoch_batches(
-    lengths: Sequence[int], batch_size: int, seed: int, epoch: int, rank=0, world=1, by_length=True
-) -> list[list[int]]:
-    """The batches of one process in an epoch, as lists of rows. They depend on the arguments only.
+def epoch_batches(examples: Sequence[dict], arguments, accelerator, epoch: int) -> list[list[int]]:
+    """The batches of this process in an epoch, as lists of rows. They depend on the arguments only.
 
     By length: rows are shuffled, sorted by length in groups of 50 batches (fewer for few rows), and cut into batches,
-    whose order is random. Each process has every `world`-th row of a step. The last step may have fewer rows, and then
-    none for some processes.
+    whose order is random. Of n processes, each has every n-th row of a step. The last step may have fewer rows, and
+    then none for some processes.
     """
-    random = np.random.default_rng([seed, epoch])
-    rows, size = random.permutation(len(lengths)), batch_size * world
-    if by_length:
+    random = np.random.default_rng([arguments.seed, epoch])
+    rows = random.permutation(len(examples))
+    size = arguments.per_device_train_batch_size * accelerator.num_processes
+    if arguments.train_sampling_strategy == "group_by_length":
         group = size * max(1, min(BATCHES_SORTED_TOGETHER, len(rows) // (4 * size)))
-        sizes = np.asarray(lengths)
         parts = np.split(rows, range(group, len(rows), group))
-        rows = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts])
+        rows = np.concatenate([part[longest_first([examples[i] for i in part])] for part in parts])
     steps = np.split(rows, range(size, len(rows), size))
     whole = len(rows) // size
     order = [*random.permutation(whole), *range(whole, len(steps))]
-    return [steps[step][rank::world].tolist() for step in order]
+    return [own_rows(steps[step], accelerator) for step in order]
 
 
-def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int, world: int) -> list[list[int]]:
-    """The batches of one process, the longest rows first. All processes have the same number of batches, some of them
+def evaluation_batches(examples: Sequence[dict], arguments, accelerator) -> list[list[int]]:
+    """The batches of this process, the longest rows first. All processes have the same number of batches, some of them
     without a row."""
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    steps = np.array_split(order, max(1, -(-len(order) // (batch_size * world))))
-    return [step[rank::world].tolist() for step in steps]
+    size = arguments.per_device_eval_batch_size * accelerator.num_processes
+    steps = np.array_split(longest_first(examples), math.ceil(len(examples) / size))
+    return [own_rows(step, accelerator) for step in steps]
+
+
+def longest_first(examples: Sequence[dict]) -> np.ndarray:
+    return np.argsort([-example["length"] for example in examples], kind="stable")
+
+
+def own_rows(step: np.ndarray, accelerator) -> list[int]:
+    """The rows of a step that this process has."""
+    return step[accelerator.process_index :: accelerator.num_processes].tolist()
 
 
 def seed_update(seed: int, step: int, rank: int) -> None:
@@ -269,7 +276,6 @@ class Checkpoints:
 
     folder: Path
     accelerator: Any
-    schedule: Any
     keep: int | None
 
     def complete(self) -> list[Path]:
@@ -294,7 +300,6 @@ class Checkpoints:
             self.accelerator.save_state(str(unfinished))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                write_json(unfinished / SCHEDULE, self.schedule.state_dict())
                 write_json(unfinished / PROGRESS, asdict(progress))
                 flush_to_disk(unfinished)
                 unfinished.rename(path)
@@ -316,7 +321,7 @@ class Checkpoints:
                 # Renamed first: a partly removed one is not taken for complete.
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}-removed")))
 
-    def load(self, path: Path) -> Progress:
+    def load(self, path: Path) -> None:
         """Loads weights, optimizer and schedule.
 
         Raises:
@@ -324,8 +329,6 @@ class Checkpoints:
         """
         try:
             self.accelerator.load_state(str(path))
-            self.schedule.load_state_dict(read_json_object(path / SCHEDULE))
-            return read_progress(path)
         except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}; remove it to resume from the one before.") from error
 
@@ -373,9 +376,8 @@ def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **value
         values: what the template and the metadata show.
     """
     values |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    auto_classes = {path: auto for auto, path in AUTO_MAP.items()}
-    own_class = values["model_class"].removeprefix("Scratch")
-    values["auto_class"] = auto_classes[f"modeling_scratchbert.Scratch{own_class}"]
+    name = values["model_class"].removeprefix("Scratch")
+    values["auto_class"] = next(auto for auto, path in AUTO_MAP.items() if path.endswith(f"Scratch{name}"))
     values["has_confusion"] = (folder / "confusion_matrix.png").exists()
     dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
     results = [

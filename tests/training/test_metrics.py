@@ -49,7 +49,7 @@ def test_several_labels(found, right, exact, macro, micro, model):
     metrics = task.metrics(rows, [{"prediction": list(each)} for each in found])
     if "A" in "".join(right):
         table = task.table_by_label(rows, [{"prediction": []} for _ in rows])
-        assert table[0] == {
+        assert {name: values[0] for name, values in table.items()} == {
             "label": "A",
             "precision": 0,
             "recall": 0,
@@ -113,12 +113,7 @@ TEXTS = {
         Entities,
         [PERSON, ["B-LOC", "O", "B-ORG"]],
         [PERSON, ["B-LOC", "I-LOC", "O"]],
-        {
-            **{"entity_precision": 2 / 4, "entity_recall": 2 / 3, "entity_f1": 4 / 7, "tag_accuracy": 5 / 7},
-            **{"PER/precision": 1, "PER/recall": 1, "PER/f1": 1, "PER/entities": 1},
-            **{"LOC/precision": 1 / 2, "LOC/recall": 1 / 2, "LOC/f1": 1 / 2, "LOC/entities": 2},
-            **{"ORG/precision": 0, "ORG/recall": 0, "ORG/f1": 0, "ORG/entities": 0},
-        },
+        {"entity_precision": 2 / 4, "entity_recall": 2 / 3, "entity_f1": 4 / 7, "tag_accuracy": 5 / 7},
     ),
     "no entities": (Entities, [["O", "O"]], [["O", "O"]], {"entity_f1": 0, "tag_accuracy": 1}),
     "questions with and without answer": (
@@ -138,6 +133,18 @@ def test_texts(metric, found, right, expected):
     values = metric.of(found, right)
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert len(Squad.of(["a"], [["a"]])) == 2  # nothing about questions without answer, if there are none
+
+
+def test_entities_of_each_type(model):
+    flags = {"model": model, "labels": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG"]}
+    task, _ = make_task("tagging", [{"tokens": PERSON, "tags": PERSON}], **flags)
+    rows = [{"tags": PERSON}, {"tags": ["B-LOC", "I-LOC", "O"]}]
+    table = task.table_by_label(rows, [{"predicted_tags": PERSON}, {"predicted_tags": ["B-LOC", "O", "B-ORG"]}])
+    assert table == [
+        {"label": "LOC", "precision": 1 / 2, "recall": 1 / 2, "f1": 1 / 2, "entities": 2},
+        {"label": "ORG", "precision": 0, "recall": 0, "f1": 0, "entities": 0},
+        {"label": "PER", "precision": 1, "recall": 1, "f1": 1, "entities": 1},
+    ]
 
 
 ERRORS = [

@@ -304,7 +304,7 @@ def test_windows_of_a_text(reading, capsys):
         "b c a b c",
         "b c .",
     ]
-    assert [(example["start"], example["end"]) for example in examples] == [(6, 7), *[(0, 0)] * 9]
+    assert [(example["start_positions"], example["end_positions"]) for example in examples] == [(6, 7), *[(0, 0)] * 9]
     assert examples[0]["token_type_ids"].tolist() == [0] * 4 + [1] * 6
     assert not any(example["cut"] for example in examples)
     assert "1 of 2" in capsys.readouterr().out

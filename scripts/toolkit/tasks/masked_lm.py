@@ -1,10 +1,8 @@
 """Pre-training of encoders on texts without labels: masked words."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
-from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, text_of
 from toolkit.tasks.arguments import MaskedLMArguments
@@ -26,7 +24,7 @@ class MaskedLM(Task):
     name = "fill-mask"
     model_class = "ForMaskedLM"
     metric_names = ("perplexity",)
-    lower_is_better: ClassVar = {"loss", "perplexity"}
+    lower_is_better = ("loss", "perplexity")
     is_language_model = True
     arguments: MaskedLMArguments
 
@@ -40,7 +38,7 @@ class MaskedLM(Task):
         numbers = np.arange(max(vocabulary.values()) + 1)
         self.continues = np.isin(numbers, [i for token, i in vocabulary.items() if token.startswith("##")])
         self.is_special = np.isin(numbers, tokenizer.all_special_ids)
-        self.ordinary = np.setdiff1d(list(vocabulary.values()), tokenizer.all_special_ids)
+        self.ordinary = np.flatnonzero(~self.is_special)
         if arguments.whole_word_masking and not self.continues.any():
             raise ValueError("--whole_word_masking is given; expected a WordPiece tokenizer, with ## tokens.")
 
@@ -109,12 +107,13 @@ class MaskedLM(Task):
 
     def open_model(self):
         flags = self.arguments
-        # Computes the scores of the masked words only.
-        options = {"sparse_prediction": True} if flags.implementation == "scratchbert" else {}
-        if flags.config_name is not None:
-            model = self.choose_class()(new_config(flags, self.tokenizer, **options, **overrides(flags)))
+        fields = overrides(flags)
+        if flags.implementation == "scratchbert":
+            fields["sparse_prediction"] = True  # computes the scores of the masked words only
+        if flags.config_name:
+            model = self.choose_class()(new_config(flags, self.tokenizer, **fields))
         else:
-            model = super().open_model(**options)
+            model = super().open_model(**fields)
         if model.config.is_decoder:
             raise ValueError(
                 "the configuration has is_decoder true; expected an encoder, which sees words on both sides."
@@ -129,4 +128,4 @@ class MaskedLM(Task):
 
     def loss_of(self, logits, batch):
         labels = batch["labels"]
-        return cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
+        return super().loss_of(logits, {"labels": labels[labels != IGNORED]})

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, text_of, value_of
 from toolkit.hub import read_config
 from toolkit.tasks.arguments import QuestionAnsweringArguments
-from toolkit.tasks.task import Task, encodings, example_of, inputs_of, is_token
+from toolkit.tasks.task import Task, encodings, example_of, inputs_of
 from toolkit.tasks.text_metric import TextMetric
 
 # Scores that differ by less are one level: another device can change their order.
@@ -93,17 +92,11 @@ class QuestionAnswering(Task):
     def check_answers(self, rows: list[dict], examples: list[dict]) -> None:
         """Says how many answers are in no window as a whole. They are trained as questions without answer."""
         answers = sum(bool(row["answers"]) for row in rows)
-        lost = answers - len({example["row"] for example in examples if example["start"]})
+        lost = answers - len({example["row"] for example in examples if example["start_positions"]})
         if lost and lost == answers:
             raise ValueError(f"no answer fits in a window of --max_length {self.arguments.max_length}; expected more.")
         if lost:
             self.say(f"{lost:,} of {answers:,} answers fit in no window, and are trained as questions without answer")
-
-    def collate(self, examples, seed=()):
-        if "start" not in examples[0]:
-            return super().collate(examples)
-        targets = {f"{name}_positions": torch.tensor([each[name] for each in examples]) for name in ("start", "end")}
-        return super().collate(examples) | targets
 
     # -- model, loss and metrics
 
@@ -118,20 +111,18 @@ class QuestionAnswering(Task):
     def count(self, batch):
         return torch.ones_like(batch["start_positions"]).sum()
 
-    def logits(self, model, batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The start and the end logits, `(B, T)`, -inf at padding: a loss does not depend on the other rows."""
+    def logits(self, model, batch):
+        """The start and the end logits, `(B, 2, T)`, -inf at padding: a loss does not depend on the other rows."""
         outputs = model(**inputs_of(batch))
-        padding = ~is_token(batch)
-        both = (outputs.start_logits, outputs.end_logits)
-        start, end = (logits.float().masked_fill(padding, float("-inf")) for logits in both)
-        return start, end
+        logits = torch.stack((outputs.start_logits, outputs.end_logits), 1).float()
+        return logits.masked_fill(batch["attention_mask"][:, None] == 0, -torch.inf)
 
     def loss_of(self, logits, batch):
-        targets = (batch["start_positions"], batch["end_positions"])
-        return sum(cross_entropy(*pair, reduction="sum") for pair in zip(logits, targets, strict=True)) / 2
+        targets = torch.stack((batch["start_positions"], batch["end_positions"]), 1)
+        return super().loss_of(logits, {"labels": targets}) / 2
 
     def outputs_of(self, logits, batch):
-        return list(torch.stack(logits, 1).double().cpu().numpy())  # in float64 their sums compare exactly
+        return list(logits.double().cpu().numpy())  # in float64 their sums compare exactly
 
     def tune(self, rows, examples, outputs):
         if self.arguments.null_threshold == "best":
@@ -174,26 +165,25 @@ def answers_of(content: dict, context: str) -> list[tuple[str, int]]:
     """
     given: Any = value_of(content, "answers")
     if isinstance(given, dict):
-        texts, starts = given.get("text"), given.get("answer_start")
-        given = [{"text": text, "answer_start": start} for text, start in zip(texts or [], starts or [], strict=True)]
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        answers = list(zip(given.get("text") or [], given.get("answer_start") or [], strict=True))
+    elif isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        answers = [(each.get("text"), each.get("answer_start")) for each in given]
+    else:
         raise ValueError(f"'answers' is {given!r}; expected {{'text': [...], 'answer_start': [...]}}")
-    if given and content.get("is_impossible") is True:
+    if answers and content.get("is_impossible") is True:
         raise ValueError("'is_impossible' is true; expected no answers with it")
-    return [checked(each.get("text"), each.get("answer_start"), context) for each in given]
-
-
-def checked(text, start, context: str) -> tuple[str, int]:
-    if not isinstance(text, str) or not isinstance(start, int) or not text:
-        raise ValueError(f"an answer is {text!r} at {start!r}; expected a text at an integer")
-    if start < 0 or context[start : start + len(text)] != text:
-        raise ValueError(f"the answer {text!r} is not at character {start} of the context")
-    return text, start
+    for text, start in answers:
+        if not isinstance(text, str) or not isinstance(start, int) or not text:
+            raise ValueError(f"an answer is {text!r} at {start!r}; expected a text at an integer")
+        if start < 0 or context[start : start + len(text)] != text:
+            raise ValueError(f"the answer {text!r} is not at character {start} of the context")
+    return answers
 
 
 def window(encoding, row: dict, number: int) -> dict:
-    """An example: a question with a window of its text. `start` and `end` are the first and the last token of the first
-    answer, or 0, [CLS], if the window lacks a part of it. `offsets` are the characters of each token of the text."""
+    """An example: a question with a window of its text. `start_positions` and `end_positions` are the first and the
+    last token of the first answer, or 0, [CLS], if the window lacks a part of it. `offsets` are the characters of each
+    token of the text."""
     parts = encoding.sequence_ids  # 1 for the text
     if 1 not in parts:
         raise ValueError(f"{row['place']}: the context has no token in a window; expected a larger --max_length.")
@@ -204,7 +194,7 @@ def window(encoding, row: dict, number: int) -> dict:
     if "answers" not in row:
         return example
     start, end = positions(offsets, row["answers"][0] if row["answers"] else None)
-    return example | {"start": start and start + first - 1, "end": end and end + first - 1}
+    return example | {"start_positions": start and start + first - 1, "end_positions": end and end + first - 1}
 
 
 def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, int]]:

@@ -12,11 +12,12 @@ from toolkit.data import EmptyText, find_column, label_of, sorted_labels, value_
 from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import WORDS, TaggingArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
-from toolkit.tasks.task import IGNORED, encodings, example_of, is_token
+from toolkit.tasks.task import IGNORED, encodings, example_of
 from toolkit.tasks.text_metric import TextMetric
 
 TAGS = ("tags", "ner_tags", "labels")
 OUTSIDE = "O"
+AVERAGES = {"micro avg", "macro avg", "weighted avg"}  # over the types of entities, as seqeval names them
 
 
 class Tagging(LabelTask):
@@ -26,7 +27,7 @@ class Tagging(LabelTask):
     name = "token-classification"
     label_fields = ("tags",)
     model_class = "ForTokenClassification"
-    txt_format = "conll"
+    txt_format = ".conll"
     grouped_by = ("words",)
     arguments: TaggingArguments
 
@@ -66,11 +67,6 @@ class Tagging(LabelTask):
     def ordered(self, labels):
         return iob_tags(labels) if self.has_entities else sorted_labels(labels)
 
-    def prepare(self, rows):
-        yield from super().prepare(rows)
-        if len(self.labels) < 2:
-            raise ValueError(f"the training rows have one tag, {self.labels[0]}; expected two or more.")
-
     def encode(self, rows):
         length, stride = self.arguments.max_length, self.arguments.stride
         stride = length // 4 if stride is None else stride
@@ -102,7 +98,7 @@ class Tagging(LabelTask):
     # -- predictions and metrics
 
     def outputs_of(self, logits, batch):
-        return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), is_token(batch), strict=True)]
+        return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), batch["attention_mask"].bool(), strict=True)]
 
     def decode(self, rows, examples, outputs):
         # Of a word without a token, such as an invisible character.
@@ -116,7 +112,7 @@ class Tagging(LabelTask):
     def metrics(self, rows, predictions):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if self.has_entities:
-            return {name: value for name, value in Entities.of(found, right).items() if "/" not in name}
+            return Entities.of(found, right)
         values = classification_metrics("single_label", self.flat(right), self.flat(found))
         return {"f1_macro": values["f1_macro"], "tag_accuracy": values["accuracy"]}
 
@@ -127,11 +123,10 @@ class Tagging(LabelTask):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if not self.has_entities:
             return table_by_label(self.labels, self.flat(right), self.flat(found))
-        values = Entities.of(found, right)
-        types = dict.fromkeys(name.partition("/")[0] for name in values if "/" in name)
+        report = entity_report(right, found)
         return [
-            {"label": kind, **{name: values[f"{kind}/{name}"] for name in ("precision", "recall", "f1", "entities")}}
-            for kind in types
+            {"label": kind, **scores(report[kind]), "entities": int(report[kind]["support"])}
+            for kind in sorted(report.keys() - AVERAGES)
         ]
 
 
@@ -203,24 +198,28 @@ def iob_tags(tags: Iterable[str]) -> list[str]:
     return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
 
 
+def entity_report(references: list[list[str]], predictions: list[list[str]]) -> dict[str, dict]:
+    """The scores of the entities of each type, and `AVERAGES` of them. An entity is correct if its first word, its last
+    word and its type are."""
+    from seqeval.metrics import classification_report
+
+    with warnings.catch_warnings(action="ignore"):
+        return classification_report(references, predictions, output_dict=True, zero_division=0)
+
+
+def scores(row: dict) -> dict[str, float]:
+    return {"precision": row["precision"], "recall": row["recall"], "f1": row["f1-score"]}
+
+
 class Entities(TextMetric):
-    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). An entity is
-    correct if its first word, its last word and its type are. tag_accuracy: the share of words with the correct tag.
-    For each type T: T/precision, T/recall, T/f1 and T/entities, their number."""
+    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). tag_accuracy:
+    the share of words with the correct tag."""
 
     prediction = List(Value("string"))
 
     def _compute(self, predictions, references):
-        from seqeval.metrics import accuracy_score, classification_report
+        from seqeval.metrics import accuracy_score
 
-        with warnings.catch_warnings(action="ignore"):
-            report = classification_report(references, predictions, output_dict=True, zero_division=0)
-        names = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
-        total = report.pop("micro avg")
-        values = {f"entity_{ours}": total[theirs] for ours, theirs in names.items()}
-        values["tag_accuracy"] = accuracy_score(references, predictions)
-        for kind in sorted(report.keys() - {"macro avg", "weighted avg"}):
-            values |= {
-                f"{kind}/{ours}": report[kind][theirs] for ours, theirs in (names | {"entities": "support"}).items()
-            }
-        return values
+        total = scores(entity_report(references, predictions)["micro avg"])
+        values = {f"entity_{name}": value for name, value in total.items()}
+        return values | {"tag_accuracy": accuracy_score(references, predictions)}
