@@ -44,7 +44,7 @@ from toolkit.cli import (
     one_line,
 )
 from toolkit.files import find_shipped, to_json, write_json, write_text
-from toolkit.paths import is_hub_id, public_path, with_paths
+from toolkit.paths import with_paths
 from toolkit.tasks import ARGUMENTS, task_class
 from toolkit.tasks.arguments import Problems, TaskArguments, flag, problems_of_numbers
 
@@ -53,21 +53,6 @@ if (rank := os.environ.get("RANK", "0")) != "0":
     COMMAND.prog += f" (process {rank})"
 
 RECIPE, METRICS = "recipe.yaml", "metrics.json"
-
-# Arguments that change no weight: they may differ when a run is resumed.
-FREE_TO_CHANGE = {
-    "output_dir",
-    "resume_from_checkpoint",
-    "report_to",
-    "logging_steps",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "per_device_eval_batch_size",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_private_repo",
-}
 
 
 # =========================================================================================================== arguments
@@ -113,7 +98,7 @@ class TrainingArguments:
         "when a checkpoint is saved, besides the best and the last; no: never", "epoch"
     )
     save_steps: int = flag("updates between checkpoints with --save_strategy steps", 500)
-    save_total_limit: int | None = flag("number of checkpoints to keep besides the best", 2)
+    save_total_limit: int = flag("number of checkpoints to keep besides the best", 2)
     load_best_model_at_end: bool = flag("save the model of the best evaluation instead of the last one", True)
     metric_for_best_model: str | None = flag("the metric of the best evaluation; default: that of the task")
     early_stopping_patience: int | None = flag("stop after this many evaluations without a better metric")
@@ -259,11 +244,12 @@ def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
     for name, value in recipe.items():
         if value in ("null", "") or (names is not None and name not in names):
             continue
+        is_list = isinstance(value, list)
         values = [
             str((path.parent / each).resolve()) if each.startswith(("./", "../")) else each
-            for each in (value if isinstance(value, list) else [value])
+            for each in (value if is_list else [value])
         ]
-        arguments += [f"--{name}", *values] if isinstance(value, list) else [f"--{name}={values[0]}"]
+        arguments += [f"--{name}", *values] if is_list else [f"--{name}={values[0]}"]
     return arguments
 
 
@@ -335,7 +321,7 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     check_sources(data)
     task = task_class(task_name)(data)
     metrics, given = [*task.metric_names, "loss"], arguments.metric_for_best_model
-    if given is not None and given not in metrics:
+    if given and given not in metrics:
         raise ValueError(f"--metric_for_best_model is {given}; expected one of {', '.join(metrics)}.")
     if arguments.evaluate_only:
         task.restore()
@@ -418,7 +404,7 @@ def make_accelerator(arguments: TrainingArguments):
     import torch
     from accelerate import Accelerator, PartialState
     from accelerate.tracking import get_available_trackers
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     has_device = torch.accelerator.is_available()
     trackers = ["none", "all", *map(str, get_available_trackers())]
@@ -431,7 +417,7 @@ def make_accelerator(arguments: TrainingArguments):
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         step_scheduler_with_optimizer=False,  # else one step of the schedule for each process
         log_with=None if arguments.report_to == "none" else arguments.report_to,
-        project_config=ProjectConfiguration(arguments.output_dir, logging_dir=arguments.output_dir),
+        project_dir=arguments.output_dir,
         cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_device,
     )
     if accelerator.mixed_precision == "fp16" and not has_device:  # also as a configuration of accelerate says
@@ -456,7 +442,7 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
         return {**task.read(content), "columns": content}
 
     data = task.arguments
-    rows: dict[str, list[dict]] = {}
+    rows = {}
     found = sources(task, arguments.evaluate_only)
     used = Counter(file.path for source in found.values() for file in source.files)
     for path, count in used.items():
@@ -470,7 +456,7 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
             # The validation and test rows may have these labels only.
             for remark in task.prepare(rows[split]):
                 say(remark)
-    if data.validation_fraction is not None:
+    if data.validation_fraction:
         rows["train"], rows["validation"] = hold_out_rows(task, rows["train"], say)
     return rows
 
@@ -480,22 +466,21 @@ def hold_out_rows(task, rows: list[dict], say) -> tuple[list[dict], list[dict]]:
     from toolkit.data import hold_out, value_of
 
     data = task.arguments
-    keys = [[str([row.get(name) for name in task.grouped_by])] for row in rows]
-    copies = len(rows) - len({key for (key,) in keys})
-    if data.group_column:
-        for key, row in zip(keys, rows, strict=True):
-            key.append(value_of(row["columns"], data.group_column))
+    texts = [str([row.get(name) for name in task.grouped_by]) for row in rows]
+    copies = len(rows) - len(set(texts))
+    groups = [value_of(row["columns"], data.group_column) for row in rows] if data.group_column else texts
     strata = [task.stratum(row) for row in rows]
-    kept, held_out = hold_out(keys, strata, data.validation_fraction, data.split_seed)
+    kept, held_out = hold_out(list(zip(texts, groups, strict=True)), strata, data.validation_fraction, data.split_seed)
     held_out = held_out[: data.max_eval_samples]
     say(
         f"{len(held_out):,} of {len(rows):,} rows are held out for validation"
         + (f"; {copies:,} rows are copies of others, and stay together" if copies else "")
     )
-    if missing := len(set(strata)) - len({strata[i] for i in held_out}):
-        fewest = min(Counter(strata).values())
+    counts = Counter(strata)
+    if missing := counts.keys() - {strata[i] for i in held_out}:
+        fewest = min(counts.values())
         advice = f"; --validation_fraction {math.ceil(100 / fewest) / 100} has all of them" if fewest > 1 else ""
-        say(f"{missing} of {len(set(strata))} labels are in no validation row{advice}")
+        say(f"{len(missing)} of {len(counts)} labels are in no validation row{advice}")
     return [rows[i] for i in kept], [rows[i] for i in held_out]
 
 
@@ -578,7 +563,15 @@ def make_model(run: Run) -> None:
 
 def make_optimizer_and_checkpoints(run: Run) -> None:
     """The optimizer, the learning-rate schedule, and the state of a run that has not begun."""
-    from toolkit.training import Checkpoints, Progress, fingerprint, make_optimizer, make_schedule, prepare
+    from toolkit.training import (
+        FREE_TO_CHANGE,
+        Checkpoints,
+        Progress,
+        fingerprint,
+        make_optimizer,
+        make_schedule,
+        prepare,
+    )
 
     arguments, accelerator = run.arguments, run.accelerator
     steps = arguments.max_steps
@@ -664,8 +657,9 @@ def train(run: Run) -> None:
     progress, arguments = run.progress, run.arguments
     run.accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(arguments).items()})
     run.model.train()
-    options = {"unit": "step", "miniters": 1, "disable": not run.accelerator.is_main_process}
-    bar_of_steps = progress_bar(progress.steps, initial=progress.step, **options)
+    bar_of_steps = progress_bar(
+        progress.steps, initial=progress.step, unit="step", miniters=1, disable=not run.accelerator.is_main_process
+    )
     with handling_stop_signals(partial(receive, run)), bar_of_steps as bar:
         began = time.monotonic()
         while not progress.finished:
@@ -708,7 +702,7 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
         is_last = i == len(moved)
         accelerator.gradient_state._set_sync_gradients(is_last)
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            loss = task.loss(run.model, batch) * share
+            loss = task.loss_of(task.logits(run.model, batch), batch) * share
             accelerator.backward(loss * scale)
         losses.append(loss.detach())
     tokens = sum(batch["attention_mask"].sum() * share for batch, share in moved)
@@ -896,13 +890,8 @@ def check_weights(run: Run) -> None:
 def load_best(run: Run) -> int:
     """Loads the checkpoint of the best evaluation, if it is not the last one. Returns the step of the model."""
     progress, arguments = run.progress, run.arguments
-    if not arguments.load_best_model_at_end or progress.best_step in (None, progress.step):
-        return progress.step
-    if arguments.save_strategy == "no":
-        run.accelerator.print(
-            f"the model is that of step {progress.step:,}; the best one, of step {progress.best_step:,}, was not saved "
-            "with --save_strategy no"
-        )
+    is_saved = arguments.load_best_model_at_end and arguments.save_strategy != "no"
+    if not is_saved or progress.best_step in (None, progress.step):
         return progress.step
     run.checkpoints.load(run.checkpoints.path(progress.best_step))
     run.evaluated = None
@@ -917,13 +906,13 @@ def evaluated(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
 def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
     """Writes the model with its code and tokenizer, predictions, metrics, pictures and card."""
     from toolkit.confusion_matrix import plot_confusion
-    from toolkit.training import merged, plot_curves
+    from toolkit.training import merged, plot_curves, write_card
 
     output, task = run.output, run.task
     for split, (_, predictions) in evaluations.items():
         if predictions:
             write_predictions(run, split, predictions)
-    metrics = {split: {**own, "rows": len(run.rows[split])} for split, (own, _) in evaluations.items()}
+    metrics = {split: own for split, (own, _) in evaluations.items()}
     if run.progress is not None:
         model = merged(run.accelerator.unwrap_model(run.model))
         task.save_settings(model.config)
@@ -936,25 +925,23 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
             references = [row["label"] for row in run.rows[split]]
             found = [row["prediction"] for row in evaluations[split][1]]
             plot_confusion(output / "confusion_matrix.png", task.labels, references, found)
-        found = {split: own for split, (own, _) in evaluations.items()}
-        write_model_card(run, found, type(model).__name__.removeprefix("FSDP"))
-    write_json(output / METRICS, metrics | run_report(run))  # last: it says that the run is finished
+        write_card(run, metrics, type(model).__name__.removeprefix("FSDP"))
+    report = {split: {**own, "rows": len(run.rows[split])} for split, own in metrics.items()}
+    write_json(output / METRICS, report | run_report(run))  # last: it says that the run is finished
 
 
 def run_report(run: Run) -> dict:
     """What metrics.json has besides the metrics."""
-    lengths = lengths_of(run)
-    if run.progress is None:
-        return {"lengths": lengths}
-    progress = run.progress
-    return {
+    progress, report = run.progress, {"lengths": lengths_of(run)}
+    if progress is None:
+        return report
+    return report | {
         "step": run.saved_step,
         "updates": progress.step,
         "metric_for_best_model": run.metric,
         "seconds": progress.seconds,
         "processes": progress.processes,
         "label_counts": run.task.label_counts,
-        "lengths": lengths,
         "data": progress.data,
         "history": progress.history,
     }
@@ -972,34 +959,6 @@ def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
     write_text(run.output / f"predictions_{split}.jsonl", "".join(f"{line}\n" for line in lines))
     if table := run.task.table_by_label(run.rows[split], predictions):
         DataFrame(table).to_csv(run.output / f"labels_{split}.csv", index=False)
-
-
-def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
-    """Writes README.md. It names files and folders by their last part only."""
-    from toolkit.training import write_card
-
-    data, progress = run.data, run.progress
-    given = with_paths(run.settings, public_path)
-    defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
-    write_card(
-        run.output,
-        metrics,
-        task=run.task.name,
-        model_name=run.arguments.hub_model_id or run.output.resolve().name,
-        model_class=model_class,
-        base=given["model"],
-        base_model=data.model if data.model and is_hub_id(data.model) else None,
-        data=given["dataset"] or ", ".join(given["train_file"]),
-        datasets=[data.dataset] if data.dataset and is_hub_id(data.dataset) else None,
-        labels=run.task.labels,
-        rows={split: len(rows) for split, rows in run.rows.items()},
-        step=run.saved_step,
-        chosen_by=run.metric if run.saved_step == progress.best_step else None,
-        max_length=data.max_length,
-        settings={
-            name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE
-        },
-    )
 
 
 def push(run: Run) -> None:

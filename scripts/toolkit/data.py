@@ -151,8 +151,8 @@ def open_files(
             raise FileNotFoundError(f"{flag} {pattern} matches no file; expected a file, a folder or a pattern.")
         for each, name in zip(paths, names, strict=True):
             files.append(file := File(system, each, name, encoding, delimiter, txt_format))
-            if file.format not in FORMATS:
-                expected = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
+            if file.format not in READERS:
+                expected = f"{', '.join(READERS)}, also with {', '.join(COMPRESSIONS)}"
                 raise ValueError(f"{flag} {name} has an unknown format {file.format!r}; expected {expected}.")
     return files
 
@@ -160,7 +160,7 @@ def open_files(
 def is_data(path: str) -> bool:
     """Whether a file of a folder is data, by its path in it: no README, and not hidden or in a hidden folder."""
     parts = path.lower().strip("/").split("/")
-    endings = tuple(ending + compression for ending in FORMATS for compression in ("", *COMPRESSIONS))
+    endings = tuple(ending + compression for ending in READERS for compression in ("", *COMPRESSIONS))
     return parts[-1].endswith(endings) and not any(part.startswith((".", "_")) for part in parts)
 
 
@@ -304,7 +304,6 @@ READERS: dict[str, Callable[[File], Contents]] = {
     ".parquet": read_parquet,
     ".conll": read_conll,
 }
-FORMATS = tuple(READERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -556,35 +555,33 @@ def hold_out(
         strata: of each row, such as its label: each has about the same share of rows held out, and keeps one.
 
     Raises:
-        ValueError: nothing is held out, or nothing is left.
+        ValueError: nothing is held out.
     """
     random = np.random.default_rng(seed)
     groups = connected(keys)
     by_stratum = defaultdict(list)
     for group in groups:
         by_stratum[strata[group[0]]].append(group)
-    held_out: list[int] = []
-    wanted = 0.0
+    held_out, wanted = [], 0.0
     for stratum in by_stratum.values():
         # What one label has too few rows for is left to the next one.
         wanted += fraction * sum(map(len, stratum))
         for i in random.permutation(len(stratum))[1:]:
             if len(held_out) + len(stratum[i]) / 2 <= wanted:
                 held_out += stratum[i]
-    kept = sorted(set(range(len(keys))) - set(held_out))
-    if not held_out or not kept:
+    if not held_out:
         raise ValueError(
-            f"--validation_fraction is {fraction}, which holds out {len(held_out)} of {len(keys)} rows in "
-            f"{len(groups)} groups; expected at least one on each side."
+            f"--validation_fraction is {fraction}, which holds out none of {len(keys)} rows in {len(groups)} groups; "
+            "expected one or more."
         )
-    return kept, sorted(held_out)
+    return sorted(set(range(len(keys))) - set(held_out)), sorted(held_out)
 
 
 def connected(keys: Sequence[Sequence[object]]) -> list[list[int]]:
     """The numbers of rows in groups: rows that share a key are in one."""
-    import networkx  # it takes a moment
+    from networkx.utils import UnionFind  # it takes a moment
 
-    graph = networkx.Graph()  # of numbers of rows and their keys
+    parts = UnionFind()  # of numbers of rows and their keys
     for row, own in enumerate(keys):
-        graph.add_edges_from((row, key) for key in enumerate(own))
-    return [sorted(each for each in part if isinstance(each, int)) for part in networkx.connected_components(graph)]
+        parts.union(row, *enumerate(own))
+    return [sorted(each for each in part if isinstance(each, int)) for part in parts.to_sets()]

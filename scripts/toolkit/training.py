@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from toolkit.files import read_json_object, write_json
-from toolkit.paths import public_path, with_paths
+from toolkit.paths import is_hub_id, public_path, with_paths
 from toolkit.pictures import new_figure
 
 # Rows are sorted by length within groups of this many batches, drawn at random.
@@ -34,6 +34,21 @@ BATCHES_SORTED_TOGETHER = 50
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
 PROGRESS = "progress.json"
+
+# Arguments that change no weight: they may differ when a run is resumed.
+FREE_TO_CHANGE = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "report_to",
+    "logging_steps",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "per_device_eval_batch_size",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -78,8 +93,7 @@ def own_rows(step: np.ndarray, accelerator) -> list[int]:
 
 def seed_update(seed: int, step: int, rank: int) -> None:
     """Seeds dropout for an update. A resumed run draws what the uninterrupted run draws."""
-    number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-    torch.manual_seed(number)
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
 
 
 def fingerprint(rows: Sequence[dict], examples: Sequence[dict]) -> str:
@@ -151,7 +165,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
         ) from error
 
 
-def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
+def freeze(model: nn.Module, what: str | None, new_weights: Set[str]) -> None:
     """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
     with the embeddings. In an encoder-decoder these are parts of the encoder, with what the decoder shares with it.
 
@@ -177,7 +191,7 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
             parameter.requires_grad = False
 
 
-def add_lora(model: nn.Module, arguments, new_weights: Set[str] = frozenset()) -> nn.Module:
+def add_lora(model: nn.Module, arguments, new_weights: Set[str]) -> nn.Module:
     """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and with its model head trained.
 
     Args:
@@ -185,12 +199,11 @@ def add_lora(model: nn.Module, arguments, new_weights: Set[str] = frozenset()) -
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: modules with an adapter share a weight.
+        ValueError: encoder and decoder share their weights.
     """
     if not arguments.lora_rank:
         return model
-    weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
-    if len(set(map(id, weights))) < len(weights):
+    if getattr(model.config, "tie_encoder_decoder", False):
         # Each module has an adapter of its own; merging would add both to the one weight.
         raise ValueError(
             "--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), "
@@ -276,7 +289,7 @@ class Checkpoints:
 
     folder: Path
     accelerator: Any
-    keep: int | None
+    keep: int
 
     def complete(self) -> list[Path]:
         """The oldest first."""
@@ -316,7 +329,7 @@ class Checkpoints:
 
     def remove_old(self, best_step: int | None) -> None:
         """Keeps the last ones and the best one."""
-        for path in self.complete()[: -self.keep] if self.keep else []:
+        for path in self.complete()[: -self.keep]:
             if step_of(path) != best_step:
                 # Renamed first: a partly removed one is not taken for complete.
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}-removed")))
@@ -368,35 +381,56 @@ def plot_curves(path: Path, history: Sequence[dict], metric: str) -> None:
                 axis.legend(frameon=False)
 
 
-def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **values) -> None:
-    """Writes README.md from the template beside this file.
+def write_card(run, metrics: Mapping[str, Mapping[str, float]], model_class: str) -> None:
+    """Writes README.md from the template beside this file. It names files and folders by their last part only.
 
     Args:
         metrics: of each split.
-        values: what the template and the metadata show.
+        model_class: the name of the class of the model.
     """
-    values |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    name = values["model_class"].removeprefix("Scratch")
-    values["auto_class"] = next(auto for auto, path in AUTO_MAP.items() if path.endswith(f"Scratch{name}"))
-    values["has_confusion"] = (folder / "confusion_matrix.png").exists()
-    dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
+    data, output = run.data, run.output
+    given = with_paths(run.settings, public_path)
+    defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
+    rows_of = given["dataset"] or ", ".join(given["train_file"])
+    model_name = run.arguments.hub_model_id or output.resolve().name
     results = [
-        EvalResult(values["task"], metric_type=name, metric_value=value, dataset_split=split, **dataset)
+        EvalResult(run.task.name, rows_of, rows_of, name, value, dataset_split=split)
         for split, own in metrics.items()
         for name, value in own.items()
         if math.isfinite(value)
     ]
-    data = ModelCardData(
+    metadata = ModelCardData(
         library_name="transformers",
-        pipeline_tag=values["task"],
-        base_model=values["base_model"],
-        datasets=values["datasets"],
-        tags=["scratchbert"] if values["model_class"].startswith("Scratch") else None,
-        model_name=values["model_name"] if results else None,
+        pipeline_tag=run.task.name,
+        base_model=data.model if data.model and is_hub_id(data.model) else None,
+        datasets=[data.dataset] if data.dataset and is_hub_id(data.dataset) else None,
+        tags=["scratchbert"] if model_class.startswith("Scratch") else None,
+        model_name=model_name if results else None,
         eval_results=results or None,
     )
-    template = str(Path(__file__).with_name("training_card.jinja"))
-    ModelCard.from_template(data, template_path=template, metrics=metrics, **values).save(folder / "README.md")
+    own_class = f".Scratch{model_class.removeprefix('Scratch')}"
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("training_card.jinja")),
+        model_name=model_name,
+        model_class=model_class,
+        auto_class=next(auto for auto, path in AUTO_MAP.items() if path.endswith(own_class)),
+        base=given["model"],
+        data=rows_of,
+        labels=run.task.labels,
+        metrics=metrics,
+        rows={split: len(rows) for split, rows in run.rows.items()},
+        step=run.saved_step,
+        chosen_by=run.metric if run.saved_step == run.progress.best_step else None,
+        has_confusion=(output / "confusion_matrix.png").exists(),
+        max_length=data.max_length,
+        settings={
+            name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE
+        },
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+    card.save(output / "README.md")
 
 
 # ------------------------------------------------------------------------------------------------ the Hub
@@ -438,14 +472,12 @@ def push_run(folder: Path, repo: str, *, private: bool) -> CommitInfo:
         HfHubHTTPError, HTTPError, RuntimeError: the Hub refuses, or cannot be reached.
     """
     paths = sorted({path for pattern in UPLOADED for path in folder.glob(pattern)})
-    contents: dict[str, Path | bytes] = {path.name: path for path in paths}
-    if "recipe.yaml" in contents:
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        public = with_paths(recipe, public_path)
-        contents["recipe.yaml"] = yaml.safe_dump(public, sort_keys=False, allow_unicode=True).encode()
     for path in paths:
         if path.suffix not in (".safetensors", ".png"):  # their bytes can match any pattern
             check_no_secret(path)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    public = yaml.safe_dump(with_paths(recipe, public_path), sort_keys=False, allow_unicode=True)
+    contents = {path.name: path for path in paths} | {"recipe.yaml": public.encode()}
     api = HfApi()
     api.create_repo(repo, private=private or None, exist_ok=True)
     if private and not api.model_info(repo).private:

@@ -196,12 +196,9 @@ def test_the_best_threshold():
         def f1(threshold: float, drawn=drawn) -> float:
             return sum(best_match(text if score > threshold else "", gold)[1] for text, gold, score in drawn)
 
-        answers, golds = (
-            [(text, score) for text, _, score in drawn],
-            [[(each, 0) for each in gold] for _, gold, _ in drawn],
-        )
+        answers, golds = [(text, score, 0) for text, _, score in drawn], [gold for _, gold, _ in drawn]
         assert f1(best_threshold(answers, golds)) == pytest.approx(max(f1(each) for each in (-1, 0, 1, 2, 3)))
-    answers, gold = [("x", score) for score in (3.0, 1.0, 1.00005, -2.0)], [("x", 0)]
+    answers, gold = [("x", score, 0) for score in (3.0, 1.0, 1.00005, -2.0)], ["x"]
     for golds, expected in {
         (1, 1, 1, 1): -3,
         (1, 1, 1, 0): -0.5,

@@ -12,7 +12,9 @@ from huggingface_hub import ModelCard
 from torch import nn
 from transformers import get_scheduler
 
+import train
 from support.models import SPECIAL, random_scratchbert
+from toolkit.tasks import ARGUMENTS
 from toolkit.training import epoch_batches, evaluation_batches, freeze, make_optimizer, make_schedule, write_card
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 1003).tolist()
@@ -96,7 +98,7 @@ def test_freeze(what, trained):
 def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(what, sharing):
     fields = {"share_embeddings": sharing != "nothing", "tie_encoder_decoder": sharing == "all", **SPECIAL}
     model = random_scratchbert("ForConditionalGeneration", is_encoder_decoder=True, **fields)
-    freeze(model, what)
+    freeze(model, what, set())
     frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
     names = {name for name, _ in model.named_parameters() if name.startswith("model.encoder.")}
     embeddings = {name for name in names if ".embeddings." in name}
@@ -146,12 +148,13 @@ def test_schedules_are_continued(name, given, tmp_path):
 def test_the_metadata_of_a_card(tmp_path):
     """Values that are not finite are in the table only."""
     metrics = {"validation": {"accuracy": 0.75, "pearson": math.nan}, "test": {"accuracy": 0.5}}
-    names = {"model_name": "ada/reviews", "model_class": "ScratchBertForSequenceClassification"}
-    names |= {"data": "user/data", "datasets": ["user/data"]}
-    numbers = {"rows": {"train": 1000, "validation": 5}, "step": 7, "chosen_by": "accuracy", "max_length": 9}
-    texts = {"labels": ["a", "b"], "settings": {"labels": ["a", "b"], "seed": 3}}
-    base = {"base": "user/bert", "base_model": "user/bert"}
-    write_card(tmp_path, metrics, task="text-classification", **names, **numbers, **texts, **base)
+    given = {"model": "user/bert", "dataset": "user/data", "labels": ["a", "b"]}
+    arguments = train.TrainingArguments(hub_model_id="ada/reviews", output_dir=str(tmp_path), seed=3)
+    task = SimpleNamespace(name="text-classification", labels=["a", "b"], metric_names=["accuracy"])
+    rows = {"train": range(1000), "validation": range(5)}
+    this = train.Run(task, ARGUMENTS["classification"](**given), arguments, None, rows, {})
+    this.progress, this.saved_step = SimpleNamespace(best_step=7), 7
+    write_card(this, metrics, "ScratchBertForSequenceClassification")
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.datasets, card.data.pipeline_tag) == (
         "user/bert",
@@ -162,6 +165,7 @@ def test_the_metadata_of_a_card(tmp_path):
     assert results == {("validation", "accuracy"): 0.75, ("test", "accuracy"): 0.5}
     assert "| pearson | nan |" in card.text
     assert "1,000 train, 5 validation" in card.text
+    assert "- seed: 3" in card.text
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     compile(code, "card", "exec")
     assert 'AutoModelForSequenceClassification.from_pretrained("ada/reviews", trust_remote_code=True)' in code

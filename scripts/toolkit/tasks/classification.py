@@ -107,9 +107,9 @@ class Classification(LabelTask):
         return row["label"] if self.problem == "single_label" else None
 
     def encode(self, rows):
-        texts = [row["text"] for row in rows]
-        pairs = [row["text_pair"] for row in rows] if self.pair else None
-        examples = list(tokenize(self.tokenizer, texts, pairs, self.arguments.max_length))
+        names = ["text", "text_pair"] if self.pair else ["text"]
+        texts = [[row[name] for row in rows] for name in names]
+        examples = list(tokenize(self.tokenizer, self.arguments.max_length, *texts))
         for row, example in zip(rows, examples, strict=True):
             if "label" in row:
                 example["labels"] = self.target(row["label"])

@@ -67,8 +67,7 @@ class MaskedLM(Task):
     def pieces(self, rows: list[dict]) -> Iterator[tuple[int, list[int], int]]:
         """The tokens of each sequence without [CLS] and [SEP], the row where it starts, and how many are cut off."""
         room = self.arguments.max_length - 2
-        buffer: list[int] = []
-        first = 0
+        buffer, first = [], 0
         for number, encoding in encodings(self.tokenizer, [row["text"] for row in rows], add_special_tokens=False):
             ids = encoding.ids
             if not ids:
@@ -76,8 +75,11 @@ class MaskedLM(Task):
             if self.arguments.line_by_line:
                 yield number, ids[:room], max(len(ids) - room, 0)
                 continue
-            first = first if buffer else number
-            buffer += [*([self.tokenizer.sep_token_id] if buffer else []), *ids]
+            if buffer:
+                buffer.append(self.tokenizer.sep_token_id)
+            else:
+                first = number
+            buffer += ids
             while len(buffer) >= room:
                 yield first, buffer[:room], 0
                 buffer, first = buffer[room:], number

@@ -60,16 +60,13 @@ class Seq2Seq(Task):
 
     def encode(self, rows):
         longest = self.arguments.max_target_length + 1  # with [CLS], which labels lack
-        sources = tokenize(self.tokenizer, [row["source"] for row in rows], None, self.arguments.max_length)
-        if rows and "target" not in rows[0]:
-            return list(sources)
-        targets = tokenize(self.tokenizer, [row["target"] for row in rows], None, longest)
-        examples = []
-        for example, target in zip(sources, targets, strict=True):
+        sources = [row["source"] for row in rows]
+        examples = list(tokenize(self.tokenizer, self.arguments.max_length, sources))
+        targets = [row["target"] for row in rows if "target" in row]
+        for example, target in zip(examples, tokenize(self.tokenizer, longest, targets), strict=False):
             example["labels"] = target["input_ids"][1:]
             example["cut"] += target["cut"]
             example["length"] += len(example["labels"])  # of both, to sort by
-            examples.append(example)
         return examples
 
     def collate(self, examples, seed=()):
@@ -129,12 +126,11 @@ class Seq2Seq(Task):
         """Rows with the same source are one item, with several right targets."""
         if not self.texts:
             return {}
-        right: dict[str, list[str]] = {}
-        written: dict[str, str] = {}
+        right, written = {}, {}
         for row, prediction in zip(rows, predictions, strict=True):
             right.setdefault(row["source"], []).append(row["target"])
             written.setdefault(row["source"], prediction["prediction"])
-        values: dict[str, float] = {}
+        values = {}
         for name in self.texts:
             values |= METRICS[name].of(list(written.values()), list(right.values()))
         return values
@@ -154,7 +150,7 @@ class Rouge(TextMetric):
         types = SEQ2SEQ_METRICS["rouge"]
         scorer = RougeScorer(types)
         scores = [scorer.score_multi(right, text) for text, right in zip(predictions, references, strict=True)]
-        return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in types}
+        return {name: np.mean([score[name].fmeasure for score in scores]) for name in types}
 
 
 class Sacrebleu(TextMetric):
@@ -181,8 +177,8 @@ class ErrorRate(TextMetric):
         ]
         edits, lengths = np.array(best).T
         return {
-            "token_error_rate": float(edits.sum() / max(lengths.sum(), 1)),
-            "item_error_rate": float((edits > 0).mean()),
+            "token_error_rate": edits.sum() / max(lengths.sum(), 1),
+            "item_error_rate": (edits > 0).mean(),
         }
 
 

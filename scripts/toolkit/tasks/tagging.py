@@ -73,7 +73,7 @@ class Tagging(LabelTask):
         room = length - self.tokenizer.num_special_tokens_to_add()
         if room <= stride:
             raise ValueError(f"--stride is {stride}; expected less than {room}, with --max_length {length}.")
-        examples: list[dict] = []
+        examples = []
         encoded = encodings(
             self.tokenizer,
             [row["words"] for row in rows],
@@ -81,7 +81,6 @@ class Tagging(LabelTask):
             truncation=True,
             max_length=length,
             stride=stride,
-            return_overflowing_tokens=True,
         )
         for row, group in groupby(encoded, lambda each: each[0]):
             windows = [encoding for _, encoding in group]
@@ -140,15 +139,15 @@ def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int,
     """
     before = next((i for i, word in enumerate(windows[0]) if word is not None), 0)  # [CLS]
     step = max(sum(word is not None for word in windows[0]) - stride, 1)  # a single window may be short
-    first: dict[int, int] = {}  # from a word to its first token in the whole text
-    for k, window in enumerate(windows):
+    tagged = [{} for _ in windows]
+    seen = {None}
+    for number, window in enumerate(windows):
         for i, word in enumerate(window):
-            if word is not None:
-                first.setdefault(word, k * step + i - before)
-    tagged: list[dict[int, int]] = [{} for _ in windows]
-    for word, token in first.items():
-        k = min(max((token - stride // 2) // step, 0), len(windows) - 1)
-        tagged[k][word] = token - k * step + before
+            if word not in seen:
+                seen.add(word)
+                token = number * step + i - before  # in the whole text
+                own = min(max((token - stride // 2) // step, 0), len(windows) - 1)
+                tagged[own][word] = token - own * step + before
     return tagged
 
 
@@ -158,11 +157,11 @@ def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int,
 def list_of(content: dict, column: str) -> list:
     """The words or tags of a row: a list, or a text with spaces."""
     value: Any = value_of(content, column)
-    if value in (None, []) or (isinstance(value, str) and not value.strip()):
-        raise EmptyText(f"{column!r} is empty; expected a list, or words separated by spaces")
-    if isinstance(value, str) and not value.strip().startswith("["):
+    if isinstance(value, str) and not value.lstrip().startswith("["):
         value = value.split()
-    if not isinstance(value, list) or not value:
+    if value in (None, []):
+        raise EmptyText(f"{column!r} is empty; expected a list, or words separated by spaces")
+    if not isinstance(value, list):
         raise ValueError(f"{column!r} is {value!r}; expected a list, or words separated by spaces")
     for each in value:
         if not isinstance(each, str) and (type(each) is not int or each < 0):

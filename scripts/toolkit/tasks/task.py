@@ -58,12 +58,12 @@ class Task(ABC):
 
     def __init__(self, arguments: TaskArguments):
         self.arguments = arguments
-        self.say: Callable[[str], None] = print
+        self.say = print
         source = getattr(arguments, "tokenizer_name", None) or arguments.model
         with about(source):
             self.tokenizer = open_tokenizer(source, getattr(arguments, "trust_remote_code", False))
-        self.label_counts: Counter[str] = Counter()
-        self.new_weights: set[str] = set()
+        self.label_counts = Counter()
+        self.new_weights = set()
 
     # -- data
 
@@ -149,7 +149,7 @@ class Task(ABC):
                 or the tokenizer has more tokens than the model.
         """
         # An update is often too small for a weight in half precision. --bf16 keeps float32 weights as well.
-        options: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if self.arguments.implementation == "scratchbert":
             options["padding_free"] = True
         source = self.arguments.model
@@ -195,10 +195,6 @@ class Task(ABC):
         """What `decode` needs of each example."""
         return [None] * len(batch["input_ids"])
 
-    def loss(self, model, batch: Batch) -> torch.Tensor:
-        """The loss of a batch in the training."""
-        return self.loss_of(self.logits(model, batch), batch)
-
     def answer(self, model, batch: Batch) -> list:
         """What `decode` needs of each example, of a batch without labels; None if the model's numbers are not
         finite."""
@@ -239,11 +235,10 @@ class Task(ABC):
 def pad(examples: list[dict], pad_token_id: int) -> Batch:
     """The inputs and targets of examples. Arrays, with a value for each token, are padded on the right: `(B, T)`."""
     batch = {"attention_mask": padded([np.ones(len(example["input_ids"])) for example in examples], 0)}
-    for name in ("input_ids", "token_type_ids", "labels", "start_positions", "end_positions"):
+    for name, padding in {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORED}.items():
         if name in examples[0]:
             values = [example[name] for example in examples]
             is_array = isinstance(values[0], np.ndarray)
-            padding = {"input_ids": pad_token_id, "labels": IGNORED}.get(name, 0)
             batch[name] = padded(values, padding) if is_array else torch.tensor(values)
     return batch
 
@@ -253,11 +248,17 @@ def padded(arrays: list[np.ndarray], padding: int) -> torch.Tensor:
 
 
 def encodings(tokenizer, *texts: Sequence, **options) -> Iterator[tuple[int, Any]]:
-    """The encodings of texts or pairs of texts, in order, each with the index of its row."""
+    """The encodings of texts or pairs of texts, in order, each with the index of its row. With `stride`, a row has an
+    encoding for each window."""
     rows = list(zip(*texts, strict=True))
     for start in range(0, len(rows), ROWS_TOGETHER):
         chunk = rows[start : start + ROWS_TOGETHER]
-        encoded = tokenizer(*map(list, zip(*chunk, strict=True)), verbose=False, **options)
+        encoded = tokenizer(
+            *map(list, zip(*chunk, strict=True)),
+            verbose=False,
+            return_overflowing_tokens="stride" in options,
+            **options,
+        )
         numbers = encoded.get("overflow_to_sample_mapping", range(len(chunk)))
         for number, encoding in zip(numbers, encoded.encodings, strict=True):
             yield start + number, encoding
@@ -272,17 +273,17 @@ def example_of(encoding, row: int, cut: int = 0) -> dict:
     return example
 
 
-def tokenize(tokenizer, texts: list[str], pairs: list[str] | None, max_length: int) -> Iterator[dict]:
+def tokenize(tokenizer, max_length: int, *texts: list[str]) -> Iterator[dict]:
     """An example of each text or pair of texts."""
-    inputs = [texts] if pairs is None else [texts, pairs]
-    special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
-    least = special + len(inputs)
+    is_pair = len(texts) == 2
+    special = tokenizer.num_special_tokens_to_add(is_pair)
+    least = special + len(texts)
     if max_length < least:
         raise ValueError(f"--max_length is {max_length}; expected at least {least}, for a token of each text.")
-    for row, encoding in encodings(tokenizer, *inputs, truncation=True, max_length=max_length):
+    for row, encoding in encodings(tokenizer, *texts, truncation=True, max_length=max_length):
         cut = sum(len(rest.ids) - special for rest in encoding.overflowing)
-        if cut and pairs is not None:  # the rest of a pair has tokens twice
-            whole = tokenizer(texts[row], pairs[row], verbose=False)["input_ids"]
+        if cut and is_pair:  # the rest of a pair has tokens twice
+            whole = tokenizer(*(own[row] for own in texts), verbose=False)["input_ids"]
             cut = len(whole) - len(encoding.ids)
         yield example_of(encoding, row, cut)
 
