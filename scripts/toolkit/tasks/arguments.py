@@ -13,7 +13,7 @@ SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
 WORDS = ("tokens", "words")
 SOURCES = ("source", "text", "article", "document", "en")
 
-# Of each rule, a value that is true if it is broken, and what is wrong then.
+# For each rule, a value that is true if the rule is broken, and what is wrong then.
 Problems = Iterator[tuple[object, str]]
 
 # The least values of numbers, where they are not 1 for an integer and 0 for others.
@@ -29,8 +29,8 @@ def problems_of_numbers(arguments) -> Problems:
     """For each argument that is a number, whether it is too small or not finite, and what is wrong then."""
     for each in fields(arguments):
         value = getattr(arguments, each.name)
-        if type(value) in (int, float):
-            least = LEAST.get(each.name, int(type(value) is int))
+        if type(value) in (int, float):  # no boolean
+            least = LEAST.get(each.name, 1 if isinstance(value, int) else 0)
             yield not least <= value < math.inf, f"--{each.name} is {value}; expected {least} or more."
 
 
