@@ -63,7 +63,6 @@ TASK_FLAGS = {
 QUANTIZED = ("uint8", "binary", "ubinary")
 TOKENS_ON_CPU, TOKENS_ON_ACCELERATOR = 2048, 16384
 TRIED_ROWS = 256  # of --dry_run
-SECONDS_BETWEEN_LOG_LINES = 60
 LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
@@ -362,7 +361,6 @@ class Run:
             require("sentence_transformers")
         if args.ray:
             require("ray")
-        args.txt_format = "lines"
         self.devices, self.threads = devices_and_threads(args)
         is_cpu = (self.devices or [args.device or "cpu"])[0] == "cpu"
         args.tokens_per_batch = args.tokens_per_batch or (TOKENS_ON_CPU if is_cpu else TOKENS_ON_ACCELERATOR)
@@ -600,6 +598,7 @@ class Run:
             CommandError: the input has changed meanwhile; or those of the engine.
         """
         from toolkit.corpus.workers import run_locally, run_on_ray
+        from toolkit.progress import progress_bar
 
         size, totals = self.args.part_rows, Totals()
         if not numbers:
@@ -611,7 +610,8 @@ class Run:
             again = "the same command" if self.args.update or self.args.shard else "the same command with --resume"
             finished = run_locally(job, parts, self.devices, again)
         expected = sum(min(size, self.rows - size * number) for number in numbers)
-        with self.interruptible(), progress_bar(expected, self.args.task) as bar:
+        bar_of_rows = progress_bar(expected, unit="rows", unit_scale=True, desc=self.args.task)
+        with self.interruptible(), bar_of_rows as bar:
             for done in finished:
                 totals.rows += done.rows
                 totals.tokens += done.tokens
@@ -727,19 +727,6 @@ class Totals:
 def shown(value):
     """A value without most of a vector."""
     return [*value[:3], "…"] if isinstance(value, list) and len(value) > 3 else value
-
-
-def progress_bar(total: int, what: str):
-    """A bar in a terminal; in a log, a line a minute."""
-    from tqdm import tqdm
-
-    from toolkit.progress import LogLines
-
-    is_terminal = sys.stderr.isatty()
-    options = {"total": total, "unit": "rows", "unit_scale": True, "desc": what, "dynamic_ncols": is_terminal}
-    if is_terminal:
-        return tqdm(mininterval=0.5, **options)
-    return LogLines(mininterval=SECONDS_BETWEEN_LOG_LINES, **options)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,9 +34,17 @@ from typing import Any, Literal
 import yaml
 from filelock import FileLock, Timeout
 
-from toolkit.cli import CommandError, Parser, about, continuing_when_output_is_closed, handling_stop_signals, one_line
+from toolkit.cli import (
+    CommandError,
+    Parser,
+    about,
+    continuing_when_output_is_closed,
+    first_of,
+    handling_stop_signals,
+    one_line,
+)
 from toolkit.files import find_shipped, to_json, write_json, write_text
-from toolkit.paths import is_hub_id, public_path, with_paths
+from toolkit.paths import with_paths
 from toolkit.tasks import ARGUMENTS, task_class
 from toolkit.tasks.arguments import Problems, TaskArguments, flag, problems_of_numbers
 
@@ -45,22 +53,6 @@ if (rank := os.environ.get("RANK", "0")) != "0":
     COMMAND.prog += f" (process {rank})"
 
 RECIPE, METRICS = "recipe.yaml", "metrics.json"
-
-# Arguments that change no weight: they may differ when a run is resumed.
-FREE_TO_CHANGE = {
-    "output_dir",
-    "resume_from_checkpoint",
-    "dry_run",
-    "report_to",
-    "logging_steps",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "per_device_eval_batch_size",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_private_repo",
-}
 
 
 # =========================================================================================================== arguments
@@ -106,7 +98,7 @@ class TrainingArguments:
         "when a checkpoint is saved, besides the best and the last; no: never", "epoch"
     )
     save_steps: int = flag("updates between checkpoints with --save_strategy steps", 500)
-    save_total_limit: int | None = flag("number of checkpoints to keep besides the best", 2)
+    save_total_limit: int = flag("number of checkpoints to keep besides the best", 2)
     load_best_model_at_end: bool = flag("save the model of the best evaluation instead of the last one", True)
     metric_for_best_model: str | None = flag("the metric of the best evaluation; default: that of the task")
     early_stopping_patience: int | None = flag("stop after this many evaluations without a better metric")
@@ -122,20 +114,16 @@ class TrainingArguments:
     dry_run: bool = flag("check data and model, print the first inputs, and write nothing", False)
 
     def problems(self) -> Problems:
-        """For each rule, whether it is broken, and what is wrong then."""
-        yield self.output_dir is None, "--output_dir is missing; expected the folder to write."
+        """The rules between the arguments."""
+        yield not self.output_dir, "--output_dir is missing; expected the folder to write."
         yield self.bf16 and self.fp16, "--bf16 and --fp16 are given; expected one of them."
-        yield self.max_steps == 0, "--max_steps is 0; expected 1 or more, or -1."
-        yield self.num_train_epochs == 0, "--num_train_epochs is 0; expected more."
+        yield not self.max_steps, "--max_steps is 0; expected 1 or more, or -1."
+        yield not self.num_train_epochs, "--num_train_epochs is 0; expected more."
         yield (
-            self.eval_strategy == "steps" and self.eval_steps is None,
-            "--eval_strategy is steps; expected --eval_steps with it.",
+            (self.eval_strategy == "steps") != bool(self.eval_steps),
+            "one of --eval_strategy steps and --eval_steps N is given; expected both or none.",
         )
-        yield (
-            self.eval_strategy != "steps" and self.eval_steps is not None,
-            "--eval_steps is given; expected --eval_strategy steps with it.",
-        )
-        yield bool(self.lora_rank and self.freeze), "--lora_rank and --freeze are given; expected one of them."
+        yield self.lora_rank and self.freeze, "--lora_rank and --freeze are given; expected one of them."
         yield (
             self.push_to_hub and (self.hub_model_id or "").count("/") != 1,
             "--push_to_hub is given; expected --hub_model_id user/name with it.",
@@ -148,15 +136,15 @@ class TrainingArguments:
 
 
 def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
-    """The rules between the arguments: whether each is broken, and what is wrong then."""
+    """All rules."""
     for own in (data, arguments):
         yield from problems_of_numbers(own)
         yield from own.problems()
-    has_rows = data.has_validation or data.has_test
-    is_new = getattr(data, "config_name", None) is not None
-    yield data.model is None and not is_new, "--model is missing; expected a folder or a hub id."
+    has_rows = data.has_validation or data.test_file or data.test_split
+    is_new = getattr(data, "config_name", None)
+    yield not (data.model or is_new), "--model is missing; expected a folder or a hub id."
     yield (
-        is_new and bool(arguments.freeze or arguments.lora_rank),
+        is_new and (arguments.freeze or arguments.lora_rank),
         "--freeze or --lora_rank is given with --config_name, whose weights are random; expected --model.",
     )
     yield (
@@ -168,46 +156,47 @@ def rules(data: TaskArguments, arguments: TrainingArguments) -> Problems:
         "--evaluate_only is given; expected validation or test rows with it.",
     )
     yield (
-        arguments.evaluate_only and data.validation_fraction is not None,
+        arguments.evaluate_only and data.validation_fraction,
         "--validation_fraction is given with --evaluate_only; expected --validation_file or --test_file.",
     )
     smooths = data.smooths_labels and getattr(data, "problem", "single_label") == "single_label"
     yield (
-        arguments.label_smoothing_factor > 0 and not smooths,
+        arguments.label_smoothing_factor and not smooths,
         "--label_smoothing_factor is given; expected a task with one label for each text, word or token.",
     )
     yield (
-        arguments.early_stopping_patience is not None and arguments.eval_strategy == "no",
+        arguments.early_stopping_patience and arguments.eval_strategy == "no",
         "--early_stopping_patience is given with --eval_strategy no; expected epoch or steps.",
     )
     for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
         yield (
-            getattr(arguments, name) is not None and not data.has_validation,
+            getattr(arguments, name) and not data.has_validation,
             f"--{name} is given; expected validation rows with it.",
         )
     yield (
-        data.max_eval_samples is not None and not has_rows,
+        data.max_eval_samples and not has_rows,
         "--max_eval_samples is given; expected validation or test rows with it.",
     )
 
 
 def parse(argv: list[str]) -> tuple[str, TaskArguments, TrainingArguments]:
-    """The task and its arguments. Exits with code 2 and one line if one is wrong."""
+    """The task and its arguments.
+
+    Raises:
+        OSError, ValueError, yaml.YAMLError: an argument is wrong, or the recipe cannot be read.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         sys.exit(0)
     task = argv[0]
     if task not in ARGUMENTS:
-        COMMAND.error(
+        raise ValueError(
             f"the task is {task}; expected one of {', '.join(ARGUMENTS)}. `train.py --help` shows how to start."
         )
-    try:
-        data, arguments = parse_arguments(task, argv[1:])
-    except (OSError, ValueError) as error:
-        COMMAND.error(error)
+    data, arguments = parse_arguments(task, argv[1:])
     for is_broken, message in rules(data, arguments):
         if is_broken:
-            COMMAND.error(message)
+            raise ValueError(message)
     return task, data, arguments
 
 
@@ -220,16 +209,11 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
     parser.error = COMMAND.error
     if given and not given[0].startswith("-"):
         given = recipe_arguments(find_shipped(given[0])) + given[1:]
-    parse_known = partial(parser.parse_args_into_dataclasses, return_remaining_strings=True, look_for_args_file=False)
-    data, arguments, unknown = parse_known(given)
+    data, arguments = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
     if arguments.evaluate_only and (of_model := Path(data.model or "", RECIPE)).is_file():
         names = {each.name for each in fields(ARGUMENTS[task])} - DATA - NEW_MODEL
-        data, arguments, unknown = parse_known(recipe_arguments(of_model, names) + given)
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]}, on the command line or in the recipe, is unknown; `train.py {task} --help` lists the "
-            "arguments. A recipe follows the task directly."
-        )
+        given = recipe_arguments(of_model, names) + given
+        data, arguments = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
     return data, arguments
 
 
@@ -252,29 +236,28 @@ def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
     Args:
         names: those to return; None: all.
     """
-    try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"the recipe {path} is not YAML: {error}") from error
+    with path.open("rb") as file:
+        recipe = yaml.load(file, yaml.BaseLoader)
     if not isinstance(recipe, dict):
         raise ValueError(f"the recipe {path} has no arguments; expected `name: value` on each line.")
     arguments = []
     for name, value in recipe.items():
         if value in ("null", "") or (names is not None and name not in names):
             continue
+        is_list = isinstance(value, list)
         values = [
             str((path.parent / each).resolve()) if each.startswith(("./", "../")) else each
-            for each in (value if isinstance(value, list) else [value])
+            for each in (value if is_list else [value])
         ]
-        arguments += [f"--{name}", *values] if isinstance(value, list) else [f"--{name}={values[0]}"]
+        arguments += [f"--{name}", *values] if is_list else [f"--{name}={values[0]}"]
     return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the training. Returns the exit code."""
+    given = sys.argv[1:] if argv is None else argv
     with continuing_when_output_is_closed():
-        given = parse(sys.argv[1:] if argv is None else argv)
-        return COMMAND.run(lambda: run(*given))
+        return COMMAND.run(lambda: run(*parse(given)), expected=(yaml.YAMLError,))
 
 
 # ================================================================================================================= run
@@ -288,7 +271,7 @@ class Run:
         rows, examples: of the splits "train", "validation" and "test", as far as there are any.
         received: the signal to stop that this process got.
         stop: the signal for which all processes stop after this update.
-        evaluated: the last evaluation of the validation rows, with its step.
+        evaluated: the metrics and predictions of the validation rows, if the model as it is has been evaluated.
         saved_step: the step of the model that is saved.
     """
 
@@ -305,12 +288,17 @@ class Run:
     progress: Any = None
     received: int | None = None
     stop: int | None = None
-    evaluated: tuple[int, dict, list[dict]] | None = None
+    evaluated: tuple[dict, list[dict]] | None = None
     saved_step: int | None = None
 
     @property
     def output(self) -> Path:
         return Path(self.arguments.output_dir)
+
+    @property
+    def settings(self) -> dict:
+        """All arguments, with absolute paths."""
+        return with_paths(asdict(self.data) | asdict(self.arguments), absolute)
 
     @property
     def metric(self) -> str:
@@ -327,11 +315,13 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     accelerator = make_accelerator(arguments)
     set_seed(arguments.seed)  # the weights that --model lacks
     transformers.logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # weights that are tied are saved once
+    # Warnings about weights that are tied, and therefore saved once, and about missing ones, which are printed below.
+    for name in ("accelerate.utils.other", "transformers.modeling_utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     check_sources(data)
     task = task_class(task_name)(data)
     metrics, given = [*task.metric_names, "loss"], arguments.metric_for_best_model
-    if given is not None and given not in metrics:
+    if given and given not in metrics:
         raise ValueError(f"--metric_for_best_model is {given}; expected one of {', '.join(metrics)}.")
     if arguments.evaluate_only:
         task.restore()
@@ -349,7 +339,7 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
         return
     else:
         make_optimizer_and_checkpoints(this)
-    with locked(this.output):
+    with locked(this):
         if not arguments.evaluate_only:
             resume(this)
             write_recipe(this)
@@ -395,18 +385,18 @@ LOCK = ".lock"
 
 
 @contextmanager
-def locked(output: Path) -> Iterator[None]:
+def locked(run: Run) -> Iterator[None]:
     """Creates the folder. Only one run at a time has it."""
-    output.mkdir(parents=True, exist_ok=True)
-    if os.environ.get("RANK", "0") != "0":
+    run.output.mkdir(parents=True, exist_ok=True)
+    if not run.accelerator.is_main_process:
         yield
         return
     try:
-        with FileLock(output / LOCK, timeout=0):
+        with FileLock(run.output / LOCK, timeout=0):
             yield
     except Timeout:
-        raise ValueError(f"--output_dir {output} is in use by another run; expected a folder of its own.") from None
-    (output / LOCK).unlink(missing_ok=True)
+        raise ValueError(f"--output_dir {run.output} is in use by another run; expected another folder.") from None
+    (run.output / LOCK).unlink(missing_ok=True)
 
 
 def make_accelerator(arguments: TrainingArguments):
@@ -414,7 +404,7 @@ def make_accelerator(arguments: TrainingArguments):
     import torch
     from accelerate import Accelerator, PartialState
     from accelerate.tracking import get_available_trackers
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     has_device = torch.accelerator.is_available()
     trackers = ["none", "all", *map(str, get_available_trackers())]
@@ -425,8 +415,9 @@ def make_accelerator(arguments: TrainingArguments):
     accelerator = Accelerator(
         mixed_precision="bf16" if arguments.bf16 else "fp16" if arguments.fp16 else None,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        step_scheduler_with_optimizer=False,  # else one step of the schedule for each process
         log_with=None if arguments.report_to == "none" else arguments.report_to,
-        project_config=ProjectConfiguration(arguments.output_dir, logging_dir=arguments.output_dir),
+        project_dir=arguments.output_dir,
         cpu=int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_device,
     )
     if accelerator.mixed_precision == "fp16" and not has_device:  # also as a configuration of accelerate says
@@ -451,11 +442,12 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
         return {**task.read(content), "columns": content}
 
     data = task.arguments
-    rows: dict[str, list[dict]] = {}
+    rows = {}
     found = sources(task, arguments.evaluate_only)
     used = Counter(file.path for source in found.values() for file in source.files)
-    for path in (path for path, count in used.items() if count > 1):
-        say(f"{path} is given more than once; metrics on rows of the training say nothing about other rows")
+    for path, count in used.items():
+        if count > 1:
+            say(f"{path} is given more than once; metrics on rows of the training say nothing about other rows")
     for split, source in found.items():
         if not rows:
             say(f"{source}: {task.find_columns(source.columns())}")
@@ -464,7 +456,7 @@ def read_rows(task, arguments: TrainingArguments, say) -> dict[str, list[dict]]:
             # The validation and test rows may have these labels only.
             for remark in task.prepare(rows[split]):
                 say(remark)
-    if data.validation_fraction is not None:
+    if data.validation_fraction:
         rows["train"], rows["validation"] = hold_out_rows(task, rows["train"], say)
     return rows
 
@@ -474,22 +466,21 @@ def hold_out_rows(task, rows: list[dict], say) -> tuple[list[dict], list[dict]]:
     from toolkit.data import hold_out, value_of
 
     data = task.arguments
-    keys = [[str([row.get(name) for name in task.grouped_by])] for row in rows]
-    copies = len(rows) - len({key for (key,) in keys})
-    if data.group_column:
-        for key, row in zip(keys, rows, strict=True):
-            key.append(value_of(row["columns"], data.group_column))
+    texts = [str([row.get(name) for name in task.grouped_by]) for row in rows]
+    copies = len(rows) - len(set(texts))
+    groups = [value_of(row["columns"], data.group_column) for row in rows] if data.group_column else texts
     strata = [task.stratum(row) for row in rows]
-    kept, held_out = hold_out(keys, strata, data.validation_fraction, data.split_seed)
+    kept, held_out = hold_out(list(zip(texts, groups, strict=True)), strata, data.validation_fraction, data.split_seed)
     held_out = held_out[: data.max_eval_samples]
     say(
         f"{len(held_out):,} of {len(rows):,} rows are held out for validation"
         + (f"; {copies:,} rows are copies of others, and stay together" if copies else "")
     )
-    if missing := len(set(strata)) - len({strata[i] for i in held_out}):
-        fewest = min(Counter(strata).values())
+    counts = Counter(strata)
+    if missing := counts.keys() - {strata[i] for i in held_out}:
+        fewest = min(counts.values())
         advice = f"; --validation_fraction {math.ceil(100 / fewest) / 100} has all of them" if fewest > 1 else ""
-        say(f"{missing} of {len(set(strata))} labels are in no validation row{advice}")
+        say(f"{len(missing)} of {len(counts)} labels are in no validation row{advice}")
     return [rows[i] for i in kept], [rows[i] for i in held_out]
 
 
@@ -537,8 +528,7 @@ def show_inputs(run: Run) -> None:
     for example in run.examples["train"][:3]:
         tokens = " ".join(run.task.tokenizer.convert_ids_to_tokens(example["input_ids"]))
         run.accelerator.print(f"{run.rows['train'][example['row']]['place']}: {tokens} → {example.get('labels')}")
-    updates = math.ceil(len(batches(run, 0)) / run.arguments.gradient_accumulation_steps)
-    run.accelerator.print(f"{updates:,} updates per epoch; nothing was written")
+    run.accelerator.print(f"{updates_of_an_epoch(run):,} updates per epoch; nothing was written")
 
 
 # ================================================================================================= model and optimizer
@@ -552,13 +542,12 @@ def make_model(run: Run) -> None:
     model = task.open_model()
     positions = model.config.max_position_embeddings
     for name in ("max_length", "max_target_length"):
-        if (getattr(run.data, name, None) or 0) > positions:
-            raise ValueError(
-                f"--{name} is {getattr(run.data, name)}; expected at most {positions}, the model's positions."
-            )
+        length = getattr(run.data, name, 0)
+        if length > positions:
+            raise ValueError(f"--{name} is {length}; expected at most {positions}, the model's positions.")
     if task.new_weights:
-        modules = {name.rpartition(".")[0] for name in task.new_weights}
-        new = ", ".join(sorted({".".join(name.split(".")[:3]) for name in modules}))
+        modules = {".".join(name.split(".")[:-1][:3]) for name in task.new_weights}
+        new = ", ".join(sorted(modules))
         if arguments.evaluate_only:
             raise ValueError(
                 f"--model {run.data.model} has no weights of {new}; expected a model trained for this task."
@@ -574,22 +563,28 @@ def make_model(run: Run) -> None:
 
 def make_optimizer_and_checkpoints(run: Run) -> None:
     """The optimizer, the learning-rate schedule, and the state of a run that has not begun."""
-    from toolkit.training import Checkpoints, Progress, fingerprint, make_optimizer, make_schedule, prepare
+    from toolkit.training import (
+        FREE_TO_CHANGE,
+        Checkpoints,
+        Progress,
+        fingerprint,
+        make_optimizer,
+        make_schedule,
+        prepare,
+    )
 
     arguments, accelerator = run.arguments, run.accelerator
-    per_update = arguments.gradient_accumulation_steps
     steps = arguments.max_steps
     if steps < 0:
-        steps = math.ceil(arguments.num_train_epochs * math.ceil(len(batches(run, 0)) / per_update))
+        steps = math.ceil(arguments.num_train_epochs * updates_of_an_epoch(run))
     optimizer = make_optimizer(run.model, arguments)
-    # The schedule is not prepared: Accelerate would step it once for each process.
-    run.schedule = make_schedule(optimizer, arguments, steps)
     run.model, run.optimizer = prepare(accelerator, run.model, optimizer)
-    run.checkpoints = Checkpoints(run.output, accelerator, run.schedule, arguments.save_total_limit)
+    run.schedule = accelerator.prepare_scheduler(make_schedule(optimizer, arguments, steps))
+    run.checkpoints = Checkpoints(run.output, accelerator, arguments.save_total_limit)
     # Where the data are may change: their content is compared.
-    given = with_paths(asdict(run.data) | asdict(arguments), absolute)
+    free = FREE_TO_CHANGE | DATA - {"model"}
     run.progress = Progress(
-        arguments={name: value for name, value in given.items() if name not in FREE_TO_CHANGE | DATA - {"model"}},
+        arguments={name: value for name, value in run.settings.items() if name not in free},
         data={split: fingerprint(run.rows[split], run.examples[split]) for split in run.rows},
         processes=accelerator.num_processes,
         steps=steps,
@@ -608,15 +603,17 @@ def resume(run: Run) -> None:
         run.checkpoints.remove_unfinished()
     found = run.checkpoints.complete()
     if found:
-        run.progress.check_same_run(read_progress(found[-1]), found[-1])
-        run.progress = run.checkpoints.load(found[-1])
+        saved = read_progress(found[-1])
+        run.progress.check_same_run(saved, found[-1])
+        run.checkpoints.load(found[-1])
+        run.progress = saved
         run.accelerator.print(f"resuming at step {run.progress.step:,} of {run.progress.steps:,}")
 
 
 def write_recipe(run: Run) -> None:
     """Writes the arguments of this run, with absolute paths, so that it can be repeated from any folder."""
     if run.accelerator.is_main_process:
-        recipe = with_paths(asdict(run.data) | asdict(run.arguments), absolute)
+        recipe = run.settings
         del recipe["resume_from_checkpoint"]
         write_text(run.output / RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
 
@@ -632,15 +629,11 @@ def batches(run: Run, epoch: int) -> list[list[int]]:
     """The rows of each batch of an epoch on this process."""
     from toolkit.training import epoch_batches
 
-    return epoch_batches(
-        [example["length"] for example in run.examples["train"]],
-        run.arguments.per_device_train_batch_size,
-        run.arguments.seed,
-        epoch,
-        run.accelerator.process_index,
-        run.accelerator.num_processes,
-        run.arguments.train_sampling_strategy == "group_by_length",
-    )
+    return epoch_batches(run.examples["train"], run.arguments, run.accelerator, epoch)
+
+
+def updates_of_an_epoch(run: Run) -> int:
+    return math.ceil(len(batches(run, 0)) / run.arguments.gradient_accumulation_steps)
 
 
 def updates(run: Run) -> Iterator[list[tuple[list[dict], dict]]]:
@@ -658,12 +651,16 @@ def updates(run: Run) -> Iterator[list[tuple[list[dict], dict]]]:
 
 def train(run: Run) -> None:
     """Makes the remaining updates, with evaluations and checkpoints between them."""
+    from toolkit.progress import progress_bar
     from toolkit.training import seed_update
 
     progress, arguments = run.progress, run.arguments
     run.accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(arguments).items()})
     run.model.train()
-    with handling_stop_signals(partial(receive, run)), progress_bar(run) as bar:
+    bar_of_steps = progress_bar(
+        progress.steps, initial=progress.step, unit="step", miniters=1, disable=not run.accelerator.is_main_process
+    )
+    with handling_stop_signals(partial(receive, run)), bar_of_steps as bar:
         began = time.monotonic()
         while not progress.finished:
             per_epoch = len(batches(run, progress.epoch))
@@ -705,7 +702,7 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
         is_last = i == len(moved)
         accelerator.gradient_state._set_sync_gradients(is_last)
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            loss = task.loss(run.model, batch) * share
+            loss = task.loss_of(task.logits(run.model, batch), batch) * share
             accelerator.backward(loss * scale)
         losses.append(loss.detach())
     tokens = sum(batch["attention_mask"].sum() * share for batch, share in moved)
@@ -742,12 +739,11 @@ def not_finite(run: Run, what: str, examples: list[dict], split: str = "train") 
     from accelerate.utils import gather_object
 
     rows = gather_object([run.rows[split][example["row"]]["place"] for example in examples])
-    more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
     step, advice = "", "use another model"
     if run.progress is not None:
         step, advice = f" at step {run.progress.step + 1}", "train anew with a lower --learning_rate"
     return CommandError(
-        f"the {what} is not finite{step}, in {'; '.join(rows[:8])}{more}. Correct these rows, or {advice}.",
+        f"the {what} is not finite{step}, in {'; '.join(first_of(rows, 8))}. Correct these rows, or {advice}.",
         exit_code=1,
     )
 
@@ -757,6 +753,7 @@ def between_updates(run: Run, bar) -> None:
     progress, arguments = run.progress, run.arguments
     is_time = {"epoch": progress.batch == 0 or progress.finished, "no": False}
     is_time["steps"] = progress.step % (arguments.eval_steps or 1) == 0
+    run.evaluated = None
     evaluates = "validation" in run.rows and is_time[arguments.eval_strategy]
     is_best = evaluates and evaluate_between(run, bar) and arguments.load_best_model_at_end
     is_time["steps"] = progress.step % arguments.save_steps == 0
@@ -775,22 +772,6 @@ def receive(run: Run, number: int, _) -> None:
     """Makes SIGTERM and SIGINT (Ctrl-C) save a checkpoint and end the run. A second signal ends it at once."""
     run.received = number
     signal.signal(number, signal.SIG_DFL)
-
-
-def progress_bar(run: Run):
-    from tqdm.auto import tqdm
-
-    from toolkit.progress import LogLines
-
-    is_terminal = sys.stderr.isatty()
-    return (tqdm if is_terminal else LogLines)(
-        total=run.progress.steps,
-        initial=run.progress.step,
-        unit="step",
-        mininterval=0.5 if is_terminal else 60,
-        miniters=1,
-        disable=not run.accelerator.is_main_process,
-    )
 
 
 def log(run: Run, bar, loss: float, tokens: int) -> None:
@@ -825,12 +806,10 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     from toolkit.training import evaluation_batches
 
     examples, task, accelerator = run.examples[split], run.task, run.accelerator
-    lengths, size = [example["length"] for example in examples], run.arguments.per_device_eval_batch_size
     found, sums, bad = [], [], []
-    was_training = run.model.training
     run.model.eval()
     with torch.no_grad():
-        for numbers in evaluation_batches(lengths, size, accelerator.process_index, accelerator.num_processes):
+        for numbers in evaluation_batches(examples, run.arguments, accelerator):
             # Sharded models expect all processes in each call: one without a row takes another, which does not count.
             batch = send_to_device(task.collate([examples[i] for i in numbers or [0]]), accelerator.device, True)
             outputs, loss = task.predict(run.model, batch)
@@ -839,7 +818,6 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
             if numbers:
                 found += zip(numbers, outputs, strict=True)
                 sums.append((loss.item(), task.count(batch).item()))
-    run.model.train(was_training)
     in_order = dict(gather_object(found))
     losses, counts = zip(*gather_object(sums), strict=True)
     if not all(map(math.isfinite, losses)):
@@ -856,8 +834,9 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
 def evaluate_between(run: Run, bar) -> bool:
     """Evaluates the validation rows. Returns whether the model is the best so far, and notes it."""
     progress, task = run.progress, run.task
-    metrics, predictions = evaluate(run, "validation")
-    run.evaluated = progress.step, metrics, predictions
+    run.evaluated = evaluate(run, "validation")
+    metrics, _ = run.evaluated
+    run.model.train()
     sign = -1 if run.metric in task.lower_is_better else 1
     # The loss chooses between models with the same metric. A lower one is no reason to continue.
     value = [sign * metrics[run.metric], -metrics["loss"]]
@@ -911,13 +890,8 @@ def check_weights(run: Run) -> None:
 def load_best(run: Run) -> int:
     """Loads the checkpoint of the best evaluation, if it is not the last one. Returns the step of the model."""
     progress, arguments = run.progress, run.arguments
-    if not arguments.load_best_model_at_end or progress.best_step in (None, progress.step):
-        return progress.step
-    if arguments.save_strategy == "no":
-        run.accelerator.print(
-            f"the model is that of step {progress.step:,}; the best one, of step {progress.best_step:,}, was not saved "
-            "with --save_strategy no"
-        )
+    is_saved = arguments.load_best_model_at_end and arguments.save_strategy != "no"
+    if not is_saved or progress.best_step in (None, progress.step):
         return progress.step
     run.checkpoints.load(run.checkpoints.path(progress.best_step))
     run.evaluated = None
@@ -926,21 +900,19 @@ def load_best(run: Run) -> int:
 
 def evaluated(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     """The evaluation of the model as it is; that of the last update is not computed twice."""
-    if split == "validation" and run.evaluated is not None and run.evaluated[0] == run.progress.step:
-        return run.evaluated[1:]
-    return evaluate(run, split)
+    return run.evaluated if split == "validation" and run.evaluated else evaluate(run, split)
 
 
 def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
     """Writes the model with its code and tokenizer, predictions, metrics, pictures and card."""
     from toolkit.confusion_matrix import plot_confusion
-    from toolkit.training import merged, plot_curves
+    from toolkit.training import merged, plot_curves, write_card
 
     output, task = run.output, run.task
     for split, (_, predictions) in evaluations.items():
         if predictions:
             write_predictions(run, split, predictions)
-    metrics = {split: {**own, "rows": len(run.rows[split])} for split, (own, _) in evaluations.items()}
+    metrics = {split: own for split, (own, _) in evaluations.items()}
     if run.progress is not None:
         model = merged(run.accelerator.unwrap_model(run.model))
         task.save_settings(model.config)
@@ -953,25 +925,23 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
             references = [row["label"] for row in run.rows[split]]
             found = [row["prediction"] for row in evaluations[split][1]]
             plot_confusion(output / "confusion_matrix.png", task.labels, references, found)
-        found = {split: own for split, (own, _) in evaluations.items()}
-        write_model_card(run, found, type(model).__name__.removeprefix("FSDP"))
-    write_json(output / METRICS, metrics | run_report(run))  # last: it says that the run is finished
+        write_card(run, metrics, type(model).__name__.removeprefix("FSDP"))
+    report = {split: {**own, "rows": len(run.rows[split])} for split, own in metrics.items()}
+    write_json(output / METRICS, report | run_report(run))  # last: it says that the run is finished
 
 
 def run_report(run: Run) -> dict:
     """What metrics.json has besides the metrics."""
-    lengths = lengths_of(run)
-    if run.progress is None:
-        return {"lengths": lengths}
-    progress = run.progress
-    return {
+    progress, report = run.progress, {"lengths": lengths_of(run)}
+    if progress is None:
+        return report
+    return report | {
         "step": run.saved_step,
         "updates": progress.step,
         "metric_for_best_model": run.metric,
         "seconds": progress.seconds,
         "processes": progress.processes,
         "label_counts": run.task.label_counts,
-        "lengths": lengths,
         "data": progress.data,
         "history": progress.history,
     }
@@ -989,34 +959,6 @@ def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
     write_text(run.output / f"predictions_{split}.jsonl", "".join(f"{line}\n" for line in lines))
     if table := run.task.table_by_label(run.rows[split], predictions):
         DataFrame(table).to_csv(run.output / f"labels_{split}.csv", index=False)
-
-
-def write_model_card(run: Run, metrics: dict, model_class: str) -> None:
-    """Writes README.md. It names files and folders by their last part only."""
-    from toolkit.training import write_card
-
-    data, progress = run.data, run.progress
-    given = with_paths(asdict(data) | asdict(run.arguments), public_path)
-    defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
-    write_card(
-        run.output,
-        metrics,
-        task=run.task.name,
-        model_name=run.arguments.hub_model_id or run.output.resolve().name,
-        model_class=model_class,
-        base=given["model"],
-        base_model=data.model if data.model and is_hub_id(data.model) else None,
-        data=given["dataset"] or ", ".join(given["train_file"]),
-        datasets=[data.dataset] if data.dataset and is_hub_id(data.dataset) else None,
-        labels=run.task.labels or [],
-        rows={split: len(rows) for split, rows in run.rows.items()},
-        step=run.saved_step,
-        chosen_by=run.metric if run.saved_step == progress.best_step else None,
-        max_length=data.max_length,
-        settings={
-            name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE
-        },
-    )
 
 
 def push(run: Run) -> None:

@@ -223,6 +223,12 @@ def shortened(text: str, width: int = 90) -> str:
     return text if len(text) <= width else f"{text[:half]} … {text[-half:]}"
 
 
+def first_of(items: Sequence[str], most: int) -> list[str]:
+    """The first items, and as the last one how many more there are."""
+    more = [f"and {len(items) - most:,} more"] if len(items) > most else []
+    return [*items[:most], *more]
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """The rows with aligned columns, the first on the left and the others on the right; `()` is an empty line."""
     first, *others = (max(map(len, column)) for column in zip(*filter(None, rows), strict=True))

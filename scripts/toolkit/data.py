@@ -23,6 +23,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
+from toolkit.cli import first_of
 from toolkit.tasks.arguments import NUMBER
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
@@ -73,7 +74,7 @@ class File:
     Args:
         name: in messages.
         delimiter: of a table. With it, .txt is a table.
-        txt_format: "lines", a text on each line, or "conll".
+        txt_format: of .txt otherwise: ".txt", a text on each line, or ".conll".
     """
 
     system: Any
@@ -90,7 +91,7 @@ class File:
             name = name.removesuffix(compression)
         ending = os.path.splitext(name)[1]
         if ending == ".txt":
-            return ".tsv" if self.delimiter else {"lines": ".txt", "conll": ".conll"}[self.txt_format]
+            return ".tsv" if self.delimiter else self.txt_format
         return ending
 
     @contextmanager
@@ -107,7 +108,10 @@ class File:
     @contextmanager
     def open_text(self) -> Iterator[TextIO]:
         """The text. Bytes that are not UTF-8 become surrogates, which `fault_of` finds in their row."""
-        is_utf8 = self.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig")
+        try:
+            is_utf8 = codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
+        except LookupError as error:
+            raise ValueError(f"--encoding is {self.encoding}; expected one of Python's, such as cp1252.") from error
         with self.open() as binary:
             if is_utf8 and binary.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise ValueError(f"{self.name} is encoded as UTF-16; expected UTF-8. Pass --encoding utf-16.")
@@ -120,7 +124,7 @@ class File:
 
 
 def open_files(
-    patterns: Iterable[str], flag: str, encoding="utf-8", delimiter: str | None = None, txt_format="lines"
+    patterns: Iterable[str], flag: str, encoding="utf-8", delimiter: str | None = None, txt_format=".txt"
 ) -> list[File]:
     """The files of paths, URLs, folders and patterns such as `data/*.csv`.
 
@@ -147,8 +151,8 @@ def open_files(
             raise FileNotFoundError(f"{flag} {pattern} matches no file; expected a file, a folder or a pattern.")
         for each, name in zip(paths, names, strict=True):
             files.append(file := File(system, each, name, encoding, delimiter, txt_format))
-            if file.format not in FORMATS:
-                expected = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
+            if file.format not in READERS:
+                expected = f"{', '.join(READERS)}, also with {', '.join(COMPRESSIONS)}"
                 raise ValueError(f"{flag} {name} has an unknown format {file.format!r}; expected {expected}.")
     return files
 
@@ -156,7 +160,7 @@ def open_files(
 def is_data(path: str) -> bool:
     """Whether a file of a folder is data, by its path in it: no README, and not hidden or in a hidden folder."""
     parts = path.lower().strip("/").split("/")
-    endings = tuple(ending + compression for ending in FORMATS for compression in ("", *COMPRESSIONS))
+    endings = tuple(ending + compression for ending in READERS for compression in ("", *COMPRESSIONS))
     return parts[-1].endswith(endings) and not any(part.startswith((".", "_")) for part in parts)
 
 
@@ -300,7 +304,6 @@ READERS: dict[str, Callable[[File], Contents]] = {
     ".parquet": read_parquet,
     ".conll": read_conll,
 }
-FORMATS = tuple(READERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -349,14 +352,7 @@ class Source:
             yield None, {column: named_label(table.features[column], value) for column, value in row.items()}
 
     def columns(self) -> list[str]:
-        """The columns of the first rows. Those of a nested object are named as in `annotation.label`."""
-        first = list(islice(self.rows(), ROWS_WITH_COLUMNS))
-        found = dict.fromkeys(
-            name for row in first if isinstance(row.content, dict) for name in flat_names(row.content)
-        )
-        if not found:
-            raise ValueError(f"{first[0].place}: {first[0].content}")
-        return list(found)
+        return columns_of(self.rows())
 
     def valid_rows(
         self, read: Callable[[dict], dict], on_bad_row: str, report: Callable[[str], None]
@@ -388,13 +384,21 @@ class Source:
             report(skipped_rows(bad, used + len(bad)))
 
 
+def columns_of(rows: Iterator[Row]) -> list[str]:
+    """The columns of the first rows. Those of a nested object are named as in `annotation.label`."""
+    first = list(islice(rows, ROWS_WITH_COLUMNS))
+    found = dict.fromkeys(name for row in first if isinstance(row.content, dict) for name in flat_names(row.content))
+    if not found:
+        raise ValueError(f"{first[0].place}: {first[0].content}")
+    return list(found)
+
+
 def skipped_rows(problems: list[str], total: int) -> str:
     """A report on rows that are skipped. Raises ValueError if all are."""
     if len(problems) == total:
         raise ValueError(f"no row can be used; the first is {problems[0]}")
-    more = [f"and {len(problems) - LISTED_ROWS} more"] if len(problems) > LISTED_ROWS else []
     first = f"{len(problems)} of {total} rows cannot be used and are skipped:"
-    return "\n  ".join([first, *problems[:LISTED_ROWS], *more])
+    return "\n  ".join([first, *first_of(problems, LISTED_ROWS)])
 
 
 def usable(content: dict | str) -> dict:
@@ -529,9 +533,8 @@ def label_warnings(counts: Counter[str]) -> list[str]:
 
 def label_summary(counts: Counter[str]) -> str:
     """The labels with how often each occurs, the most frequent first."""
-    shown = [f"{label} ({count:,})" for label, count in counts.most_common(LISTED_LABELS)]
-    more = [f"and {len(counts) - LISTED_LABELS} more"] if len(counts) > LISTED_LABELS else []
-    return f"{len(counts)} labels: {', '.join(shown + more)}"
+    shown = [f"{label} ({count:,})" for label, count in counts.most_common()]
+    return f"{len(counts)} labels: {', '.join(first_of(shown, LISTED_LABELS))}"
 
 
 def sorted_labels(labels: Iterable[str]) -> list[str]:
@@ -552,35 +555,33 @@ def hold_out(
         strata: of each row, such as its label: each has about the same share of rows held out, and keeps one.
 
     Raises:
-        ValueError: nothing is held out, or nothing is left.
+        ValueError: nothing is held out.
     """
     random = np.random.default_rng(seed)
     groups = connected(keys)
     by_stratum = defaultdict(list)
     for group in groups:
         by_stratum[strata[group[0]]].append(group)
-    held_out: list[int] = []
-    wanted = 0.0
+    held_out, wanted = [], 0.0
     for stratum in by_stratum.values():
         # What one label has too few rows for is left to the next one.
         wanted += fraction * sum(map(len, stratum))
         for i in random.permutation(len(stratum))[1:]:
             if len(held_out) + len(stratum[i]) / 2 <= wanted:
                 held_out += stratum[i]
-    kept = sorted(set(range(len(keys))) - set(held_out))
-    if not held_out or not kept:
+    if not held_out:
         raise ValueError(
-            f"--validation_fraction is {fraction}, which holds out {len(held_out)} of {len(keys)} rows in "
-            f"{len(groups)} groups; expected at least one on each side."
+            f"--validation_fraction is {fraction}, which holds out none of {len(keys)} rows in {len(groups)} groups; "
+            "expected one or more."
         )
-    return kept, sorted(held_out)
+    return sorted(set(range(len(keys))) - set(held_out)), sorted(held_out)
 
 
 def connected(keys: Sequence[Sequence[object]]) -> list[list[int]]:
     """The numbers of rows in groups: rows that share a key are in one."""
-    import networkx  # it takes a moment
+    from networkx.utils import UnionFind  # it takes a moment
 
-    graph = networkx.Graph()  # of numbers of rows and their keys
+    parts = UnionFind()  # of numbers of rows and their keys
     for row, own in enumerate(keys):
-        graph.add_edges_from((row, key) for key in enumerate(own))
-    return [sorted(each for each in part if isinstance(each, int)) for part in networkx.connected_components(graph)]
+        parts.union(row, *enumerate(own))
+    return [sorted(each for each in part if isinstance(each, int)) for part in parts.to_sets()]

@@ -1,6 +1,17 @@
 """Progress bars of commands: on a terminal, and in a log file."""
 
+import sys
+
 from tqdm import tqdm
+
+SECONDS_BETWEEN_LOG_LINES = 60
+
+
+def progress_bar(total: int, **options) -> tqdm:
+    """A bar in a terminal; in a log, a line a minute."""
+    if sys.stderr.isatty():
+        return tqdm(total=total, mininterval=0.5, dynamic_ncols=True, **options)
+    return LogLines(total=total, mininterval=SECONDS_BETWEEN_LOG_LINES, **options)
 
 
 class LogLines(tqdm):

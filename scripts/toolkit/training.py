@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from toolkit.files import read_json_object, write_json
-from toolkit.paths import public_path, with_paths
+from toolkit.paths import is_hub_id, public_path, with_paths
 from toolkit.pictures import new_figure
 
 # Rows are sorted by length within groups of this many batches, drawn at random.
@@ -33,46 +33,67 @@ BATCHES_SORTED_TOGETHER = 50
 # Block 3 is `encoder.blocks.3` in ScratchBertModel and `encoder.layer.3` in BertModel.
 BLOCK = re.compile(r"encoder\.(?:blocks|layer)\.(\d+)\.")
 ADAPTED = ("query", "value")  # the modules that have an adapter with --lora_rank
-PROGRESS, SCHEDULE = "progress.json", "schedule.json"
+PROGRESS = "progress.json"
+
+# Arguments that change no weight: they may differ when a run is resumed.
+FREE_TO_CHANGE = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "report_to",
+    "logging_steps",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "per_device_eval_batch_size",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-def epoch_batches(
-    lengths: Sequence[int], batch_size: int, seed: int, epoch: int, rank=0, world=1, by_length=True
-) -> list[list[int]]:
-    """The batches of one process in an epoch, as lists of rows. They depend on the arguments only.
+def epoch_batches(examples: Sequence[dict], arguments, accelerator, epoch: int) -> list[list[int]]:
+    """The batches of this process in an epoch, as lists of rows. They depend on the arguments only.
 
     By length: rows are shuffled, sorted by length in groups of 50 batches (fewer for few rows), and cut into batches,
-    whose order is random. Each process has every `world`-th row of a step. The last step may have fewer rows, and then
-    none for some processes.
+    whose order is random. Of n processes, each has every n-th row of a step. The last step may have fewer rows, and
+    then none for some processes.
     """
-    random = np.random.default_rng([seed, epoch])
-    rows, size = random.permutation(len(lengths)), batch_size * world
-    if by_length:
+    random = np.random.default_rng([arguments.seed, epoch])
+    rows = random.permutation(len(examples))
+    size = arguments.per_device_train_batch_size * accelerator.num_processes
+    if arguments.train_sampling_strategy == "group_by_length":
         group = size * max(1, min(BATCHES_SORTED_TOGETHER, len(rows) // (4 * size)))
-        sizes = np.asarray(lengths)
         parts = np.split(rows, range(group, len(rows), group))
-        rows = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts])
+        rows = np.concatenate([part[longest_first([examples[i] for i in part])] for part in parts])
     steps = np.split(rows, range(size, len(rows), size))
     whole = len(rows) // size
     order = [*random.permutation(whole), *range(whole, len(steps))]
-    return [steps[step][rank::world].tolist() for step in order]
+    return [own_rows(steps[step], accelerator) for step in order]
 
 
-def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int, world: int) -> list[list[int]]:
-    """The batches of one process, the longest rows first. All processes have the same number of batches, some of them
+def evaluation_batches(examples: Sequence[dict], arguments, accelerator) -> list[list[int]]:
+    """The batches of this process, the longest rows first. All processes have the same number of batches, some of them
     without a row."""
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    steps = np.array_split(order, max(1, -(-len(order) // (batch_size * world))))
-    return [step[rank::world].tolist() for step in steps]
+    size = arguments.per_device_eval_batch_size * accelerator.num_processes
+    steps = np.array_split(longest_first(examples), math.ceil(len(examples) / size))
+    return [own_rows(step, accelerator) for step in steps]
+
+
+def longest_first(examples: Sequence[dict]) -> np.ndarray:
+    return np.argsort([-example["length"] for example in examples], kind="stable")
+
+
+def own_rows(step: np.ndarray, accelerator) -> list[int]:
+    """The rows of a step that this process has."""
+    return step[accelerator.process_index :: accelerator.num_processes].tolist()
 
 
 def seed_update(seed: int, step: int, rank: int) -> None:
     """Seeds dropout for an update. A resumed run draws what the uninterrupted run draws."""
-    number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-    torch.manual_seed(number)
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
 
 
 def fingerprint(rows: Sequence[dict], examples: Sequence[dict]) -> str:
@@ -144,7 +165,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, arguments, steps: int):
         ) from error
 
 
-def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset()) -> None:
+def freeze(model: nn.Module, what: str | None, new_weights: Set[str]) -> None:
     """Excludes `what` from the training: "embeddings"; "encoder", all but the model head; or a number of lowest blocks,
     with the embeddings. In an encoder-decoder these are parts of the encoder, with what the decoder shares with it.
 
@@ -170,7 +191,7 @@ def freeze(model: nn.Module, what: str | None, new_weights: Set[str] = frozenset
             parameter.requires_grad = False
 
 
-def add_lora(model: nn.Module, arguments, new_weights: Set[str] = frozenset()) -> nn.Module:
+def add_lora(model: nn.Module, arguments, new_weights: Set[str]) -> nn.Module:
     """The model with adapters at queries and values (Hu et al. 2021, section 4.2), and with its model head trained.
 
     Args:
@@ -178,12 +199,11 @@ def add_lora(model: nn.Module, arguments, new_weights: Set[str] = frozenset()) -
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: modules with an adapter share a weight.
+        ValueError: encoder and decoder share their weights.
     """
     if not arguments.lora_rank:
         return model
-    weights = [module.weight for name, module in model.named_modules() if name.split(".")[-1] in ADAPTED]
-    if len(set(map(id, weights))) < len(weights):
+    if getattr(model.config, "tie_encoder_decoder", False):
         # Each module has an adapter of its own; merging would add both to the one weight.
         raise ValueError(
             "--lora_rank is given and encoder and decoder share their weights (tie_encoder_decoder), "
@@ -269,8 +289,7 @@ class Checkpoints:
 
     folder: Path
     accelerator: Any
-    schedule: Any
-    keep: int | None
+    keep: int
 
     def complete(self) -> list[Path]:
         """The oldest first."""
@@ -294,7 +313,6 @@ class Checkpoints:
             self.accelerator.save_state(str(unfinished))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                write_json(unfinished / SCHEDULE, self.schedule.state_dict())
                 write_json(unfinished / PROGRESS, asdict(progress))
                 flush_to_disk(unfinished)
                 unfinished.rename(path)
@@ -311,12 +329,12 @@ class Checkpoints:
 
     def remove_old(self, best_step: int | None) -> None:
         """Keeps the last ones and the best one."""
-        for path in self.complete()[: -self.keep] if self.keep else []:
+        for path in self.complete()[: -self.keep]:
             if step_of(path) != best_step:
                 # Renamed first: a partly removed one is not taken for complete.
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}-removed")))
 
-    def load(self, path: Path) -> Progress:
+    def load(self, path: Path) -> None:
         """Loads weights, optimizer and schedule.
 
         Raises:
@@ -324,8 +342,6 @@ class Checkpoints:
         """
         try:
             self.accelerator.load_state(str(path))
-            self.schedule.load_state_dict(read_json_object(path / SCHEDULE))
-            return read_progress(path)
         except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}; remove it to resume from the one before.") from error
 
@@ -365,36 +381,56 @@ def plot_curves(path: Path, history: Sequence[dict], metric: str) -> None:
                 axis.legend(frameon=False)
 
 
-def write_card(folder: Path, metrics: Mapping[str, Mapping[str, float]], **values) -> None:
-    """Writes README.md from the template beside this file.
+def write_card(run, metrics: Mapping[str, Mapping[str, float]], model_class: str) -> None:
+    """Writes README.md from the template beside this file. It names files and folders by their last part only.
 
     Args:
         metrics: of each split.
-        values: what the template and the metadata show.
+        model_class: the name of the class of the model.
     """
-    values |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    auto_classes = {path: auto for auto, path in AUTO_MAP.items()}
-    own_class = values["model_class"].removeprefix("Scratch")
-    values["auto_class"] = auto_classes[f"modeling_scratchbert.Scratch{own_class}"]
-    values["has_confusion"] = (folder / "confusion_matrix.png").exists()
-    dataset = {"dataset_type": values["data"], "dataset_name": values["data"]}
+    data, output = run.data, run.output
+    given = with_paths(run.settings, public_path)
+    defaults = {each.name: each.default for each in (*fields(data), *fields(run.arguments))}
+    rows_of = given["dataset"] or ", ".join(given["train_file"])
+    model_name = run.arguments.hub_model_id or output.resolve().name
     results = [
-        EvalResult(values["task"], metric_type=name, metric_value=value, dataset_split=split, **dataset)
+        EvalResult(run.task.name, rows_of, rows_of, name, value, dataset_split=split)
         for split, own in metrics.items()
         for name, value in own.items()
         if math.isfinite(value)
     ]
-    data = ModelCardData(
+    metadata = ModelCardData(
         library_name="transformers",
-        pipeline_tag=values["task"],
-        base_model=values["base_model"],
-        datasets=values["datasets"],
-        tags=["scratchbert"] if values["model_class"].startswith("Scratch") else None,
-        model_name=values["model_name"] if results else None,
+        pipeline_tag=run.task.name,
+        base_model=data.model if data.model and is_hub_id(data.model) else None,
+        datasets=[data.dataset] if data.dataset and is_hub_id(data.dataset) else None,
+        tags=["scratchbert"] if model_class.startswith("Scratch") else None,
+        model_name=model_name if results else None,
         eval_results=results or None,
     )
-    template = str(Path(__file__).with_name("training_card.jinja"))
-    ModelCard.from_template(data, template_path=template, metrics=metrics, **values).save(folder / "README.md")
+    own_class = f".Scratch{model_class.removeprefix('Scratch')}"
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("training_card.jinja")),
+        model_name=model_name,
+        model_class=model_class,
+        auto_class=next(auto for auto, path in AUTO_MAP.items() if path.endswith(own_class)),
+        base=given["model"],
+        data=rows_of,
+        labels=run.task.labels,
+        metrics=metrics,
+        rows={split: len(rows) for split, rows in run.rows.items()},
+        step=run.saved_step,
+        chosen_by=run.metric if run.saved_step == run.progress.best_step else None,
+        has_confusion=(output / "confusion_matrix.png").exists(),
+        max_length=data.max_length,
+        settings={
+            name: value for name, value in given.items() if value != defaults[name] and name not in FREE_TO_CHANGE
+        },
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+    card.save(output / "README.md")
 
 
 # ------------------------------------------------------------------------------------------------ the Hub
@@ -436,14 +472,12 @@ def push_run(folder: Path, repo: str, *, private: bool) -> CommitInfo:
         HfHubHTTPError, HTTPError, RuntimeError: the Hub refuses, or cannot be reached.
     """
     paths = sorted({path for pattern in UPLOADED for path in folder.glob(pattern)})
-    contents: dict[str, Path | bytes] = {path.name: path for path in paths}
-    if "recipe.yaml" in contents:
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        public = with_paths(recipe, public_path)
-        contents["recipe.yaml"] = yaml.safe_dump(public, sort_keys=False, allow_unicode=True).encode()
     for path in paths:
         if path.suffix not in (".safetensors", ".png"):  # their bytes can match any pattern
             check_no_secret(path)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    public = yaml.safe_dump(with_paths(recipe, public_path), sort_keys=False, allow_unicode=True)
+    contents = {path.name: path for path in paths} | {"recipe.yaml": public.encode()}
     api = HfApi()
     api.create_repo(repo, private=private or None, exist_ok=True)
     if private and not api.model_info(repo).private:

@@ -63,6 +63,7 @@ def here(here) -> Path:
         ("--task rerank", "--task"),
         ("--label_column id", "--label_column"),
         ("--text_column body", "--text_column"),
+        ("--encoding klingon", "--encoding"),
         ("--keep_columns body", "--keep_columns"),
         ("--max_length 41", "--max_length"),
         ("--max_length 2", "--max_length"),
@@ -111,6 +112,9 @@ def test_uses_that_are_refused(argv, named, make_bert, here, capsys):
         ("continue", "--max_new_tokens 40", "max_new_tokens"),
         ("fill-mask", "--top_k 61", "--top_k"),
         ("tag", "--words_column other", "--words_column"),
+        ("tag", "--words_column text --label_column mood", "--label_column"),
+        ("generate", "--label_column mood", "--label_column"),
+        ("answer", "--label_column mood", "--label_column"),
     ],
 )
 def test_flags_of_a_task_that_are_refused(task, flags, named, make_bert, here, capsys):

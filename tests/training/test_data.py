@@ -256,7 +256,7 @@ def test_several_files(tmp_path):
 def test_conll(tmp_path):
     """Words and tags, separated by tabs or spaces; a line with one column is named."""
     (tmp_path / "r.txt").write_text("-DOCSTART- O\n\nNew_York\tB\nis\tO\n\n\nbig JJ O\n\nbad\nworse O\n")
-    source = Source("--train_file", open_files([str(tmp_path / "r.txt")], "--train_file", txt_format="conll"))
+    source = Source("--train_file", open_files([str(tmp_path / "r.txt")], "--train_file", txt_format=".conll"))
     first, second, bad = source.rows()
     assert (first.content, first.line) == ({"tokens": ["New_York", "is"], "tags": ["B", "O"]}, 3)
     assert second.content == {"tokens": ["big"], "tags": ["O"]}

@@ -49,7 +49,7 @@ def test_several_labels(found, right, exact, macro, micro, model):
     metrics = task.metrics(rows, [{"prediction": list(each)} for each in found])
     if "A" in "".join(right):
         table = task.table_by_label(rows, [{"prediction": []} for _ in rows])
-        assert table[0] == {
+        assert {name: values[0] for name, values in table.items()} == {
             "label": "A",
             "precision": 0,
             "recall": 0,
@@ -113,12 +113,7 @@ TEXTS = {
         Entities,
         [PERSON, ["B-LOC", "O", "B-ORG"]],
         [PERSON, ["B-LOC", "I-LOC", "O"]],
-        {
-            **{"entity_precision": 2 / 4, "entity_recall": 2 / 3, "entity_f1": 4 / 7, "tag_accuracy": 5 / 7},
-            **{"PER/precision": 1, "PER/recall": 1, "PER/f1": 1, "PER/entities": 1},
-            **{"LOC/precision": 1 / 2, "LOC/recall": 1 / 2, "LOC/f1": 1 / 2, "LOC/entities": 2},
-            **{"ORG/precision": 0, "ORG/recall": 0, "ORG/f1": 0, "ORG/entities": 0},
-        },
+        {"entity_precision": 2 / 4, "entity_recall": 2 / 3, "entity_f1": 4 / 7, "tag_accuracy": 5 / 7},
     ),
     "no entities": (Entities, [["O", "O"]], [["O", "O"]], {"entity_f1": 0, "tag_accuracy": 1}),
     "questions with and without answer": (
@@ -138,6 +133,18 @@ def test_texts(metric, found, right, expected):
     values = metric.of(found, right)
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert len(Squad.of(["a"], [["a"]])) == 2  # nothing about questions without answer, if there are none
+
+
+def test_entities_of_each_type(model):
+    flags = {"model": model, "labels": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG"]}
+    task, _ = make_task("tagging", [{"tokens": PERSON, "tags": PERSON}], **flags)
+    rows = [{"tags": PERSON}, {"tags": ["B-LOC", "I-LOC", "O"]}]
+    table = task.table_by_label(rows, [{"predicted_tags": PERSON}, {"predicted_tags": ["B-LOC", "O", "B-ORG"]}])
+    assert table == [
+        {"label": "LOC", "precision": 1 / 2, "recall": 1 / 2, "f1": 1 / 2, "entities": 2},
+        {"label": "ORG", "precision": 0, "recall": 0, "f1": 0, "entities": 0},
+        {"label": "PER", "precision": 1, "recall": 1, "f1": 1, "entities": 1},
+    ]
 
 
 ERRORS = [
@@ -189,12 +196,9 @@ def test_the_best_threshold():
         def f1(threshold: float, drawn=drawn) -> float:
             return sum(best_match(text if score > threshold else "", gold)[1] for text, gold, score in drawn)
 
-        answers, golds = (
-            [(text, score) for text, _, score in drawn],
-            [[(each, 0) for each in gold] for _, gold, _ in drawn],
-        )
+        answers, golds = [(text, score, 0) for text, _, score in drawn], [gold for _, gold, _ in drawn]
         assert f1(best_threshold(answers, golds)) == pytest.approx(max(f1(each) for each in (-1, 0, 1, 2, 3)))
-    answers, gold = [("x", score) for score in (3.0, 1.0, 1.00005, -2.0)], [("x", 0)]
+    answers, gold = [("x", score, 0) for score in (3.0, 1.0, 1.00005, -2.0)], ["x"]
     for golds, expected in {
         (1, 1, 1, 1): -3,
         (1, 1, 1, 0): -0.5,

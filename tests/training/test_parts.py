@@ -12,30 +12,40 @@ from huggingface_hub import ModelCard
 from torch import nn
 from transformers import get_scheduler
 
+import train
 from support.models import SPECIAL, random_scratchbert
+from toolkit.tasks import ARGUMENTS
 from toolkit.training import epoch_batches, evaluation_batches, freeze, make_optimizer, make_schedule, write_card
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 1003).tolist()
+EXAMPLES = [{"length": length} for length in LENGTHS]
 
 
 @pytest.mark.parametrize("by_length", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_batches_of_an_epoch(world, by_length):
     """Each row is in one batch of one process, all processes have as many batches, and epochs differ."""
-    epochs = [
-        [epoch_batches(LENGTHS, 8, 1, epoch, rank, world, by_length) for rank in range(world)] for epoch in (0, 1)
-    ]
+
+    def settings(seed=1) -> SimpleNamespace:
+        sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+        strategy = "group_by_length" if by_length else "random"
+        return SimpleNamespace(**sizes, seed=seed, train_sampling_strategy=strategy)
+
+    def process(rank: int) -> SimpleNamespace:
+        return SimpleNamespace(process_index=rank, num_processes=world)
+
+    epochs = [[epoch_batches(EXAMPLES, settings(), process(rank), epoch) for rank in range(world)] for epoch in (0, 1)]
     for processes in epochs:
         assert sorted(row for own in processes for batch in own for row in batch) == list(range(1003))
         assert len({len(own) for own in processes}) == 1
         assert all(len(batch) == 8 for own in processes for batch in own[:-1])
     assert epochs[0] != epochs[1]
-    assert epochs[0][0] == epoch_batches(LENGTHS, 8, 1, 0, 0, world, by_length)
-    assert epochs[0][0] != epoch_batches(LENGTHS, 8, 2, 0, 0, world, by_length)
+    assert epochs[0][0] == epoch_batches(EXAMPLES, settings(), process(0), 0)
+    assert epochs[0][0] != epoch_batches(EXAMPLES, settings(seed=2), process(0), 0)
     padded = sum(max(LENGTHS[row] for row in batch) * len(batch) for batch in epochs[0][0] if batch)
     fill = sum(LENGTHS[row] for batch in epochs[0][0] for row in batch) / padded
     assert (fill > 0.9) == by_length
-    evaluated = [evaluation_batches(LENGTHS, 8, rank, world) for rank in range(world)]
+    evaluated = [evaluation_batches(EXAMPLES, settings(), process(rank)) for rank in range(world)]
     assert sorted(row for own in evaluated for batch in own for row in batch) == list(range(1003))
     assert len({len(own) for own in evaluated}) == 1
 
@@ -88,7 +98,7 @@ def test_freeze(what, trained):
 def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(what, sharing):
     fields = {"share_embeddings": sharing != "nothing", "tie_encoder_decoder": sharing == "all", **SPECIAL}
     model = random_scratchbert("ForConditionalGeneration", is_encoder_decoder=True, **fields)
-    freeze(model, what)
+    freeze(model, what, set())
     frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
     names = {name for name, _ in model.named_parameters() if name.startswith("model.encoder.")}
     embeddings = {name for name in names if ".embeddings." in name}
@@ -110,8 +120,8 @@ def test_freezing_concerns_the_encoder_and_what_the_decoder_shares(what, sharing
         ("inverse_sqrt", {}),
     ],
 )
-def test_schedules_survive_json(name, given):
-    """Continued, they have the rates of transformers' own schedule."""
+def test_schedules_are_continued(name, given, tmp_path):
+    """With the rates of transformers' own schedule, and without code in their file."""
 
     def make():
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
@@ -130,19 +140,21 @@ def test_schedules_survive_json(name, given):
     theirs = get_scheduler(name, optimizer, 3, 10, scheduler_specific_kwargs=given)
     first, second, expected = make(), make(), rates(theirs, 10)
     assert rates(first, 4) == expected[:4]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    torch.save(first.state_dict(), tmp_path / "scheduler.bin")
+    second.load_state_dict(torch.load(tmp_path / "scheduler.bin", weights_only=True))
     assert rates(second, 6) == expected[4:]
 
 
 def test_the_metadata_of_a_card(tmp_path):
     """Values that are not finite are in the table only."""
     metrics = {"validation": {"accuracy": 0.75, "pearson": math.nan}, "test": {"accuracy": 0.5}}
-    names = {"model_name": "ada/reviews", "model_class": "ScratchBertForSequenceClassification"}
-    names |= {"data": "user/data", "datasets": ["user/data"]}
-    numbers = {"rows": {"train": 1000, "validation": 5}, "step": 7, "chosen_by": "accuracy", "max_length": 9}
-    texts = {"labels": ["a", "b"], "settings": {"labels": ["a", "b"], "seed": 3}}
-    base = {"base": "user/bert", "base_model": "user/bert"}
-    write_card(tmp_path, metrics, task="text-classification", **names, **numbers, **texts, **base)
+    given = {"model": "user/bert", "dataset": "user/data", "labels": ["a", "b"]}
+    arguments = train.TrainingArguments(hub_model_id="ada/reviews", output_dir=str(tmp_path), seed=3)
+    task = SimpleNamespace(name="text-classification", labels=["a", "b"], metric_names=["accuracy"])
+    rows = {"train": range(1000), "validation": range(5)}
+    this = train.Run(task, ARGUMENTS["classification"](**given), arguments, None, rows, {})
+    this.progress, this.saved_step = SimpleNamespace(best_step=7), 7
+    write_card(this, metrics, "ScratchBertForSequenceClassification")
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.datasets, card.data.pipeline_tag) == (
         "user/bert",
@@ -153,6 +165,7 @@ def test_the_metadata_of_a_card(tmp_path):
     assert results == {("validation", "accuracy"): 0.75, ("test", "accuracy"): 0.5}
     assert "| pearson | nan |" in card.text
     assert "1,000 train, 5 validation" in card.text
+    assert "- seed: 3" in card.text
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     compile(code, "card", "exec")
     assert 'AutoModelForSequenceClassification.from_pretrained("ada/reviews", trust_remote_code=True)' in code

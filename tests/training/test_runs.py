@@ -149,7 +149,9 @@ class Payload:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "progress.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "progress.json"]
+)
 def test_damaged_checkpoints_are_named(name, stopped, tmp_path, capsys):
     """And code in them does not run. The random states are not used."""
     path, ran = tmp_path / "run" / "checkpoint-4" / name, tmp_path / "the-code-ran"

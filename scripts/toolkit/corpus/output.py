@@ -20,7 +20,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from pyarrow import compute, parquet
 
-from toolkit.cli import CommandError
+from toolkit.cli import CommandError, first_of
 from toolkit.corpus.rows import to_json_text
 
 RUN = "__run__"
@@ -372,5 +372,4 @@ def check_output(url: str) -> list[str]:
         elif sizes[name] != before["bytes"] or fingerprint(store, name) != before:
             wrong.append(f"{name} is not what the run wrote")
     wrong += [f"{name} is not of the run" for name in sorted(sizes.keys() - expected) if name.startswith("part-")]
-    more = [f"and {len(wrong) - NAMED_FILES:,} more"] if len(wrong) > NAMED_FILES else []
-    return wrong[:NAMED_FILES] + more
+    return first_of(wrong, NAMED_FILES)

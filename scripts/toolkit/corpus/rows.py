@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from toolkit.data import ROWS_WITH_COLUMNS, Row, Source, flat_names, open_files, usable
+from toolkit.data import Row, Source, columns_of, open_files, usable
 
 HUB, STANDARD_INPUT = "hub:", "-"
 TABLES = (".csv", ".tsv")
@@ -59,12 +59,7 @@ class Corpus:
                 yield format, row
 
     def columns(self) -> list[str]:
-        """The columns of the first rows."""
-        first = list(islice(self.rows(), ROWS_WITH_COLUMNS))
-        found = [name for row in first if isinstance(row.content, dict) for name in flat_names(row.content)]
-        if not found:
-            raise ValueError(f"{first[0].place}: {first[0].content}")
-        return list(dict.fromkeys(found))
+        return columns_of(self.rows())
 
     def parts(self, size: int, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Part]:
         """The parts that are wanted, by their numbers, in order. All rows are read."""
@@ -109,7 +104,7 @@ def open_corpus(args, folder: Path) -> Corpus:
             sources.append((name, Source("INPUT", [], dataset)))
             continue
         patterns = [save_standard_input(folder, args.stdin_format)] if name == STANDARD_INPUT else [name]
-        for file in open_files(patterns, "INPUT", args.encoding, args.delimiter, args.txt_format):
+        for file in open_files(patterns, "INPUT", args.encoding, args.delimiter):
             if name == STANDARD_INPUT:
                 file.name = "standard input"
             sources.append((file.format, Source("INPUT", [file])))

@@ -49,9 +49,10 @@ def own_arguments(cls: type, args, usage: Usage, columns: list[str], **more):
     saved = {name: value for name, value in saved.items() if not name.endswith("_column") or value in columns}
     given = {name: value for name, value in vars(args).items() if name in READING & names and value is not None}
     if args.label_column is not None:  # which has other names in a training
-        given |= {name: args.label_column for name in ("tags_column", "target_column") if name in names}
+        others = names & {"tags_column", "target_column"}
+        given |= {name: find_column(columns, "--label_column", args.label_column, ()) for name in others}
     found = cls(model=args.model, **saved | given | more)
-    found.max_length = max_length(args, usage, given.get("max_length") or usage.recipe.get("max_length"))
+    found.max_length = max_length(args, usage, usage.recipe.get("max_length"))
     found.trust_remote_code = args.trust_remote_code
     return found
 
@@ -183,7 +184,7 @@ class TextTask:
         """Prepares what depends on the model."""
 
     def encode(self, rows: list[dict]) -> list[dict]:
-        return list(tokenize(self.tokenizer, [row["text"] for row in rows], None, self.max_length))
+        return list(tokenize(self.tokenizer, self.max_length, [row["text"] for row in rows]))
 
     def collate(self, examples: list[dict]) -> Batch:
         return pad(examples, self.tokenizer.pad_token_id)
@@ -303,8 +304,7 @@ class Tag(TextTask):
 
     def encode(self, rows):
         options = {"truncation": True, "max_length": self.max_length, "stride": self.max_length // 4}
-        texts = [row["text"] for row in rows]
-        found = encodings(self.tokenizer, texts, return_overflowing_tokens=True, **options)
+        found = encodings(self.tokenizer, [row["text"] for row in rows], **options)
         return [example_of(encoding, row) | {"window": encoding} for row, encoding in found]
 
     def answer(self, model, batch):

@@ -1,11 +1,10 @@
 """The arguments of each task: its data, its model, and how texts become inputs."""
 
-import codecs
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Usual names of columns.
@@ -14,29 +13,11 @@ SECOND_TEXTS = ("sentence2", "hypothesis", "question2")
 WORDS = ("tokens", "words")
 SOURCES = ("source", "text", "article", "document", "en")
 
-Problems = Iterator[tuple[bool, str]]
+# For each rule, a value that is true if the rule is broken, and what is wrong then.
+Problems = Iterator[tuple[object, str]]
 
-
-# The least values of numbers, where they are not 0.
-LEAST = {"max_target_length": 2, "max_steps": -1} | dict.fromkeys(
-    (
-        "max_train_samples",
-        "max_eval_samples",
-        "max_length",
-        "max_answer_length",
-        "num_decoder_layers",
-        "num_beams",
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "eval_steps",
-        "early_stopping_patience",
-        "save_steps",
-        "save_total_limit",
-        "logging_steps",
-    ),
-    1,
-)
+# The least values of numbers, where they are not 1 for an integer and 0 for others.
+LEAST = {"max_steps": -1, "seed": 0, "split_seed": 0, "stride": 0, "lora_rank": 0, "max_target_length": 2}
 
 
 def flag(help: str, default: Any = None):
@@ -47,8 +28,9 @@ def flag(help: str, default: Any = None):
 def problems_of_numbers(arguments) -> Problems:
     """For each argument that is a number, whether it is too small or not finite, and what is wrong then."""
     for each in fields(arguments):
-        value, least = getattr(arguments, each.name), LEAST.get(each.name, 0)
-        if isinstance(value, int | float):
+        value = getattr(arguments, each.name)
+        if type(value) in (int, float):  # no boolean
+            least = LEAST.get(each.name, 1 if isinstance(value, int) else 0)
             yield not least <= value < math.inf, f"--{each.name} is {value}; expected {least} or more."
 
 
@@ -57,7 +39,7 @@ class TaskArguments:
     """Data and model of any task."""
 
     _argument_group_name = "data and model"
-    smooths_labels: ClassVar[bool] = False
+    smooths_labels = False
 
     model: str | None = flag("a BERT or ScratchBert to start from: a folder or a hub id")
     implementation: Literal["scratchbert", "bert"] = flag("classes of this project or of transformers", "scratchbert")
@@ -87,49 +69,30 @@ class TaskArguments:
     def has_validation(self) -> bool:
         return bool(self.validation_file or self.validation_split or self.validation_fraction)
 
-    @property
-    def has_test(self) -> bool:
-        return bool(self.test_file or self.test_split)
-
     def problems(self) -> Problems:
-        """For each rule, whether it is broken, and what is wrong then."""
+        """The rules between the arguments."""
         files = [self.train_file, self.validation_file, self.test_file]
         splits = [self.dataset_config, self.validation_split, self.test_split]
         fraction = self.validation_fraction
-        yield self.dataset is not None and any(files), "--dataset is given with files; expected one of them."
-        yield self.dataset is None and any(splits), "a split or --dataset_config is given; expected --dataset with it."
+        yield self.dataset and any(files), "--dataset is given with files; expected one of them."
+        yield not self.dataset and any(splits), "a split or --dataset_config is given; expected --dataset with it."
         yield fraction is not None and not 0 < fraction < 1, f"--validation_fraction is {fraction}; expected 0 to 1."
         yield (
-            fraction is not None and bool(self.validation_file or self.validation_split),
+            fraction and (self.validation_file or self.validation_split),
             "--validation_fraction is given with a validation set; expected one of them.",
         )
-        yield (
-            fraction is None and self.group_column is not None,
-            "--group_column is given; expected --validation_fraction with it.",
-        )
+        yield self.group_column and not fraction, "--group_column is given; expected --validation_fraction with it."
         yield (
             self.delimiter is not None and len(self.delimiter.replace("\\t", "\t")) != 1,
             f"--delimiter is {self.delimiter!r}; expected one character, or \\t for a tab.",
         )
-        yield (
-            not is_encoding(self.encoding),
-            f"--encoding is {self.encoding}; expected one of Python's, such as cp1252.",
-        )
-
-
-def is_encoding(name: str) -> bool:
-    try:
-        codecs.lookup(name)
-    except LookupError:
-        return False
-    return True
 
 
 @dataclass
 class LabelArguments(TaskArguments):
     """Arguments of tasks with labels."""
 
-    smooths_labels: ClassVar[bool] = True
+    smooths_labels = True
 
     labels: list[str] | None = flag("the labels in their order; default: those of the training rows")
     class_weights: list[str] | None = flag(
@@ -170,14 +133,16 @@ class ClassificationArguments(LabelArguments):
 
     def problems(self) -> Problems:
         yield from super().problems()
-        is_multi = self.problem == "multi_label"
-        yield bool(self.label_columns) and not is_multi, "--label_columns is given; expected --problem multi_label."
         yield (
-            bool(self.label_columns and (self.label_column or self.labels)),
+            self.label_columns and self.problem != "multi_label",
+            "--label_columns is given; expected --problem multi_label.",
+        )
+        yield (
+            self.label_columns and (self.label_column or self.labels),
             "--label_columns is given with --label_column or --labels; expected one of them.",
         )
         yield (
-            self.class_weights is not None and self.problem != "single_label",
+            self.class_weights and self.problem != "single_label",
             f"--class_weights is given with --problem {self.problem}; expected single_label.",
         )
         yield not self.label_separator, "--label_separator is empty; expected the text between two labels."
@@ -195,7 +160,7 @@ class TaggingArguments(LabelArguments):
     def problems(self) -> Problems:
         yield from super().problems()
         yield (
-            self.scheme != "plain" and self.labels is not None and "O" not in self.labels,
+            self.scheme != "plain" and self.labels and "O" not in self.labels,
             f"--labels lacks O; expected it with --scheme {self.scheme}.",
         )
 
@@ -234,9 +199,9 @@ class NewModelArguments(TaskArguments):
 
     def problems(self) -> Problems:
         yield from super().problems()
-        is_new = self.config_name is not None
-        yield is_new and self.model is not None, "--config_name is given with --model; expected one of them."
-        yield is_new and self.tokenizer_name is None, "--config_name is given; expected --tokenizer_name with it."
+        is_new = self.config_name
+        yield is_new and self.model, "--config_name is given with --model; expected one of them."
+        yield is_new and not self.tokenizer_name, "--config_name is given; expected --tokenizer_name with it."
         yield is_new and self.implementation == "bert", "--config_name is given; expected --implementation scratchbert."
 
 
@@ -253,7 +218,7 @@ SEQ2SEQ_METRICS = {
 class Seq2SeqArguments(NewModelArguments):
     """Arguments of `seq2seq`."""
 
-    smooths_labels: ClassVar[bool] = True
+    smooths_labels = True
 
     num_decoder_layers: int | None = flag("blocks of a new decoder; default: as many as the encoder has")
     tie_encoder_decoder: bool = flag("encoder and new decoder share their weights, except cross-attention", False)

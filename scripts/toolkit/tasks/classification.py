@@ -1,7 +1,5 @@
 """Classification of texts or pairs of texts: one label, several labels, or numbers."""
 
-from typing import ClassVar
-
 import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
@@ -31,7 +29,7 @@ class Classification(LabelTask):
     label_fields = ("label",)
     threshold = 0.5
     model_class = "ForSequenceClassification"
-    lower_is_better: ClassVar = {"loss", "mean_squared_error"}
+    lower_is_better = ("loss", "mean_squared_error")
     grouped_by = ("text", "text_pair")
     arguments: ClassificationArguments
 
@@ -40,6 +38,7 @@ class Classification(LabelTask):
         self.problem = arguments.problem
         self.metric_names = METRICS[self.problem]
         self.labels = arguments.label_columns or self.labels
+        self.least_labels = 1 if self.problem == "multi_label" else 2
 
     # -- data
 
@@ -53,13 +52,12 @@ class Classification(LabelTask):
         return f"the text is {self.text!r}" + (f", the second text is {self.pair!r}" if self.pair else "")
 
     def find_labels(self, columns):
-        flags = self.arguments
-        self.label = None
-        for name in flags.label_columns or ():
+        names = self.arguments.label_columns
+        for name in names or ():
             find_column(columns, "--label_columns", name, ())
-        if flags.label_columns:
-            return f"the labels are {', '.join(flags.label_columns)}"
-        self.label = find_column(columns, "--label_column", flags.label_column, LABELS)
+        if names:
+            return f"the labels are {', '.join(names)}"
+        self.label = find_column(columns, "--label_column", self.arguments.label_column, LABELS)
         return f"the label is {self.label!r}"
 
     def read_inputs(self, content):
@@ -71,11 +69,14 @@ class Classification(LabelTask):
 
     def read_label(self, content: dict):
         """One label, a list of labels, or a list of numbers."""
-        if self.label is None:
+        if self.arguments.label_columns:
             return [name for name in self.labels if one_hot(name, value_of(content, name))]
         value = value_of(content, self.label)
         if self.problem == "regression":
-            return [number_of(each) for each in (value if isinstance(value, list) else [value])]
+            numbers = [number_of(each) for each in (value if isinstance(value, list) else [value])]
+            if self.labels is not None and len(numbers) != len(self.labels):
+                raise ValueError(f"there are {len(numbers)} numbers; expected {len(self.labels)}")
+            return numbers
         if self.problem == "single_label":
             label = label_of(value)
             check_known([label], self.labels)
@@ -98,34 +99,27 @@ class Classification(LabelTask):
             self.set_labels([f"LABEL_{i}" for i in range(widths[0])])
             return
         yield from super().prepare(rows)
-        if self.problem == "single_label":
-            check_labels(self.labels, self.arguments.labels is not None)
+        decimals = [label for label in self.labels if NUMBER.fullmatch(label) and float(label) % 1]
+        if decimals and self.problem == "single_label" and self.arguments.labels is None:
+            raise ValueError(f"labels are numbers such as {decimals[0]}; expected --problem regression, or --labels.")
 
     def stratum(self, row):
         return row["label"] if self.problem == "single_label" else None
 
     def encode(self, rows):
-        texts = [row["text"] for row in rows]
-        pairs = [row["text_pair"] for row in rows] if self.pair else None
-        examples = list(tokenize(self.tokenizer, texts, pairs, self.arguments.max_length))
+        names = ["text", "text_pair"] if self.pair else ["text"]
+        texts = [[row[name] for row in rows] for name in names]
+        examples = list(tokenize(self.tokenizer, self.arguments.max_length, *texts))
         for row, example in zip(rows, examples, strict=True):
             if "label" in row:
-                example["labels"] = self.target(row)
+                example["labels"] = self.target(row["label"])
         return examples
 
-    def target(self, row: dict):
-        """A label's number, 0 and 1 for each label, or numbers."""
-        if self.problem == "regression":
-            if len(row["label"]) != len(self.labels):
-                raise ValueError(f"{row['place']}: there are {len(row['label'])} numbers; expected {len(self.labels)}.")
-            return row["label"]
+    def target(self, label):
+        """A label's number; 0 and 1 for each label; or the numbers of a regression."""
         if self.problem == "multi_label":
-            return [float(label in row["label"]) for label in self.labels]
-        return self.numbers[row["label"]]
-
-    def collate(self, examples, seed=()):
-        labels = [example["labels"] for example in examples if "labels" in example]
-        return super().collate(examples) | ({"labels": torch.tensor(labels)} if labels else {})
+            return [float(name in label) for name in self.labels]
+        return self.numbers[label] if self.problem == "single_label" else label
 
     # -- model, loss and metrics
 
@@ -157,8 +151,7 @@ class Classification(LabelTask):
             return [
                 {"prediction": [label for label in row if row[label] > self.threshold], "scores": row} for row in named
             ]
-        best = [max(row, key=row.__getitem__) for row in named]
-        return [{"prediction": label, "score": row[label]} for label, row in zip(best, named, strict=True)]
+        return [{"prediction": max(row, key=row.__getitem__), "score": max(row.values())} for row in named]
 
     def activation(self, logits: torch.Tensor) -> torch.Tensor:
         """The scores of the labels, from the logits of a row."""
@@ -171,25 +164,13 @@ class Classification(LabelTask):
 
     def as_numbers(self, rows: list[dict], name: str) -> np.ndarray:
         """Numbers of labels, `(N,)`; 0 and 1 for each label, `(N, L)`; or the numbers of a regression, `(N, C)`."""
-        if self.problem == "multi_label":
-            return np.array([[int(label in row[name]) for label in self.labels] for row in rows])
-        if self.problem == "regression":
-            return np.array([row[name] for row in rows]).reshape(len(rows), -1)
-        return np.array([self.numbers[row[name]] for row in rows])
+        numbers = np.array([self.target(row[name]) for row in rows])
+        return numbers.reshape(len(rows), -1) if self.problem == "regression" else numbers
 
     def table_by_label(self, rows, predictions):
         if self.problem == "regression":
             return []
         return table_by_label(self.labels, self.as_numbers(rows, "label"), self.as_numbers(predictions, "prediction"))
-
-
-def check_labels(labels: list[str], are_given: bool) -> None:
-    """Raises ValueError if there are fewer than two, or if they are decimal numbers that nobody called labels."""
-    if len(labels) < 2:
-        raise ValueError(f"the training rows have one label, {labels[0]}; expected two or more.")
-    decimals = [label for label in labels if NUMBER.fullmatch(label) and float(label) % 1]
-    if decimals and not are_given:
-        raise ValueError(f"labels are numbers such as {decimals[0]}; expected --problem regression, or --labels.")
 
 
 def one_hot(name: str, value) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from toolkit.cli import first_of
 from toolkit.data import label_summary, label_warnings, sorted_labels
 from toolkit.files import read_json_object
 from toolkit.hub import read_config
@@ -24,18 +25,18 @@ class LabelTask(Task):
     Attributes:
         numbers: of the labels, by name.
         saved: the labels of the checkpoint in the order of its model head.
+        least_labels: the least number of labels that can be trained.
     """
 
     arguments: LabelArguments
+    least_labels = 2
 
     def __init__(self, arguments: LabelArguments):
         super().__init__(arguments)
         self.labels = arguments.labels
-        names = read_config(arguments.model).get("id2label") or {
-            "0": "LABEL_0",
-            "1": "LABEL_1",
-        }  # which it does not save
-        self.saved = [str(names[number]) for number in sorted(names, key=int)]
+        names = read_config(arguments.model).get("id2label") or {}
+        # Two labels without a name are not saved.
+        self.saved = [str(names[number]) for number in sorted(names, key=int)] or ["LABEL_0", "LABEL_1"]
 
     @abstractmethod
     def labels_of(self, row: dict) -> list[str]:
@@ -53,6 +54,10 @@ class LabelTask(Task):
         if self.labels is None:
             self.labels = self.saved if sorted(self.saved) == sorted(found) else found
         self.set_labels(self.labels)
+        if len(self.labels) < self.least_labels:
+            raise ValueError(
+                f"the labels of the training rows are {self.labels}; expected {self.least_labels} or more."
+            )
 
     def restore(self):
         report = Path(self.arguments.model, "metrics.json")
@@ -80,7 +85,7 @@ def check_known(labels: Sequence[str], known: list[str] | None) -> None:
     """Raises ValueError if a label is none of those that the model is trained with."""
     for label in labels:
         if known is not None and label not in known:
-            shown = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+            shown = ", ".join(first_of(list(map(repr, known)), 10))
             raise ValueError(
                 f"the label is {label!r}; expected one of {shown}. Write labels alike in all files, or pass --labels"
             )
@@ -98,7 +103,7 @@ def initialise_head(model) -> set[str]:
     return names
 
 
-def table_by_label(labels: list[str], references: np.ndarray, predictions: np.ndarray) -> list[dict]:
+def table_by_label(labels: list[str], references: np.ndarray, predictions: np.ndarray) -> dict[str, Sequence]:
     """Precision, recall, F1 and the number of rows of each label.
 
     Args:
@@ -107,7 +112,7 @@ def table_by_label(labels: list[str], references: np.ndarray, predictions: np.nd
     from sklearn.metrics import precision_recall_fscore_support
 
     with warnings.catch_warnings(action="ignore"):
-        columns = precision_recall_fscore_support(references, predictions, labels=range(len(labels)), zero_division=0)
-    names = ("label", "precision", "recall", "f1", "rows")
-    rows = zip(labels, *(column.tolist() for column in columns), strict=True)
-    return [dict(zip(names, row, strict=True)) for row in rows]
+        precision, recall, f1, rows = precision_recall_fscore_support(
+            references, predictions, labels=range(len(labels)), zero_division=0
+        )
+    return {"label": labels, "precision": precision, "recall": recall, "f1": f1, "rows": rows}

@@ -1,10 +1,8 @@
 """Pre-training of encoders on texts without labels: masked words."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
-from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, text_of
 from toolkit.tasks.arguments import MaskedLMArguments
@@ -26,7 +24,7 @@ class MaskedLM(Task):
     name = "fill-mask"
     model_class = "ForMaskedLM"
     metric_names = ("perplexity",)
-    lower_is_better: ClassVar = {"loss", "perplexity"}
+    lower_is_better = ("loss", "perplexity")
     is_language_model = True
     arguments: MaskedLMArguments
 
@@ -40,7 +38,7 @@ class MaskedLM(Task):
         numbers = np.arange(max(vocabulary.values()) + 1)
         self.continues = np.isin(numbers, [i for token, i in vocabulary.items() if token.startswith("##")])
         self.is_special = np.isin(numbers, tokenizer.all_special_ids)
-        self.ordinary = np.setdiff1d(list(vocabulary.values()), tokenizer.all_special_ids)
+        self.ordinary = np.flatnonzero(~self.is_special)
         if arguments.whole_word_masking and not self.continues.any():
             raise ValueError("--whole_word_masking is given; expected a WordPiece tokenizer, with ## tokens.")
 
@@ -69,8 +67,7 @@ class MaskedLM(Task):
     def pieces(self, rows: list[dict]) -> Iterator[tuple[int, list[int], int]]:
         """The tokens of each sequence without [CLS] and [SEP], the row where it starts, and how many are cut off."""
         room = self.arguments.max_length - 2
-        buffer: list[int] = []
-        first = 0
+        buffer, first = [], 0
         for number, encoding in encodings(self.tokenizer, [row["text"] for row in rows], add_special_tokens=False):
             ids = encoding.ids
             if not ids:
@@ -78,8 +75,11 @@ class MaskedLM(Task):
             if self.arguments.line_by_line:
                 yield number, ids[:room], max(len(ids) - room, 0)
                 continue
-            first = first if buffer else number
-            buffer += [*([self.tokenizer.sep_token_id] if buffer else []), *ids]
+            if buffer:
+                buffer.append(self.tokenizer.sep_token_id)
+            else:
+                first = number
+            buffer += ids
             while len(buffer) >= room:
                 yield first, buffer[:room], 0
                 buffer, first = buffer[room:], number
@@ -109,12 +109,13 @@ class MaskedLM(Task):
 
     def open_model(self):
         flags = self.arguments
-        # Computes the scores of the masked words only.
-        options = {"sparse_prediction": True} if flags.implementation == "scratchbert" else {}
-        if flags.config_name is not None:
-            model = self.choose_class()(new_config(flags, self.tokenizer, **options, **overrides(flags)))
+        fields = overrides(flags)
+        if flags.implementation == "scratchbert":
+            fields["sparse_prediction"] = True  # computes the scores of the masked words only
+        if flags.config_name:
+            model = self.choose_class()(new_config(flags, self.tokenizer, **fields))
         else:
-            model = super().open_model(**options)
+            model = super().open_model(**fields)
         if model.config.is_decoder:
             raise ValueError(
                 "the configuration has is_decoder true; expected an encoder, which sees words on both sides."
@@ -129,4 +130,4 @@ class MaskedLM(Task):
 
     def loss_of(self, logits, batch):
         labels = batch["labels"]
-        return cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
+        return super().loss_of(logits, {"labels": labels[labels != IGNORED]})

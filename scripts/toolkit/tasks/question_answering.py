@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
 from toolkit.data import find_column, text_of, value_of
 from toolkit.hub import read_config
 from toolkit.tasks.arguments import QuestionAnsweringArguments
-from toolkit.tasks.task import Task, encodings, example_of, inputs_of, is_token
+from toolkit.tasks.task import Task, encodings, example_of, inputs_of
 from toolkit.tasks.text_metric import TextMetric
 
 # Scores that differ by less are one level: another device can change their order.
@@ -83,27 +82,20 @@ class QuestionAnswering(Task):
             truncation="only_second",
             max_length=length,
             stride=stride,
-            return_overflowing_tokens=True,
         )
         examples = [window(encoding, rows[i], i) for i, encoding in encoded]
-        if rows and "answers" in rows[0]:
+        if "answers" in rows[0]:
             self.check_answers(rows, examples)
         return examples
 
     def check_answers(self, rows: list[dict], examples: list[dict]) -> None:
         """Says how many answers are in no window as a whole. They are trained as questions without answer."""
         answers = sum(bool(row["answers"]) for row in rows)
-        lost = answers - len({example["row"] for example in examples if example["start"]})
+        lost = answers - len({example["row"] for example in examples if example["labels"][0]})
         if lost and lost == answers:
             raise ValueError(f"no answer fits in a window of --max_length {self.arguments.max_length}; expected more.")
         if lost:
             self.say(f"{lost:,} of {answers:,} answers fit in no window, and are trained as questions without answer")
-
-    def collate(self, examples, seed=()):
-        if "start" not in examples[0]:
-            return super().collate(examples)
-        targets = {f"{name}_positions": torch.tensor([each[name] for each in examples]) for name in ("start", "end")}
-        return super().collate(examples) | targets
 
     # -- model, loss and metrics
 
@@ -115,28 +107,19 @@ class QuestionAnswering(Task):
         config.null_threshold = "never" if self.threshold is None else self.threshold
         config.question_answering = {name: getattr(self.arguments, name) for name in names}
 
-    def count(self, batch):
-        return torch.ones_like(batch["start_positions"]).sum()
-
-    def logits(self, model, batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The start and the end logits, `(B, T)`, -inf at padding: a loss does not depend on the other rows."""
+    def logits(self, model, batch):
+        """The start and the end logits, `(B, 2, T)`, -inf at padding: a loss does not depend on the other rows."""
         outputs = model(**inputs_of(batch))
-        padding = ~is_token(batch)
-        both = (outputs.start_logits, outputs.end_logits)
-        start, end = (logits.float().masked_fill(padding, float("-inf")) for logits in both)
-        return start, end
-
-    def loss_of(self, logits, batch):
-        targets = (batch["start_positions"], batch["end_positions"])
-        return sum(cross_entropy(*pair, reduction="sum") for pair in zip(logits, targets, strict=True)) / 2
+        logits = torch.stack((outputs.start_logits, outputs.end_logits), 1).float()
+        return logits.masked_fill(batch["attention_mask"][:, None] == 0, -torch.inf)
 
     def outputs_of(self, logits, batch):
-        return list(torch.stack(logits, 1).double().cpu().numpy())  # in float64 their sums compare exactly
+        return list(logits.double().cpu().numpy())  # in float64 their sums compare exactly
 
     def tune(self, rows, examples, outputs):
         if self.arguments.null_threshold == "best":
             answers = self.best_answers(rows, examples, outputs)
-            self.threshold = best_threshold([each[:2] for each in answers], [row["answers"] for row in rows])
+            self.threshold = best_threshold(answers, texts_of(rows))
 
     def decode(self, rows, examples, outputs):
         limit = -np.inf if self.threshold is None else self.threshold
@@ -162,8 +145,13 @@ class QuestionAnswering(Task):
 
     def metrics(self, rows, predictions):
         found = [row["prediction"] for row in predictions]
-        values = Squad.of(found, [[text for text, _ in row["answers"]] for row in rows])
+        values = Squad.of(found, texts_of(rows))
         return values | ({"null_threshold": self.threshold} if self.arguments.null_threshold == "best" else {})
+
+
+def texts_of(rows: list[dict]) -> list[list[str]]:
+    """The texts of the right answers of each row."""
+    return [[text for text, _ in row["answers"]] for row in rows]
 
 
 def answers_of(content: dict, context: str) -> list[tuple[str, int]]:
@@ -174,26 +162,24 @@ def answers_of(content: dict, context: str) -> list[tuple[str, int]]:
     """
     given: Any = value_of(content, "answers")
     if isinstance(given, dict):
-        texts, starts = given.get("text"), given.get("answer_start")
-        given = [{"text": text, "answer_start": start} for text, start in zip(texts or [], starts or [], strict=True)]
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        answers = list(zip(given.get("text") or [], given.get("answer_start") or [], strict=True))
+    elif isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        answers = [(each.get("text"), each.get("answer_start")) for each in given]
+    else:
         raise ValueError(f"'answers' is {given!r}; expected {{'text': [...], 'answer_start': [...]}}")
-    if given and content.get("is_impossible") is True:
+    if answers and content.get("is_impossible") is True:
         raise ValueError("'is_impossible' is true; expected no answers with it")
-    return [checked(each.get("text"), each.get("answer_start"), context) for each in given]
-
-
-def checked(text, start, context: str) -> tuple[str, int]:
-    if not isinstance(text, str) or not isinstance(start, int) or not text:
-        raise ValueError(f"an answer is {text!r} at {start!r}; expected a text at an integer")
-    if start < 0 or context[start : start + len(text)] != text:
-        raise ValueError(f"the answer {text!r} is not at character {start} of the context")
-    return text, start
+    for text, start in answers:
+        if not isinstance(text, str) or not isinstance(start, int) or not text:
+            raise ValueError(f"an answer is {text!r} at {start!r}; expected a text at an integer")
+        if start < 0 or context[start : start + len(text)] != text:
+            raise ValueError(f"the answer {text!r} is not at character {start} of the context")
+    return answers
 
 
 def window(encoding, row: dict, number: int) -> dict:
-    """An example: a question with a window of its text. `start` and `end` are the first and the last token of the first
-    answer, or 0, [CLS], if the window lacks a part of it. `offsets` are the characters of each token of the text."""
+    """An example: a question with a window of its text. `labels` are the first and the last token of the first answer,
+    or 0, [CLS], if the window lacks a part of it. `offsets` are the characters of each token of the text."""
     parts = encoding.sequence_ids  # 1 for the text
     if 1 not in parts:
         raise ValueError(f"{row['place']}: the context has no token in a window; expected a larger --max_length.")
@@ -204,7 +190,7 @@ def window(encoding, row: dict, number: int) -> dict:
     if "answers" not in row:
         return example
     start, end = positions(offsets, row["answers"][0] if row["answers"] else None)
-    return example | {"start": start and start + first - 1, "end": end and end + first - 1}
+    return example | {"labels": [start and start + first - 1, end and end + first - 1]}
 
 
 def with_marks(offsets: list[tuple[int, int]], context: str) -> list[tuple[int, int]]:
@@ -240,20 +226,23 @@ def best_span(example: dict, start: np.ndarray, end: np.ndarray, max_answer_leng
     return float(scores[i, more]), int(offsets[i, 0]), int(offsets[i + more, 1])
 
 
-def best_threshold(answers: list[tuple[str, float]], golds: list[list[tuple[str, int]]]) -> float:
+def best_threshold(answers: list[tuple[str, float, int]], golds: list[list[str]]) -> float:
     """The threshold with the highest F1, as in SQuAD 2.0's evaluation script, but between two scores, so that rounding
-    errors change no answer."""
-    texts = [[text for text, _ in gold] for gold in golds]
-    gains = [
-        best_match(answer, gold)[1] - best_match("", gold)[1] for (answer, _), gold in zip(answers, texts, strict=True)
-    ]
-    scores = np.sort([score for _, score in answers])
-    is_level = np.diff(scores) >= LEAST_DIFFERENCE
-    between = (scores[1:] + scores[:-1])[is_level] / 2
-    # The F1 gained by answering above a threshold: below the first level, below the second, ..., above the last.
-    level_of = np.searchsorted(between, [score for _, score in answers])
-    gained = [*np.bincount(level_of, gains, len(between) + 1)[::-1].cumsum()[::-1], 0.0]
-    return float([scores[0] - 1, *between, scores[-1] + 1][int(np.argmax(gained))])
+    errors change no answer.
+
+    Args:
+        answers: the best span of each text, with its score and place.
+        golds: the right answers.
+    """
+    # What the F1 gains if the span is the answer, instead of none.
+    gains = np.array(
+        [best_match(text, gold)[1] - best_match("", gold)[1] for (text, *_), gold in zip(answers, golds, strict=True)]
+    )
+    scores = np.array([score for _, score, _ in answers])
+    levels = np.sort(scores)
+    between = (levels[1:] + levels[:-1])[np.diff(levels) >= LEAST_DIFFERENCE] / 2
+    thresholds = [levels[0] - 1, *between, levels[-1] + 1]
+    return float(max(thresholds, key=lambda each: round(gains[scores > each].sum(), 6)))
 
 
 def normalized(text: str) -> str:
@@ -281,8 +270,9 @@ class Squad(TextMetric):
     def _compute(self, predictions, references):
         scores = 100 * np.array([best_match(*pair) for pair in zip(predictions, references, strict=True)])
         has_answer = np.array([bool(golds) for golds in references])
-        values = dict(zip(("exact_match", "f1"), scores.mean(0).tolist(), strict=True))
+        exact_match, f1 = scores.mean(0)
+        values = {"exact_match": exact_match, "f1": f1}
         if 0 < has_answer.sum() < len(has_answer):
-            values["has_answer_f1"] = float(scores[has_answer, 1].mean())
-            values["no_answer_f1"] = float(scores[~has_answer, 1].mean())
+            values["has_answer_f1"] = scores[has_answer, 1].mean()
+            values["no_answer_f1"] = scores[~has_answer, 1].mean()
         return values

@@ -1,7 +1,6 @@
 """Pairs of texts: a model that writes a target for each source, from a BERT, a generator or random weights."""
 
 from itertools import chain, zip_longest
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from toolkit.data import find_column, text_of
 from toolkit.hub import read_config
 from toolkit.tasks.arguments import SEQ2SEQ_METRICS, SOURCES, Seq2SeqArguments
 from toolkit.tasks.new_model import new_config, overrides
-from toolkit.tasks.task import Task, inputs_of, pad, tokenize
+from toolkit.tasks.task import IGNORED, Task, inputs_of, tokenize
 from toolkit.tasks.text_metric import TextMetric
 
 TARGETS = ("target", "summary", "highlights", "translation", "de")
@@ -24,7 +23,7 @@ class Seq2Seq(Task):
     name = "text2text-generation"
     label_fields = ("source", "target")
     model_class = "ForConditionalGeneration"
-    lower_is_better: ClassVar = {"loss", "perplexity", "token_error_rate", "item_error_rate"}
+    lower_is_better = ("loss", "perplexity", "token_error_rate", "item_error_rate")
     is_language_model = True
     grouped_by = ("source",)
     arguments: Seq2SeqArguments
@@ -61,27 +60,22 @@ class Seq2Seq(Task):
 
     def encode(self, rows):
         longest = self.arguments.max_target_length + 1  # with [CLS], which labels lack
-        sources = tokenize(self.tokenizer, [row["source"] for row in rows], None, self.arguments.max_length)
-        if rows and "target" not in rows[0]:
-            return list(sources)
-        targets = tokenize(self.tokenizer, [row["target"] for row in rows], None, longest)
-        examples = []
-        for example, target in zip(sources, targets, strict=True):
+        sources = [row["source"] for row in rows]
+        examples = list(tokenize(self.tokenizer, self.arguments.max_length, sources))
+        targets = [row["target"] for row in rows if "target" in row]
+        for example, target in zip(examples, tokenize(self.tokenizer, longest, targets), strict=False):
             example["labels"] = target["input_ids"][1:]
             example["cut"] += target["cut"]
             example["length"] += len(example["labels"])  # of both, to sort by
-            examples.append(example)
         return examples
 
     def collate(self, examples, seed=()):
-        if "labels" not in examples[0]:
-            return super().collate(examples)
-        padding = self.tokenizer.pad_token_id
-        sources = pad([{"input_ids": each["input_ids"]} for each in examples], padding)
-        targets = pad([{"input_ids": each["labels"], "labels": each["labels"]} for each in examples], padding)
-        first = torch.full((len(examples), 1), self.tokenizer.cls_token_id)
-        inputs = torch.cat([first, targets["input_ids"][:, :-1]], 1)
-        return sources | {"decoder_input_ids": inputs, "labels": targets["labels"]}
+        batch = super().collate(examples)
+        if "labels" in batch:
+            first = torch.full((len(examples), 1), self.tokenizer.cls_token_id)
+            inputs = torch.cat([first, batch["labels"][:, :-1]], 1)
+            batch["decoder_input_ids"] = inputs.masked_fill(inputs == IGNORED, self.tokenizer.pad_token_id)
+        return batch
 
     # -- model
 
@@ -94,7 +88,7 @@ class Seq2Seq(Task):
             "eos_token_id": tokenizer.sep_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         }
-        if flags.config_name is not None:
+        if flags.config_name:
             model = cls(new_config(flags, tokenizer, **{"is_encoder_decoder": True, **special, **fields}))
         else:
             config = read_config(flags.model)
@@ -132,12 +126,11 @@ class Seq2Seq(Task):
         """Rows with the same source are one item, with several right targets."""
         if not self.texts:
             return {}
-        right: dict[str, list[str]] = {}
-        written: dict[str, str] = {}
+        right, written = {}, {}
         for row, prediction in zip(rows, predictions, strict=True):
             right.setdefault(row["source"], []).append(row["target"])
             written.setdefault(row["source"], prediction["prediction"])
-        values: dict[str, float] = {}
+        values = {}
         for name in self.texts:
             values |= METRICS[name].of(list(written.values()), list(right.values()))
         return values
@@ -157,7 +150,7 @@ class Rouge(TextMetric):
         types = SEQ2SEQ_METRICS["rouge"]
         scorer = RougeScorer(types)
         scores = [scorer.score_multi(right, text) for text, right in zip(predictions, references, strict=True)]
-        return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in types}
+        return {name: np.mean([score[name].fmeasure for score in scores]) for name in types}
 
 
 class Sacrebleu(TextMetric):
@@ -184,8 +177,8 @@ class ErrorRate(TextMetric):
         ]
         edits, lengths = np.array(best).T
         return {
-            "token_error_rate": float(edits.sum() / max(lengths.sum(), 1)),
-            "item_error_rate": float((edits > 0).mean()),
+            "token_error_rate": edits.sum() / max(lengths.sum(), 1),
+            "item_error_rate": (edits > 0).mean(),
         }
 
 

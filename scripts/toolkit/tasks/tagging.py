@@ -12,11 +12,12 @@ from toolkit.data import EmptyText, find_column, label_of, sorted_labels, value_
 from toolkit.metrics import classification_metrics
 from toolkit.tasks.arguments import WORDS, TaggingArguments
 from toolkit.tasks.labels import LabelTask, check_known, table_by_label
-from toolkit.tasks.task import IGNORED, encodings, example_of, is_token
+from toolkit.tasks.task import IGNORED, encodings, example_of
 from toolkit.tasks.text_metric import TextMetric
 
 TAGS = ("tags", "ner_tags", "labels")
 OUTSIDE = "O"
+AVERAGES = {"micro avg", "macro avg", "weighted avg"}  # over the types of entities, as seqeval names them
 
 
 class Tagging(LabelTask):
@@ -26,7 +27,7 @@ class Tagging(LabelTask):
     name = "token-classification"
     label_fields = ("tags",)
     model_class = "ForTokenClassification"
-    txt_format = "conll"
+    txt_format = ".conll"
     grouped_by = ("words",)
     arguments: TaggingArguments
 
@@ -66,18 +67,13 @@ class Tagging(LabelTask):
     def ordered(self, labels):
         return iob_tags(labels) if self.has_entities else sorted_labels(labels)
 
-    def prepare(self, rows):
-        yield from super().prepare(rows)
-        if len(self.labels) < 2:
-            raise ValueError(f"the training rows have one tag, {self.labels[0]}; expected two or more.")
-
     def encode(self, rows):
         length, stride = self.arguments.max_length, self.arguments.stride
         stride = length // 4 if stride is None else stride
         room = length - self.tokenizer.num_special_tokens_to_add()
         if room <= stride:
             raise ValueError(f"--stride is {stride}; expected less than {room}, with --max_length {length}.")
-        examples: list[dict] = []
+        examples = []
         encoded = encodings(
             self.tokenizer,
             [row["words"] for row in rows],
@@ -85,7 +81,6 @@ class Tagging(LabelTask):
             truncation=True,
             max_length=length,
             stride=stride,
-            return_overflowing_tokens=True,
         )
         for row, group in groupby(encoded, lambda each: each[0]):
             windows = [encoding for _, encoding in group]
@@ -102,7 +97,7 @@ class Tagging(LabelTask):
     # -- predictions and metrics
 
     def outputs_of(self, logits, batch):
-        return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), is_token(batch), strict=True)]
+        return [row[mask].tolist() for row, mask in zip(logits.argmax(-1), batch["attention_mask"].bool(), strict=True)]
 
     def decode(self, rows, examples, outputs):
         # Of a word without a token, such as an invisible character.
@@ -116,7 +111,7 @@ class Tagging(LabelTask):
     def metrics(self, rows, predictions):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if self.has_entities:
-            return {name: value for name, value in Entities.of(found, right).items() if "/" not in name}
+            return Entities.of(found, right)
         values = classification_metrics("single_label", self.flat(right), self.flat(found))
         return {"f1_macro": values["f1_macro"], "tag_accuracy": values["accuracy"]}
 
@@ -127,11 +122,10 @@ class Tagging(LabelTask):
         found, right = [row["predicted_tags"] for row in predictions], [row["tags"] for row in rows]
         if not self.has_entities:
             return table_by_label(self.labels, self.flat(right), self.flat(found))
-        values = Entities.of(found, right)
-        types = dict.fromkeys(name.partition("/")[0] for name in values if "/" in name)
+        report = entity_report(right, found)
         return [
-            {"label": kind, **{name: values[f"{kind}/{name}"] for name in ("precision", "recall", "f1", "entities")}}
-            for kind in types
+            {"label": kind, **scores(report[kind]), "entities": int(report[kind]["support"])}
+            for kind in sorted(report.keys() - AVERAGES)
         ]
 
 
@@ -145,15 +139,15 @@ def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int,
     """
     before = next((i for i, word in enumerate(windows[0]) if word is not None), 0)  # [CLS]
     step = max(sum(word is not None for word in windows[0]) - stride, 1)  # a single window may be short
-    first: dict[int, int] = {}  # from a word to its first token in the whole text
-    for k, window in enumerate(windows):
+    tagged = [{} for _ in windows]
+    seen = {None}
+    for number, window in enumerate(windows):
         for i, word in enumerate(window):
-            if word is not None:
-                first.setdefault(word, k * step + i - before)
-    tagged: list[dict[int, int]] = [{} for _ in windows]
-    for word, token in first.items():
-        k = min(max((token - stride // 2) // step, 0), len(windows) - 1)
-        tagged[k][word] = token - k * step + before
+            if word not in seen:
+                seen.add(word)
+                token = number * step + i - before  # in the whole text
+                own = min(max((token - stride // 2) // step, 0), len(windows) - 1)
+                tagged[own][word] = token - own * step + before
     return tagged
 
 
@@ -163,11 +157,11 @@ def tagged_words(windows: list[list[int | None]], stride: int) -> list[dict[int,
 def list_of(content: dict, column: str) -> list:
     """The words or tags of a row: a list, or a text with spaces."""
     value: Any = value_of(content, column)
-    if value in (None, []) or (isinstance(value, str) and not value.strip()):
-        raise EmptyText(f"{column!r} is empty; expected a list, or words separated by spaces")
-    if isinstance(value, str) and not value.strip().startswith("["):
+    if isinstance(value, str) and not value.lstrip().startswith("["):
         value = value.split()
-    if not isinstance(value, list) or not value:
+    if value in (None, []):
+        raise EmptyText(f"{column!r} is empty; expected a list, or words separated by spaces")
+    if not isinstance(value, list):
         raise ValueError(f"{column!r} is {value!r}; expected a list, or words separated by spaces")
     for each in value:
         if not isinstance(each, str) and (type(each) is not int or each < 0):
@@ -203,24 +197,28 @@ def iob_tags(tags: Iterable[str]) -> list[str]:
     return [OUTSIDE, *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
 
 
+def entity_report(references: list[list[str]], predictions: list[list[str]]) -> dict[str, dict]:
+    """The scores of the entities of each type, and `AVERAGES` of them. An entity is correct if its first word, its last
+    word and its type are."""
+    from seqeval.metrics import classification_report
+
+    with warnings.catch_warnings(action="ignore"):
+        return classification_report(references, predictions, output_dict=True, zero_division=0)
+
+
+def scores(row: dict) -> dict[str, float]:
+    return {"precision": row["precision"], "recall": row["recall"], "f1": row["f1-score"]}
+
+
 class Entities(TextMetric):
-    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). An entity is
-    correct if its first word, its last word and its type are. tag_accuracy: the share of words with the correct tag.
-    For each type T: T/precision, T/recall, T/f1 and T/entities, their number."""
+    """entity_precision, entity_recall, entity_f1: of entities, over all types together (micro average). tag_accuracy:
+    the share of words with the correct tag."""
 
     prediction = List(Value("string"))
 
     def _compute(self, predictions, references):
-        from seqeval.metrics import accuracy_score, classification_report
+        from seqeval.metrics import accuracy_score
 
-        with warnings.catch_warnings(action="ignore"):
-            report = classification_report(references, predictions, output_dict=True, zero_division=0)
-        names = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
-        total = report.pop("micro avg")
-        values = {f"entity_{ours}": total[theirs] for ours, theirs in names.items()}
-        values["tag_accuracy"] = accuracy_score(references, predictions)
-        for kind in sorted(report.keys() - {"macro avg", "weighted avg"}):
-            values |= {
-                f"{kind}/{ours}": report[kind][theirs] for ours, theirs in (names | {"entities": "support"}).items()
-            }
-        return values
+        total = scores(entity_report(references, predictions)["micro avg"])
+        values = {f"entity_{name}": value for name, value in total.items()}
+        return values | {"tag_accuracy": accuracy_score(references, predictions)}

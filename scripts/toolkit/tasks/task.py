@@ -1,15 +1,15 @@
 """The base class of the tasks: opening the tokenizer and the model, and padding examples into a batch."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.cli import about
 from toolkit.hub import check_vocabulary, open_tokenizer, read_config
@@ -44,26 +44,26 @@ class Task(ABC):
         new_weights: the parameters that the checkpoint lacks. They are random before the training.
     """
 
-    name: ClassVar[str]
-    label_fields: ClassVar[tuple[str, ...]] = ()
-    model_class: ClassVar[str]
-    txt_format: ClassVar[str] = "lines"
-    is_language_model: ClassVar[bool] = False
-    grouped_by: ClassVar[Sequence[str]] = ("text",)
+    name: str
+    label_fields: Sequence[str] = ()
+    model_class: str
+    txt_format = ".txt"
+    is_language_model = False
+    grouped_by: Sequence[str] = ("text",)
     metric_names: Sequence[str]
-    lower_is_better: ClassVar[set[str]] = {"loss"}
+    lower_is_better: Sequence[str] = ("loss",)
     labels: list[str] | None = None
     weights: torch.Tensor | None = None
     label_smoothing: float = 0.0
 
     def __init__(self, arguments: TaskArguments):
         self.arguments = arguments
-        self.say: Callable[[str], None] = print
+        self.say = print
         source = getattr(arguments, "tokenizer_name", None) or arguments.model
         with about(source):
             self.tokenizer = open_tokenizer(source, getattr(arguments, "trust_remote_code", False))
-        self.label_counts: Counter[str] = Counter()
-        self.new_weights: set[str] = set()
+        self.label_counts = Counter()
+        self.new_weights = set()
 
     # -- data
 
@@ -149,12 +149,10 @@ class Task(ABC):
                 or the tokenizer has more tokens than the model.
         """
         # An update is often too small for a weight in half precision. --bf16 keeps float32 weights as well.
-        options: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if self.arguments.implementation == "scratchbert":
             options["padding_free"] = True
         source = self.arguments.model
-        # The new modules are printed instead.
-        logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
         try:
             model, info = opener(source, **options, **fields)
         except SafetensorError as error:
@@ -197,16 +195,12 @@ class Task(ABC):
         """What `decode` needs of each example."""
         return [None] * len(batch["input_ids"])
 
-    def loss(self, model, batch: Batch) -> torch.Tensor:
-        """The loss of a batch in the training."""
-        return self.loss_of(self.logits(model, batch), batch)
-
     def answer(self, model, batch: Batch) -> list:
         """What `decode` needs of each example, of a batch without labels; None if the model's numbers are not
         finite."""
         logits = self.logits(model, batch)
-        parts = logits if isinstance(logits, tuple) else (logits,)  # at padding they may be -inf
-        is_bad = sum(part.flatten(1).isnan().any(1) | part.flatten(1).isposinf().any(1) for part in parts)
+        numbers = logits.flatten(1)
+        is_bad = (numbers.isnan() | numbers.isposinf()).any(1)  # at padding they may be -inf
         outputs = self.outputs_of(logits, batch)
         return [None if bad else output for bad, output in zip(is_bad.tolist(), outputs, strict=True)]
 
@@ -230,8 +224,8 @@ class Task(ABC):
         """The metrics of a split besides the loss. Each row counts once."""
         return {}
 
-    def table_by_label(self, rows: list[dict], predictions: list[dict]) -> list[dict]:
-        """The metrics of each label; none if the task has no labels."""
+    def table_by_label(self, rows: list[dict], predictions: list[dict]) -> list[dict] | dict[str, Sequence]:
+        """The metrics of each label, as rows or columns; none if the task has no labels."""
         return []
 
 
@@ -239,31 +233,35 @@ class Task(ABC):
 
 
 def pad(examples: list[dict], pad_token_id: int) -> Batch:
-    """The fields of examples that have a value for each token, padded on the right: `(B, T)` each."""
-    lengths = np.array([len(example["input_ids"]) for example in examples])
-    mask = np.arange(lengths.max()) < lengths[:, None]
-    batch = {"attention_mask": torch.from_numpy(mask).long()}
+    """The inputs and targets of examples. Arrays, with a value for each token, are padded on the right: `(B, T)`."""
+    batch = {"attention_mask": padded([np.ones(len(example["input_ids"])) for example in examples], 0)}
     for name, padding in {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORED}.items():
-        if isinstance(examples[0].get(name), np.ndarray):
-            values = np.full(mask.shape, padding, dtype=np.int64)
-            values[mask] = np.concatenate([example[name] for example in examples])
-            batch[name] = torch.from_numpy(values)
+        if name in examples[0]:
+            values = [example[name] for example in examples]
+            is_array = isinstance(values[0], np.ndarray)
+            batch[name] = padded(values, padding) if is_array else torch.tensor(values)
     return batch
 
 
-def chunks(rows: Sequence) -> Iterator[tuple[int, Sequence]]:
-    """Rows that are tokenised together, with the index of the first of them."""
-    for start in range(0, len(rows), ROWS_TOGETHER):
-        yield start, rows[start : start + ROWS_TOGETHER]
+def padded(arrays: list[np.ndarray], padding: int) -> torch.Tensor:
+    return pad_sequence(list(map(torch.from_numpy, arrays)), batch_first=True, padding_value=padding).long()
 
 
 def encodings(tokenizer, *texts: Sequence, **options) -> Iterator[tuple[int, Any]]:
-    """The encodings of texts or pairs of texts, in order, each with the index of its row."""
-    for start, chunk in chunks(list(zip(*texts, strict=True))):
-        encoded = tokenizer(*map(list, zip(*chunk, strict=True)), verbose=False, **options)
-        rows = encoded.get("overflow_to_sample_mapping", range(len(encoded.encodings)))
-        for row, encoding in zip(rows, encoded.encodings, strict=True):
-            yield start + row, encoding
+    """The encodings of texts or pairs of texts, in order, each with the index of its row. With `stride`, a row has an
+    encoding for each window."""
+    rows = list(zip(*texts, strict=True))
+    for start in range(0, len(rows), ROWS_TOGETHER):
+        chunk = rows[start : start + ROWS_TOGETHER]
+        encoded = tokenizer(
+            *map(list, zip(*chunk, strict=True)),
+            verbose=False,
+            return_overflowing_tokens="stride" in options,
+            **options,
+        )
+        numbers = encoded.get("overflow_to_sample_mapping", range(len(chunk)))
+        for number, encoding in zip(numbers, encoded.encodings, strict=True):
+            yield start + number, encoding
 
 
 def example_of(encoding, row: int, cut: int = 0) -> dict:
@@ -275,33 +273,21 @@ def example_of(encoding, row: int, cut: int = 0) -> dict:
     return example
 
 
-def tokenize(tokenizer, texts: list[str], pairs: list[str] | None, max_length: int) -> Iterator[dict]:
+def tokenize(tokenizer, max_length: int, *texts: list[str]) -> Iterator[dict]:
     """An example of each text or pair of texts."""
-    given = [texts] if pairs is None else [texts, pairs]
-    least = tokenizer.num_special_tokens_to_add(pair=pairs is not None) + len(given)
+    is_pair = len(texts) == 2
+    special = tokenizer.num_special_tokens_to_add(is_pair)
+    least = special + len(texts)
     if max_length < least:
         raise ValueError(f"--max_length is {max_length}; expected at least {least}, for a token of each text.")
-    for row, encoding in encodings(tokenizer, *given, truncation=True, max_length=max_length):
-        cut = 0
-        if encoding.overflowing and pairs is None:
-            special = tokenizer.num_special_tokens_to_add()
-            cut = sum(len(rest.ids) - special for rest in encoding.overflowing)
-        elif encoding.overflowing:
-            whole = tokenizer(texts[row], pairs[row], verbose=False)["input_ids"]
+    for row, encoding in encodings(tokenizer, *texts, truncation=True, max_length=max_length):
+        cut = sum(len(rest.ids) - special for rest in encoding.overflowing)
+        if cut and is_pair:  # the rest of a pair has tokens twice
+            whole = tokenizer(*(own[row] for own in texts), verbose=False)["input_ids"]
             cut = len(whole) - len(encoding.ids)
         yield example_of(encoding, row, cut)
-
-
-def is_token(batch: Batch) -> torch.Tensor:
-    """Where a batch has a token and no padding, `(B, T)`."""
-    return batch["attention_mask"].bool()
 
 
 def inputs_of(batch: Batch) -> Batch:
     """The batch without labels, with which a model would compute a loss of its own."""
     return {name: value for name, value in batch.items() if name in ("input_ids", "attention_mask", "token_type_ids")}
-
-
-def is_no_load_report(record: logging.LogRecord) -> bool:
-    """Whether a log record is none of the tables of missing weights that transformers logs."""
-    return "LOAD REPORT" not in str(record.msg)
