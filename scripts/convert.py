@@ -18,7 +18,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from toolkit.cli import Parser, about
+from toolkit.common import Parser, about, atomic_folder
 
 # Files that are not copied: other formats of the weights, and what belongs to a training or to another tool.
 LEFT_BEHIND = [
@@ -58,6 +58,23 @@ def make_parser() -> Parser:
     output.add_argument("--to", choices=("bert", "scratchbert"), default="scratchbert", help="the format to write")
     output.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it holds a checkpoint")
     return parser
+
+
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Raises OSError unless the folder `target`, made from `source`, may be written or replaced."""
+    if source.exists() and (source in (target, *target.parents) or target in source.parents):
+        raise FileExistsError(
+            f"The source {source} and the output {target} overlap; expected two folders, neither inside the other."
+        )
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"The output {target} is not empty; --overwrite replaces it.")
+    if not (target / "config.json").exists() or (target / ".git").exists():
+        raise FileExistsError(
+            f"The output {target} is not replaced: it has no config.json, so it is not a checkpoint, "
+            "or it has a .git folder, which would be lost."
+        )
 
 
 def fetch(source: str, revision: str | None) -> Path:
@@ -147,8 +164,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> None:
-        from toolkit.files import atomic_folder, check_target
-
         check_target(Path(args.source).resolve(), args.output.resolve(), args.overwrite)
         with about(args.source):
             source = fetch(args.source, args.revision)

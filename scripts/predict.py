@@ -38,7 +38,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 
-from toolkit.cli import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
+from toolkit.common import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
 from toolkit.tasks.arguments import NUMBER
 
 TASKS = {
@@ -489,8 +489,8 @@ class Run:
     def make_manifest(self, job) -> dict:
         """What the run computes, from what and on which machine. A run is continued by the same run only."""
         from modeling_scratchbert.cpu.library import find_library
+        from toolkit.common import processor, version
         from toolkit.corpus.output import ROWS_IN_GROUP
-        from toolkit.machine import processor, version
 
         names = ("format", "part_rows", "limit", "on_bad_row", "empty_texts", "label_column", "keep_columns")
         names += ("text_column", "text_pair_column", "words_column", "source_column")
@@ -676,9 +676,9 @@ class Run:
 
     def write_metrics(self, job, evaluated: list, skipped: int) -> None:
         """Writes and prints the metrics of the rows that have a result."""
+        from toolkit.common import to_json
         from toolkit.corpus import output
         from toolkit.corpus.tasks import make_task
-        from toolkit.files import to_json
 
         self.store.remove(output.METRICS)
         pairs = [pair for pair in evaluated if pair is not None]

@@ -1,5 +1,4 @@
-"""Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer and
-model.
+"""Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer.
 
 Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoints open with their own code.
 """
@@ -14,7 +13,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFound
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
-from toolkit.files import looks_like_a_path
 from toolkit.trust import FLAG, check_code
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
@@ -53,7 +51,8 @@ def check_reachable(source: str) -> None:
     """
     if Path(source).is_dir():
         return
-    if looks_like_a_path(source) or Path(source).exists():
+    looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_like_a_path or Path(source).exists():
         raise OSError("There is no such folder.")
     try:
         HfApi().resolve_revision(source)

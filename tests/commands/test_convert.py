@@ -14,7 +14,7 @@ import convert
 from modeling_scratchbert import ScratchBertModel
 from support.checkpoint_kinds import assert_same_outputs
 from support.models import OURS, REFERENCES, random_bert, random_encoder_decoder, random_scratchbert
-from toolkit.files import read_json
+from toolkit.common import read_json
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.files import read_json, read_json_object
+from toolkit.common import read_json, read_json_object
 
 # From the end of the name of a model's class to its task, and from a task to its Auto class.
 TASK_OF_CLASS = {

@@ -20,7 +20,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from pyarrow import compute, parquet
 
-from toolkit.cli import CommandError
+from toolkit.common import CommandError
 from toolkit.corpus.rows import to_json_text
 
 RUN = "__run__"

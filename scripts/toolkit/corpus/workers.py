@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from toolkit.cli import CommandError, about, is_expected, one_line
+from toolkit.common import CommandError, about, is_expected, one_line
 from toolkit.corpus.models import Usage
 from toolkit.corpus.output import Store, read_part, write_part
 from toolkit.corpus.rows import Part, column, fault, in_words

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 
-from toolkit.cli import about
+from toolkit.common import about
 from toolkit.hub import check_vocabulary, open_tokenizer, read_config
 from toolkit.tasks.arguments import TaskArguments
 
