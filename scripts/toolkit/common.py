@@ -6,7 +6,6 @@ Nothing here imports torch or transformers before it is used, so that every comm
 import argparse
 import importlib.metadata
 import importlib.util
-import io
 import json
 import math
 import os
@@ -189,12 +188,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
     return "\n".join(form.format(*row).rstrip() for row in rows)
-
-
-def use_utf8() -> None:
-    """Sets the encoding of standard output to UTF-8, whatever the locale."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
 
 
 class UntilClosed:

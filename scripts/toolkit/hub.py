@@ -119,20 +119,3 @@ def check_vocabulary(tokens: int, config) -> None:
     """Raises ValueError if the tokenizer has more tokens than the model."""
     if tokens > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokens:,} tokens; expected at most vocab_size, {config.vocab_size:,}")
-
-
-def open_model(model_class, source: str, *, optional: tuple[str, ...] = (), advice: str, **options):
-    """The model of a checkpoint, opened by `model_class.from_pretrained` with these options.
-
-    Args:
-        optional: prefixes of the parameters that may be missing from the checkpoint.
-        advice: what to do about a checkpoint that lacks weights, a sentence of the error message.
-
-    Raises:
-        ValueError: the checkpoint lacks weights, which would be random.
-    """
-    model, info = model_class.from_pretrained(source, output_loading_info=True, **options)
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(optional))
-    if missing:
-        raise ValueError(f"It lacks {len(missing)} weights, such as {missing[0]}, which would be random. {advice}")
-    return model.eval()

@@ -21,7 +21,7 @@ from support.folders import ROOT, SCRIPTS
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
 
-FLAGS = ["--threads_per_process", "1", "--part_rows", "8", "--on_bad_row", "skip", "--empty_texts", "null"]
+FLAGS = ["--part_rows", "8", "--on_bad_row", "skip", "--empty_texts", "null"]
 ROWS = [*rows_for("embed", 20), {"id": 20, "text": ""}, {"id": 21}, *rows_for("embed", 8)]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
