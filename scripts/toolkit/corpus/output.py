@@ -114,19 +114,19 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{self.run}.lock", timeout=0)
         try:
-            with lock:
-                for path in folder.glob(f"{self.run}-*.unfinished"):
-                    path.unlink()
-                yield
+            lock.acquire()
         except Timeout:
             raise ValueError(f"--output {self.url} is in use by another run; expected a folder of its own.") from None
+        try:
+            for path in folder.glob(f"{self.run}-*.unfinished"):
+                path.unlink()
+            yield
         finally:
-            if not lock.is_locked:
-                with suppress(OSError):
-                    Path(lock.lock_file).unlink()
-                for path in (folder, folder.parent):
-                    with suppress(OSError):
-                        path.rmdir()
+            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+                folder.parent.rmdir()
 
 
 # ------------------------------------------------------------------------------------------------------ parts, records
