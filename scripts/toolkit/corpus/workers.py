@@ -318,6 +318,8 @@ def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str)
                 yield from (future.result() for future in done)
         yield from (future.result() for future in as_completed(waiting))
     except BrokenProcessPool:
+        for process in multiprocessing.active_children():
+            process.kill()  # they ignore SIGTERM, and may wait for a lock that the lost process held
         raise CommandError(f"a process has ended, perhaps for lack of memory; {again} computes the rest") from None
     finally:
         # After an error the parts in work are finished, and those that wait are not begun.
