@@ -18,7 +18,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from toolkit.common import Parser, about, atomic_folder
+from toolkit.common import Parser, about, atomic_folder, read_json, write_json
 
 # Files that are not copied: other formats of the weights, and what belongs to a training or to another tool.
 LEFT_BEHIND = [
@@ -147,6 +147,13 @@ def copy_files(source: Path, folder: Path) -> None:
     print("files that are not copied:", ", ".join(sorted(left)) or "none")
 
 
+def keep_origin(source: Path, folder: Path) -> None:
+    """Keeps `_name_or_path` of the source's config.json, which says what it was made from. transformers drops it."""
+    origin = {name: value for name, value in read_json(source / "config.json").items() if name == "_name_or_path"}
+    if origin:
+        write_json(folder / "config.json", read_json(folder / "config.json") | origin)
+
+
 def write_vocabulary(folder: Path) -> None:
     """Writes vocab.txt, which other readers of BERT checkpoints expect, from a tokenizer.json of WordPiece."""
     from tokenizers import Tokenizer, models
@@ -174,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 model.save_pretrained(folder)
             copy_files(source, folder)
+            keep_origin(source, folder)
             if args.to == "bert" and (folder / "tokenizer.json").exists() and not (folder / "vocab.txt").exists():
                 write_vocabulary(folder)
 
