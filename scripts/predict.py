@@ -74,7 +74,6 @@ TASK_FLAGS = {
 QUANTIZED = ("uint8", "binary", "ubinary")
 TOKENS_ON_CPU, TOKENS_ON_ACCELERATOR = 2048, 16384
 TRIED_ROWS = 256  # of --dry_run
-SECONDS_BETWEEN_LOG_LINES = 60
 LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
@@ -194,7 +193,6 @@ def make_parser() -> Parser:
     add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
     add(
         "--null_threshold",
-        type=number_or_never,
         metavar="X",
         help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
@@ -244,12 +242,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def number_or_never(text: str) -> str:
-    if text != "never" and NUMBER.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never")
-    return text
-
-
 def shard(text: str) -> tuple[int, int]:
     """A share of the parts: its number, from 1, and how many there are."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -283,6 +275,10 @@ def check_flags(args, task: str) -> None:
             "--output is missing; expected a new folder, or --dry_run.",
         ),
         (not 0 <= (args.threshold or 0) <= 1, f"--threshold is {args.threshold}; expected a number from 0 to 1."),
+        (
+            args.null_threshold not in (None, "never") and not NUMBER.fullmatch(args.null_threshold),
+            f"--null_threshold is {args.null_threshold}; expected a number, or never.",
+        ),
         (args.prompt and args.prompt_name, "--prompt is given with --prompt_name; expected one of them."),
         (args.embedding_dtype != "float32" and task != "embed", "--embedding_dtype is given; expected --task embed."),
         (
@@ -569,6 +565,7 @@ class Run:
         """
         from toolkit.corpus import output
         from toolkit.corpus.workers import run_locally, run_on_ray
+        from toolkit.progress import progress_bar
 
         store.write(output.MANIFEST, output.to_json_bytes(self.manifest))
         shard, count = self.args.shard or (1, 1)
@@ -581,7 +578,8 @@ class Run:
         parts = takewhile(lambda part: not self.is_interrupted, parts)
         finished = run_on_ray(job, parts) if self.args.ray else run_locally(job, parts, self.devices, self.again)
         expected = sum(min(size, self.rows - size * number) for number in numbers)
-        with self.interruptible(), progress_bar(expected, self.args.task) as bar:
+        options = {"total": expected, "unit": "rows", "unit_scale": True, "desc": self.args.task, "dynamic_ncols": True}
+        with self.interruptible(), progress_bar(**options) as bar:
             for done in finished:
                 totals.update(done)
                 rate = totals["tokens"] / max(time.time() - bar.start_t, 1e-9)
@@ -675,19 +673,6 @@ class Run:
         print(f"{rate:,.0f} rows a second in one of {processes} processes")
         print(f"{self.rows:,} rows take about {minutes:,.0f} minutes; nothing was written")
         return 0
-
-
-def progress_bar(total: int, what: str):
-    """A bar in a terminal; in a log, a line a minute."""
-    from tqdm import tqdm
-
-    from toolkit.progress import LogLines
-
-    is_terminal = sys.stderr.isatty()
-    options = {"total": total, "unit": "rows", "unit_scale": True, "desc": what, "dynamic_ncols": is_terminal}
-    if is_terminal:
-        return tqdm(mininterval=0.5, **options)
-    return LogLines(mininterval=SECONDS_BETWEEN_LOG_LINES, **options)
 
 
 def main(argv: list[str] | None = None) -> int:

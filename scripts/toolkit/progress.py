@@ -1,5 +1,7 @@
 """Progress bars of commands: on a terminal, and in a log file."""
 
+import sys
+
 from tqdm import tqdm
 
 
@@ -25,3 +27,9 @@ class LogLines(tqdm):
     @staticmethod
     def write(text: str) -> None:
         print(text, flush=True)
+
+
+def progress_bar(**options) -> tqdm:
+    """A bar in a terminal; in a log, a line a minute."""
+    is_terminal = sys.stderr.isatty()
+    return (tqdm if is_terminal else LogLines)(mininterval=0.5 if is_terminal else 60, **options)

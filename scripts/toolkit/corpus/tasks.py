@@ -89,9 +89,8 @@ def saved(usage: Usage, name: str, columns: list[str]):
 
 def max_length(args, usage: Usage, saved: int | None = None) -> int:
     """The tokens to which an input is cut, or of a window. Raises ValueError if the model has fewer positions."""
-    positions = (
-        usage.fields.get("max_position_embeddings") or usage.fields.get("encoder", {})["max_position_embeddings"]
-    )
+    of_encoder = usage.fields.get("encoder", usage.fields)  # the fields of an EncoderDecoderModel are in two groups
+    positions = of_encoder["max_position_embeddings"]
     if args.max_length is not None and args.max_length > positions:
         raise ValueError(f"--max_length is {args.max_length}; the model has {positions} positions.")
     given = args.max_length or saved or usage.max_length

@@ -29,7 +29,7 @@ from toolkit.hub import silence_libraries
 
 # Of a row, besides the columns of the output.
 HIDDEN = {"digest": pa.binary(16), "tokens": pa.int32(), "cut": pa.int32()}
-PARTS_EACH = 2  # that a process or an actor has been given: one to compute, and the next
+PARTS_EACH = 2  # that a process has been given: one to compute, and the next
 RETRIES = 5  # of an actor that is lost
 PARTS_IN_MEMORY = 8  # of an earlier run: rows that stay in their order need few
 
@@ -379,13 +379,11 @@ def run_on_ray(job: Job, parts: Iterator[Part]) -> Iterator[Counter]:
         retries = {"max_restarts": RETRIES, "max_task_retries": RETRIES}
         actor = ray.remote(**retries, num_cpus=job.threads, num_gpus=needs.get("GPU", 0))(Worker)
         actors = [actor.remote(job, device) for _ in range(job.args.processes or room)]
-        pool, waiting = ActorPool(actors), 0
+        pool = ActorPool(actors)
         for part in parts:
-            pool.submit(lambda actor, part: actor.run.remote(part), part)
-            waiting += 1
-            if waiting == PARTS_EACH * len(actors):
+            if not pool.has_free():
                 yield pool.get_next_unordered()
-                waiting -= 1
+            pool.submit(lambda actor, part: actor.run.remote(part), part)
         while pool.has_next():
             yield pool.get_next_unordered()
     except ray.exceptions.RayTaskError as error:
