@@ -103,6 +103,11 @@ class Store:
         with suppress(FileNotFoundError):
             self.system.rm(self.path(name), recursive=True)
 
+    def remove_unfinished(self) -> None:
+        """Removes what a killed process of this run has partly written."""
+        for path in Path(self.path(RUN)).glob(f"{self.run}-*.unfinished"):
+            path.unlink()
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other runs of this name out, and removes what a killed one left unfinished; a folder that stays empty,
@@ -118,10 +123,10 @@ class Store:
         except Timeout:
             raise ValueError(f"--output {self.url} is in use by another run; expected a folder of its own.") from None
         try:
-            for path in folder.glob(f"{self.run}-*.unfinished"):
-                path.unlink()
+            self.remove_unfinished()
             yield
         finally:
+            self.remove_unfinished()
             lock.release()
             Path(lock.lock_file).unlink(missing_ok=True)
             with suppress(OSError):
