@@ -128,8 +128,7 @@ notebooks: $(DOCS_READY) ## the chapters of the course as notebooks with outputs
 	$(EACH_CHAPTER) --notebooks build/notebooks
 
 bench: $(BENCH_READY) ## how fast it runs beside BertModel and OpenVINO: the short version (under five minutes on two cores)
-	@mkdir -p build
-	$(BIN)/python scripts/benchmark.py $(if $(MODEL),"$(MODEL)") --quick --json build/bench.json --plot build/bench.png
+	$(BIN)/python scripts/benchmark.py $(if $(MODEL),"$(MODEL)") --quick --output build/bench
 
 conformance: $(READY) ## run transformers' own model and configuration tests on our classes
 	$(BIN)/python tests/conformance/run.py

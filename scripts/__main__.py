@@ -4,8 +4,6 @@
 `scratchbert_commands/scripts`, beside `scratchbert_commands/configuration`.
 """
 
-import ast
-import difflib
 import runpy
 import sys
 from pathlib import Path
@@ -30,7 +28,7 @@ def command_files() -> dict[str, Path]:
 
 def summary(path: Path) -> str:
     """The first line of a command's docstring. The file is not imported."""
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).partition("\n")[0]
+    return path.read_text(encoding="utf-8").split('"""')[1].partition("\n")[0]
 
 
 def listing() -> str:
@@ -49,7 +47,7 @@ def main() -> int:
     # As for `python scripts/NAME.py`: the folder of the file is where its imports are found.
     sys.path.insert(0, str(SCRIPTS))
     if not arguments or arguments[0] in ("-h", "--help"):
-        from toolkit.cli import continuing_when_output_is_closed
+        from toolkit.common import continuing_when_output_is_closed
 
         with continuing_when_output_is_closed():
             print(listing(), flush=True)
@@ -65,8 +63,7 @@ def main() -> int:
         print(path)
         return 0
     if name not in commands:
-        closest = difflib.get_close_matches(name, commands, n=1, cutoff=0)[0]
-        return fail(f"there is no command {name!r}; the closest is {closest!r}. `scratchbert` lists the commands.")
+        return fail(f"there is no command {name!r}; expected one of {', '.join(commands)}")
     sys.argv = [str(commands[name]), *rest]
     runpy.run_path(str(commands[name]), run_name="__main__")
     return 0

@@ -36,7 +36,7 @@ import tempfile
 from pathlib import Path
 
 from toolkit.benchmark import ROW_WORKLOADS, VARIANTS, WORKLOADS
-from toolkit.cli import Parser, integer_from, open_report_output, table
+from toolkit.common import Parser, add_reading_flags, identity, in_one_line, integer_from, table, write_json
 
 QUICK_WORKLOADS = ["reviews", "full-128", "single", "decoding"]
 QUICK_VARIANTS = ["bert", "openvino", "ours", "ours-optimised", "ours-int8"]
@@ -51,17 +51,16 @@ def make_parser() -> Parser:
     number = {"type": integer_from(1), "metavar": "N"}
     data = parser.group("data")
     data.add_argument("--rows", metavar="FILE", help="a table, JSON lines, Parquet, or a text on each line")
-    data.add_argument("--column", metavar="NAME", help="the column of the texts; default: a usual name, such as text")
-    data.add_argument("--delimiter", metavar="C", help="of the columns; default: comma, in .tsv tab")
-    data.add_argument("--encoding", metavar="NAME", help="default: utf-8")
-    data.add_argument("--limit", **number, help="use only the first N rows; default: 500")
+    add_reading_flags(data)
+    data.add_argument("--limit", **number, default=500, help="use only the first N rows")
     evaluation = parser.group("evaluation")
     evaluation.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="default: all")
     evaluation.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
     evaluation.add_argument("--quick", action="store_true", help="fewer workloads, variants, repetitions and batches")
     evaluation.add_argument("--repetitions", **number, help="default: 3, with --quick 1")
     evaluation.add_argument("--threads", **number, default=os.cpu_count(), help="threads of each runtime")
-    parser.add_report_output("write all numbers", "draw the speed on each workload")
+    output = "a folder for report.json, with all numbers, and report.png, the speed on each workload"
+    parser.group("output").add_argument("--output", metavar="FOLDER", type=Path, help=output)
     return parser
 
 
@@ -69,9 +68,9 @@ def parse(argv: list[str] | None):
     """The parser, and the arguments with the defaults of the full or the quick benchmark."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    without_rows = ("column", "delimiter", "encoding", "limit")
+    without_rows = ("text_column", "delimiter", "encoding", "limit")
     for name in without_rows if args.rows is None else ("workloads",):
-        if getattr(args, name) is not None:
+        if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is given {'with' if args.rows else 'without'} --rows; omit one of them")
     if args.rows is not None:
         args.workloads = list(ROW_WORKLOADS)
@@ -119,11 +118,10 @@ def run(args) -> dict:
     from toolkit.benchmark.steps import decode, train
     from toolkit.benchmark.variants import missing, save_model
     from toolkit.benchmark.workloads import make_workloads
-    from toolkit.machine import identity, lines
 
     torch.set_num_threads(args.threads)
     machine = identity()
-    print(*lines(machine), f"threads: {args.threads}", sep="\n", flush=True)
+    print(in_one_line(machine), f"threads: {args.threads}", sep="\n", flush=True)
     rows, unavailable, training, decoding = [], {}, None, []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -166,15 +164,12 @@ def main(argv: list[str] | None = None) -> int:
     parser, args = parse(argv)
 
     def work() -> int:
-        open_report_output(args)
         from toolkit.benchmark.plot import plot
-        from toolkit.files import write_json
 
         report = run(args)
-        if args.json is not None:
-            write_json(args.json, report)
-        if args.plot is not None:
-            plot(report, args.plot)
+        if args.output is not None:
+            write_json(args.output / "report.json", report)
+            plot(report, args.output / "report.png")
         print("", *(report["failures"] or ["None of our variants failed or differs from BertModel."]), sep="\n")
         return 1 if report["failures"] else 0
 

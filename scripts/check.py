@@ -22,9 +22,9 @@ or files that cannot be read or verified.
 """
 
 import sys
+from pathlib import Path
 
-from toolkit.cli import Parser, file_in_existing_folder, integer_from
-from toolkit.tasks.arguments import TEXTS
+from toolkit.common import Parser, add_reading_flags, find_shipped, identity, integer_from, write_json
 
 VARIANTS = ["loaded", "optimised", "optimised-eager", "bfloat16", "int8"]
 REVIEWS = "scripts/data/movie_reviews/test.csv"
@@ -40,18 +40,21 @@ def make_parser() -> Parser:
     data = parser.group("data")
     number = {"type": integer_from(1), "metavar": "N"}
     data.add_argument("--input", metavar="FILE", help="texts: .txt .csv .tsv .json .jsonl .parquet, also .gz .zst .bz2")
-    data.add_argument("--text_column", metavar="NAME", help=f"default: {', '.join(TEXTS)}")
-    data.add_argument("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, none")
-    data.add_argument("--encoding", metavar="NAME", default="utf-8", help="of text files, such as cp1252")
+    add_reading_flags(data)
     data.add_argument("--rows", **number, help="use the first N rows; default: 32, with --determinism 100")
     how = parser.group("evaluation")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of random ids, gradients and batches")
-    how.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help=", ".join(VARIANTS))
-    how.add_argument("--batchings", **number, default=4, help="of --determinism: random batchings of all texts")
-    how.add_argument("--threads", **number, nargs="+", default=[1, 2, 3], help="of --determinism, in turns")
-    parser.group("output").add_argument(
-        "--json", metavar="FILE", type=file_in_existing_folder, help="write all numbers and the versions"
+    how.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=VARIANTS,
+        metavar="NAME",
+        help=", ".join(VARIANTS),
     )
+    how.add_argument("--batchings", **number, default=4, help="of --determinism: random batchings of all texts")
+    how.add_argument("--threads", **number, nargs="+", default=[1, 2, 3], help="of --determinism; default: 1 2 3")
+    parser.group("output").add_argument("--json", metavar="FILE", type=Path, help="write all numbers and the versions")
     return parser
 
 
@@ -76,19 +79,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parse(parser, argv)
 
-    def read_texts(path: str, rows: int) -> list[str]:
-        """The texts of the first rows of a file."""
-        from toolkit.data import Source, find_column, open_files, text_of
+    def texts_of(path: str, rows: int) -> list[str]:
+        from toolkit.texts import read_texts
 
-        source = Source("--input", open_files([path], "--input", args.encoding, args.delimiter), limit=rows)
-        column = find_column(source.columns(), "--text_column", args.text_column, TEXTS)
-        rows = source.valid_rows(lambda content: {"text": text_of(content, column)}, "stop", print)
-        return [row["text"] for row in rows]
+        return [row["text"] for row in read_texts(args, path, "--input", rows)]
 
     def work() -> int:
-        from toolkit.files import find_shipped, write_json
-        from toolkit.machine import identity
-
         if args.code:
             from toolkit.trust import report_code
 
@@ -96,12 +92,12 @@ def main(argv: list[str] | None = None) -> int:
         elif args.determinism:
             from toolkit.compare.determinism import compare_batches
 
-            texts = read_texts(args.input or str(find_shipped(REVIEWS)), args.rows or 100)
+            texts = texts_of(args.input or str(find_shipped(REVIEWS)), args.rows or 100)
             report = compare_batches(args, texts)
         else:
             from toolkit.compare.parity import compare_checkpoints
 
-            texts = None if args.input is None else read_texts(args.input, args.rows or 32)
+            texts = None if args.input is None else texts_of(args.input, args.rows or 32)
             report = compare_checkpoints(args, texts)
         if args.json is not None:
             write_json(args.json, {**vars(args), **report, "json": str(args.json), "machine": identity()})

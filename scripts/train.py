@@ -34,17 +34,20 @@ from typing import Any, Literal
 import yaml
 from filelock import FileLock, Timeout
 
-from toolkit.cli import (
+from toolkit.common import (
     CommandError,
     Parser,
     about,
     continuing_when_output_is_closed,
+    find_shipped,
     first_of,
     handling_stop_signals,
     one_line,
+    to_json,
+    with_paths,
+    write_json,
+    write_text,
 )
-from toolkit.files import find_shipped, to_json, write_json, write_text
-from toolkit.paths import with_paths
 from toolkit.tasks import ARGUMENTS, task_class
 from toolkit.tasks.arguments import Problems, TaskArguments, flag, problems_of_numbers
 
@@ -905,7 +908,7 @@ def evaluated(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
 
 def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
     """Writes the model with its code and tokenizer, predictions, metrics, pictures and card."""
-    from toolkit.confusion_matrix import plot_confusion
+    from toolkit.pictures import plot_confusion
     from toolkit.training import merged, plot_curves, write_card
 
     output, task = run.output, run.task

@@ -38,8 +38,7 @@ def find_factors(model, calibration: Iterable[Mapping] | None, matrices: dict[st
         of_weights = matrix.panels.abs().amax(dim=(0, 2)).flatten()[: matrix.width]
         of_inputs = matrix.largest[: matrix.width]
         of_inputs = of_inputs if of_inputs.any() else of_weights  # factors of 1 where no batch has an input
-        ratios = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
-        factors[name] = ratios / ratios.mean()
+        factors[name] = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
     return factors
 
 

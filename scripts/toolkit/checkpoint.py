@@ -12,7 +12,7 @@ from modeling_scratchbert.bert.files import tensor_names
 from modeling_scratchbert.bert.names import OTHER_REFERENCES, reference_class, to_scratchbert
 from modeling_scratchbert.checkpoints import raw_config
 from modeling_scratchbert.probe.recording import probe_name
-from toolkit.cli import about
+from toolkit.common import about
 from toolkit.hub import check_source
 from toolkit.trust import find
 
@@ -41,11 +41,6 @@ def short_name(class_name: str) -> str:
     """The name in `CLASS_PARTS` of one of our classes or of its reference."""
     ours = {reference: own for own, reference in OTHER_REFERENCES.items()}.get(class_name, class_name)
     return ours.removeprefix("Scratch").removeprefix("Bert")
-
-
-def is_per_token(output: str, values: torch.Tensor) -> bool:
-    """Whether an output of one of our classes, or of its reference, has values for each token, else each sequence."""
-    return values.ndim == 3 or output in ("start_logits", "end_logits")
 
 
 @dataclass
@@ -83,30 +78,22 @@ class Checkpoint:
         is_decoder = self.config.is_decoder
         return CAUSAL_CLASS_PARTS | CLASS_PARTS if is_decoder else CLASS_PARTS | CAUSAL_CLASS_PARTS
 
-    @property
-    def named_class(self) -> str | None:
-        """The first of the architectures in config.json, by its name in `CLASS_PARTS`; None if there are none.
-
-        Raises:
-            ValueError: it is not one of `classes`.
-        """
-        if not self.architectures:
-            return None
-        name = short_name(self.architectures[0])
-        if name not in self.classes:
-            known = ", ".join(class_name(each, self.kind) for each in self.classes)
-            raise ValueError(f"{self.source} is of the class {self.architectures[0]}; expected one of {known}.")
-        return name
-
 
 def best_class(checkpoint: Checkpoint, parts: set[str]) -> str:
     """The class, one of `Checkpoint.classes`, that uses most of the model heads among `parts`; of several, the one that
     config.json names. bert-base-uncased names BertForMaskedLM, and has the next-sentence head as well.
 
     Raises:
-        ValueError: see `Checkpoint.named_class`.
+        ValueError: config.json names a class that is not one of `Checkpoint.classes`.
     """
-    named, classes = checkpoint.named_class, checkpoint.classes
+    named, classes = None, checkpoint.classes
+    if checkpoint.architectures:
+        named = short_name(checkpoint.architectures[0])
+        if named not in classes:
+            known = ", ".join(class_name(each, checkpoint.kind) for each in classes)
+            raise ValueError(
+                f"{checkpoint.source} is of the class {checkpoint.architectures[0]}; expected one of {known}."
+            )
     if named is not None and not classes[named] <= checkpoint.parts:
         return named  # to open it names the missing tensors
     candidates = [name for name in classes if classes[name] <= parts]

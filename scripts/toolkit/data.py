@@ -23,7 +23,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from toolkit.cli import first_of
+from toolkit.common import first_of
 from toolkit.tasks.arguments import NUMBER
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")

@@ -1,5 +1,4 @@
-"""Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer and
-model.
+"""Checkpoints on the Hub, in the cache or in a folder: whether they can be reached, and opening their tokenizer.
 
 Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoints open with their own code.
 """
@@ -14,7 +13,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFound
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
-from toolkit.files import looks_like_a_path
 from toolkit.trust import FLAG, check_code
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
@@ -53,7 +51,8 @@ def check_reachable(source: str) -> None:
     """
     if Path(source).is_dir():
         return
-    if looks_like_a_path(source) or Path(source).exists():
+    looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_like_a_path or Path(source).exists():
         raise OSError("There is no such folder.")
     try:
         HfApi().resolve_revision(source)
@@ -120,20 +119,3 @@ def check_vocabulary(tokens: int, config) -> None:
     """Raises ValueError if the tokenizer has more tokens than the model."""
     if tokens > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokens:,} tokens; expected at most vocab_size, {config.vocab_size:,}")
-
-
-def open_model(model_class, source: str, *, optional: tuple[str, ...] = (), advice: str, **options):
-    """The model of a checkpoint, opened by `model_class.from_pretrained` with these options.
-
-    Args:
-        optional: prefixes of the parameters that may be missing from the checkpoint.
-        advice: what to do about a checkpoint that lacks weights, a sentence of the error message.
-
-    Raises:
-        ValueError: the checkpoint lacks weights, which would be random.
-    """
-    model, info = model_class.from_pretrained(source, output_loading_info=True, **options)
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(optional))
-    if missing:
-        raise ValueError(f"It lacks {len(missing)} weights, such as {missing[0]}, which would be random. {advice}")
-    return model.eval()

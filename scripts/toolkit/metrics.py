@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from toolkit.cli import require
-
 
 def classification_metrics(problem: str, references: np.ndarray, predictions: np.ndarray) -> dict[str, float]:
     """The metrics of a classification.
@@ -16,11 +14,7 @@ def classification_metrics(problem: str, references: np.ndarray, predictions: np
     Args:
         problem: "single_label", with the number of a label for each item, `(N,)`; "multi_label", with 0 or 1 for each
             label, `(N, L)`; or "regression", with numbers, `(N, C)`.
-
-    Raises:
-        CommandError: scikit-learn is not installed.
     """
-    require("sklearn")
     if problem == "regression":
         return regression_metrics(references, predictions)
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef

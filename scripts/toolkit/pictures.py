@@ -1,26 +1,16 @@
-"""What all pictures share."""
+"""Pictures: what all of them share, and which labels a classifier confuses."""
 
-import functools
-import importlib.util
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.cli import how_to_install
-from toolkit.files import atomic_file
+from toolkit.common import atomic_file
 
 DPI = 150
-
-
-@functools.cache
-def has_matplotlib() -> bool:
-    """Whether matplotlib is installed; otherwise a line on standard error reports once that nothing is drawn."""
-    is_installed = importlib.util.find_spec("matplotlib") is not None
-    if not is_installed:
-        print(f"no pictures are drawn: {how_to_install(['matplotlib'])}", file=sys.stderr)
-    return is_installed
+MOST_LABELS = 60
+MOST_LABELS_WITH_COUNTS = 15
+LONGEST_LABEL = 20
 
 
 @contextmanager
@@ -34,7 +24,6 @@ def new_figure(path: Path, width: float, height: float) -> Iterator:
     """
     from matplotlib import style
     from matplotlib.figure import Figure
-    from PIL import Image  # which matplotlib requires
 
     with style.context("default"):
         figure = Figure(figsize=(width, height), dpi=DPI, layout="compressed")
@@ -42,5 +31,33 @@ def new_figure(path: Path, width: float, height: float) -> Iterator:
         with atomic_file(Path(path)) as temporary, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # of a label in another script
             figure.savefig(temporary)
-            with Image.open(temporary) as picture:
-                picture.convert("RGB").quantize(128).save(temporary, optimize=True)  # a third of the size
+
+
+def plot_confusion(path: Path, labels: Sequence[str], references: Sequence[str], predictions: Sequence[str]) -> None:
+    """Draws a confusion matrix, with a row for each true label and a column for each predicted one.
+
+    Nothing is drawn for more than 60 labels.
+
+    Args:
+        path: of the PNG.
+        labels: all labels, in the order of rows and columns.
+        references, predictions: a label for each item.
+    """
+    if len(labels) > MOST_LABELS:
+        return
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    side = 2 + 0.4 * len(labels)  # inches
+    names = [" ".join(label.split()).replace("$", r"\$")[:LONGEST_LABEL] for label in labels]  # $ begins a formula
+    with new_figure(path, side + 1, side) as figure:
+        ConfusionMatrixDisplay.from_predictions(
+            references,
+            predictions,
+            labels=labels,
+            display_labels=names,
+            ax=figure.subplots(),
+            cmap="Blues",
+            include_values=len(labels) <= MOST_LABELS_WITH_COUNTS,
+            xticks_rotation="vertical",
+            colorbar=False,
+        )

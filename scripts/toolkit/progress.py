@@ -4,15 +4,6 @@ import sys
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LOG_LINES = 60
-
-
-def progress_bar(total: int, **options) -> tqdm:
-    """A bar in a terminal; in a log, a line a minute."""
-    if sys.stderr.isatty():
-        return tqdm(total=total, mininterval=0.5, dynamic_ncols=True, **options)
-    return LogLines(total=total, mininterval=SECONDS_BETWEEN_LOG_LINES, **options)
-
 
 class LogLines(tqdm):
     """A progress bar for log files, with a line for each state instead of one that is overwritten."""
@@ -36,3 +27,10 @@ class LogLines(tqdm):
     @staticmethod
     def write(text: str) -> None:
         print(text, flush=True)
+
+
+def progress_bar(total: int, **options) -> tqdm:
+    """A bar in a terminal; in a log, a line a minute."""
+    if sys.stderr.isatty():
+        return tqdm(total=total, mininterval=0.5, dynamic_ncols=True, **options)
+    return LogLines(total=total, mininterval=60, **options)

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers.trainer_pt_utils import get_parameter_names
 
 from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
-from toolkit.files import read_json_object, write_json
-from toolkit.paths import is_hub_id, public_path, with_paths
+from toolkit.common import is_hub_id, public_path, read_json_object, with_paths, write_json
 from toolkit.pictures import new_figure
 
 # Rows are sorted by length within groups of this many batches, drawn at random.

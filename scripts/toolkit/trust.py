@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
-from toolkit.files import read_json, read_json_object, write_json
+from toolkit.common import read_json, read_json_object, write_json
 
 PACKAGE = "modeling_scratchbert"
 FLAG = "--trust_remote_code"

@@ -37,14 +37,14 @@ def here(tmp_path, monkeypatch):
 
 
 def report_of(*arguments, code: int = 0) -> dict:
-    assert run(*arguments, "--json", "report.json") == code
-    with open("report.json", encoding="utf-8") as file:
+    assert run(*arguments, "--output", "speed") == code
+    with open("speed/report.json", encoding="utf-8") as file:
         return json.load(file)
 
 
 def test_every_variant_computes_the_model(here):
     """On rows, which have padding, and alone."""
-    found = report_of(save_model(here / "model"), "--rows", "rows.jsonl", "--plot", "speed.png")
+    found = report_of(save_model(here / "model"), "--rows", "rows.jsonl")
     installed = [name for name in VARIANTS if variants.missing(name) is None]
     assert found["unavailable"].keys() == VARIANTS.keys() - installed
     rows = {(row["workload"], row["variant"]): row for row in found["rows"]}
@@ -55,7 +55,7 @@ def test_every_variant_computes_the_model(here):
         assert row["cosine_mean"] >= row["cosine_lowest"] >= (0.999999 if is_exact else 0.9)
         assert min(row["seconds_per_batch"], row["vs_bert"], row["sequences_per_second"]) > 0
     assert (rows["rows", "bert"]["sequences"], rows["rows", "bert"]["fill_rate"] < 1) == (20, True)
-    assert (here / "speed.png").stat().st_size > 10_000
+    assert (here / "speed" / "report.png").stat().st_size > 10_000
 
 
 def test_other_workloads_and_steps(here):
@@ -162,14 +162,13 @@ def test_memory_is_that_of_a_new_process(here, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--column", "text"], "--column"),
+        (["--text_column", "text"], "--text_column"),
         (["--rows", "rows.jsonl", "--workloads", "single"], "--workloads"),
         (["--rows", "missing.csv"], "missing.csv"),
-        (["--rows", "rows.jsonl", "--column", "body"], "'body'"),
+        (["--rows", "rows.jsonl", "--text_column", "body"], "'body'"),
         (["--rows", "blank.jsonl"], "row 2"),
         (["--rows", "rows.jsonl", "--limit", "0"], "--limit"),
         (["--rows", "rows.jsonl", "--variants", "tensorflow"], "tensorflow"),
-        (["--rows", "rows.jsonl", "--json", "missing/report.json"], "missing/report.json"),
         (["./missing", "--rows", "rows.jsonl"], "missing"),
         (["decoder", "--rows", "rows.jsonl"], "decoder"),
         (["bare", "--rows", "rows.jsonl"], "tokenizer"),

@@ -25,8 +25,8 @@ from support.models import (
 )
 from toolkit import trust
 from toolkit.checkpoint import best_class, read_checkpoint
+from toolkit.common import read_json
 from toolkit.compare import determinism, parity
-from toolkit.files import read_json
 from toolkit.hub import check_source
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
@@ -365,7 +365,6 @@ def test_determinism_of_a_model(damage, code, tmp_path, monkeypatch):
         (["bert", "--determinism", "--variants", "onnx"], "--variants"),
         (["bert", "--determinism", "--code"], "--code"),
         (["bert", "--code", "--input", "texts.csv"], "--input"),
-        (["bert", "--json", "missing/report.json"], "--json"),
         (["missing", "--code"], "missing"),
         ([], "MODEL"),
     ],

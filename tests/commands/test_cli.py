@@ -1,4 +1,4 @@
-"""toolkit.cli: spellings of flags, groups, one-line errors and exit codes; and atomic files."""
+"""toolkit.common: spellings of flags, groups, one-line errors and exit codes; and atomic files."""
 
 import importlib
 import os
@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-import check
 from support.folders import SCRIPTS
-from toolkit import cli, files
-from toolkit.cli import CommandError, Parser, about, integer_from, require, with_underscores
+from toolkit import common
+from toolkit.common import CommandError, Parser, about, integer_from, require, with_underscores
 
 # `train` has the parser of transformers.
 COMMANDS = sorted({path.stem for path in SCRIPTS.glob("[a-z]*.py")} - {"train"})
@@ -63,27 +62,6 @@ def test_every_flag_of_every_command_has_underscores_and_a_group(name):
     assert not [action for action in parser._optionals._group_actions if action.dest != "help"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "json", "plot"),
-    [
-        ([], None, None),
-        (["--json", "a.json"], "a.json", None),
-        (["--output", "new/folder"], "new/folder/report.json", "new/folder/report.png"),
-        (["--output", "new/folder", "--json", "a.json"], "a.json", "new/folder/report.png"),
-        (["--output", "new/folder", "--plot", "a.png"], "new/folder/report.json", "a.png"),
-    ],
-)
-def test_the_output_of_a_report_is_both_its_files(arguments, json, plot, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    parser = Parser("command.py", "")
-    parser.add_report_output("the numbers", "the picture")
-    args = parser.parse_args(arguments)
-    assert not (tmp_path / "new").exists()
-    cli.open_report_output(args)
-    assert (args.json, args.plot) == (json and Path(json), plot and Path(plot))
-    assert (tmp_path / "new" / "folder").is_dir() == ("--output" in arguments)
-
-
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "one", ""])
 def test_an_integer_that_is_none(text, parser, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -93,8 +71,9 @@ def test_an_integer_that_is_none(text, parser, capsys):
 
 
 def test_help_shows_defaults_that_say_something(parser):
-    parser.group("data").add_argument("--seed", type=int, default=0, help="of the split")
-    parser.group("data").add_argument("--quick", action="store_true", help="less")
+    data = parser.group("data")
+    data.add_argument("--seed", type=int, default=0, help="of the split")
+    data.add_argument("--quick", action="store_true", help="less")
     text = parser.format_help()
     assert "of the split (default: 0)" in text
     assert "less\n" in text
@@ -142,7 +121,7 @@ def test_the_list_of_commands_may_be_cut_off():
 def test_a_command_whose_reader_has_gone_ends_without_a_word(work):
     """As in `command | true`, also if something is printed at the exit."""
     program = (
-        "import atexit, sys; from toolkit.cli import Parser; atexit.register(print, 'more'); sys.stdin.read(); "
+        "import atexit, sys; from toolkit.common import Parser; atexit.register(print, 'more'); sys.stdin.read(); "
         f"sys.exit(Parser('command.py', 'Does it.').run(lambda: {work}))"
     )
     command = [sys.executable, "-c", program]
@@ -172,7 +151,7 @@ def test_errors_name_what_they_are_about():
 
 
 def test_what_is_required_is_named_before_any_work(monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
     message = r'onnx and onnxruntime are not installed; pip install "scratchbert\[bench\]"'
     with pytest.raises(CommandError, match=message):
         require("onnx", "onnxruntime")
@@ -188,9 +167,9 @@ def interrupted_while_writing(path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
-    files.write_json(path, {"ä": float("nan"), "y": [np.float32(1.5), torch.tensor(float("inf"))]})
+    common.write_json(path, {"ä": float("nan"), "y": [np.float32(1.5), torch.tensor(float("inf"))]})
     assert path.read_text("utf-8") == '{\n  "ä": null,\n  "y": [\n    1.5,\n    null\n  ]\n}\n'
-    with pytest.raises(KeyboardInterrupt), files.atomic_file(path) as temporary:
+    with pytest.raises(KeyboardInterrupt), common.atomic_file(path) as temporary:
         interrupted_while_writing(temporary)
     assert "null" in path.read_text()
     assert os.listdir(tmp_path) == ["a.json"]
@@ -198,12 +177,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     target = tmp_path / "target"
-    with files.atomic_folder(target) as folder:
+    with common.atomic_folder(target) as folder:
         (folder / "old").touch()
-    with pytest.raises(KeyboardInterrupt), files.atomic_folder(target) as folder:
+    with pytest.raises(KeyboardInterrupt), common.atomic_folder(target) as folder:
         interrupted_while_writing(folder / "new")
     assert os.listdir(target) == ["old"]
-    with files.atomic_folder(target) as folder:
+    with common.atomic_folder(target) as folder:
         (folder / "new").touch()
     assert (os.listdir(target), os.listdir(tmp_path)) == (["new"], ["target"])
 
@@ -218,11 +197,11 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path, is_dangling):
     if not is_dangling:
         (tmp_path / "targets" / "file.txt").write_text("old")
         (tmp_path / "targets" / "folder").mkdir()
-    with files.atomic_file(file) as temporary:
+    with common.atomic_file(file) as temporary:
         assert temporary.suffix == ".json"  # the format of a picture depends on it
         assert temporary.parent == tmp_path / "targets"  # the same disk
         temporary.write_text("new")
-    with files.atomic_folder(folder) as new:
+    with common.atomic_folder(folder) as new:
         (new / "new").touch()
     assert file.is_symlink()
     assert folder.is_symlink()
@@ -239,12 +218,12 @@ def test_a_pipe_and_a_device_receive_the_content(tmp_path, through_link):
         read = reader.submit(pipe.read_text)
         if through_link:
             path.symlink_to(pipe)
-        files.write_text(path if through_link else pipe, "x" * 100_000)  # more than a pipe holds
+        common.write_text(path if through_link else pipe, "x" * 100_000)  # more than a pipe holds
         assert read.result() == "x" * 100_000
     assert pipe.is_fifo()
     terminal, device = os.openpty()
     tty.setraw(device)
-    files.write_text(Path(os.ttyname(device)), "text\n")
+    common.write_text(Path(os.ttyname(device)), "text\n")
     assert os.read(terminal, 100) == b"text\n"
     assert Path(os.ttyname(device)).is_char_device()
     for descriptor in (terminal, device):
@@ -252,28 +231,22 @@ def test_a_pipe_and_a_device_receive_the_content(tmp_path, through_link):
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        files.write_text(path, "text")
+        common.write_text(path, "text")
     assert sorted(os.listdir(tmp_path)) == ["pipe", "report.json"]
 
 
-def test_a_folder_is_no_file_to_write(tmp_path, capsys):
+def test_a_folder_is_no_file_to_write(tmp_path):
     with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
-        files.write_text(tmp_path, "text")
-    (tmp_path / "link.json").symlink_to(tmp_path / "missing" / "report.json")
-    for name in ("", "link.json"):
-        with pytest.raises(SystemExit):
-            check.main(["model", "--json", str(tmp_path / name)])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "--json" in line
-        assert str(tmp_path / name) in line
-    assert os.listdir(tmp_path) == ["link.json"]
+        common.write_text(tmp_path, "text")
+    common.write_text(tmp_path / "new" / "report.json", "text")
+    assert os.listdir(tmp_path / "new") == ["report.json"]
 
 
 def test_shipped_files_are_found_unless_there_is_one_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "configuration/tiny.json"
-    assert files.find_shipped(name) == SCRIPTS.parent / name
+    assert common.find_shipped(name) == SCRIPTS.parent / name
     (tmp_path / "configuration").mkdir()
     (tmp_path / name).write_text("{}")
-    assert files.find_shipped(name) == Path(name)
-    assert files.find_shipped("nothing.json") == Path("nothing.json")
+    assert common.find_shipped(name) == Path(name)
+    assert common.find_shipped("nothing.json") == Path("nothing.json")

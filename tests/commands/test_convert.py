@@ -14,7 +14,7 @@ import convert
 from modeling_scratchbert import ScratchBertModel
 from support.checkpoint_kinds import assert_same_outputs
 from support.models import OURS, REFERENCES, random_bert, random_encoder_decoder, random_scratchbert
-from toolkit.files import read_json
+from toolkit.common import read_json
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
@@ -89,12 +89,13 @@ def test_there_and_back(case, tmp_path):
     source = tmp_path / "bert"
     labels = {"id2label": {0: "bad", 1: "so-so", 2: "good"}} if head == "ForSequenceClassification" else {}
     random_bert(head, **labels).to(dtype).save_pretrained(source)
-    change(source, edit, **fields)
+    change(source, edit, **fields, _name_or_path="org/base")
     there, back = there_and_back(source, tmp_path)
     assert_same(weights(back), weights(source))
     assert read_json(there / "config.json")["architectures"] == [f"ScratchBert{head}"]
     config = read_json(back / "config.json")
     assert config["architectures"] == [REFERENCES[head].__name__]
+    assert config["_name_or_path"] == read_json(there / "config.json")["_name_or_path"] == "org/base"
     assert config.get("id2label") == read_json(source / "config.json").get("id2label")
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     if dtype == torch.float32 and case != "no pooler":

@@ -42,7 +42,7 @@ def test_every_command_has_a_summary_of_one_line(name):
 
 
 def test_every_optional_library_has_its_extra():
-    from toolkit.cli import EXTRAS
+    from toolkit.common import EXTRAS
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     distributions = {"sklearn": "scikit-learn", "scipy": "scikit-learn"}  # scikit-learn requires scipy

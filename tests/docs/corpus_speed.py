@@ -21,8 +21,8 @@ import numpy
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from toolkit.common import write_json  # noqa: E402
 from toolkit.data import Source, open_files  # noqa: E402
-from toolkit.files import write_json  # noqa: E402
 
 ENCODE = """
 import csv, sys

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from support.server import PORT, Client, replaced, running, server_code  # noqa: E402
+from toolkit.common import write_json  # noqa: E402
 from toolkit.data import Source, open_files  # noqa: E402
-from toolkit.files import write_json  # noqa: E402
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
 

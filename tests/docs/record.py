@@ -20,8 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from toolkit.files import read_json, write_json  # noqa: E402
-from toolkit.machine import identity  # noqa: E402
+from toolkit.common import identity, read_json, write_json  # noqa: E402
 
 
 def measure(command: list[str]) -> dict:

@@ -26,7 +26,7 @@ from support.folders import ROOT, SCRIPTS
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
-FLAGS = ["--threads_per_process", "1", "--part_rows", "8"]
+FLAGS = ["--part_rows", "8"]
 SENTENCES = [*texts(40), "a good film " * 50]
 
 

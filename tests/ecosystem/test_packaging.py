@@ -212,7 +212,7 @@ def test_the_commands_run_from_the_wheel(installed, tmp_path):
 
 def test_the_console_script_names_what_it_does_not_know(installed, tmp_path):
     for arguments, message in (
-        (["predit"], "there is no command 'predit'; the closest is 'predict'"),
+        (["predit"], "there is no command 'predit'"),
         (["--path", "nothing"], "--path is nothing; expected a command or a shipped file"),
         (["--path"], "--path has no name"),
     ):

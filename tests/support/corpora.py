@@ -82,7 +82,7 @@ def run(*argv: str) -> int:
     """The exit code of predict.py, in one process of one thread unless the arguments have others."""
     argv = [str(each) for each in argv]
     try:
-        return predict.main([*argv[:1], "--processes", "1", "--threads_per_process", "1", *argv[1:]])
+        return predict.main([*argv[:1], "--processes", "1", *argv[1:]])
     except SystemExit as stopped:
         return stopped.code
 

@@ -24,7 +24,7 @@ import train
 from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
 from support.tiny import SPECIAL, WORDS, flags, make_task, read_rows, report_of, reviews, run, write_rows
-from toolkit.files import find_shipped
+from toolkit.common import find_shipped
 from toolkit.tasks import ARGUMENTS
 
 TINY = "configuration/tiny.json"

@@ -128,7 +128,6 @@ def run_workload(workload: Workload, runs: dict[str, Run], unavailable: dict[str
         "batches": len(batches),
         "sequences": sum(map(len, reference[0])),
         "fill_rate": torch.cat([batch["attention_mask"].flatten() for batch in batches]).double().mean().item(),
-        "error": None,
     }
     return [
         {"variant": name, **shape, **result, "seconds_per_batch": statistics.fmean(seconds[name])}

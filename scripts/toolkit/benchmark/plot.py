@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from toolkit.benchmark import VARIANTS
-from toolkit.cli import shortened
 from toolkit.pictures import new_figure
 
 # The colours of bars in float32, bfloat16 and int8.
@@ -30,4 +29,4 @@ def plot(report: dict, path: Path) -> None:
             axis.margins(x=0.15)  # for the labels
             axis.spines[["top", "right", "left"]].set_visible(False)
         panels[0].invert_yaxis()
-        figure.suptitle(f"{shortened(report['model'], 60)} on {report['machine']['processor']}")
+        figure.suptitle(f"{report['model'][-60:]} on {report['machine']['processor']}")

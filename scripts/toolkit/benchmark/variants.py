@@ -7,7 +7,6 @@ function from a padded batch to its last hidden states. Converted files are writ
 import contextlib
 import importlib.util
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,15 +15,14 @@ import numpy
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, BertConfig, BertModel
+from transformers import BertConfig, BertModel
 
 import modeling_scratchbert
 from modeling_scratchbert.cpu.library import find_library
 from toolkit.benchmark import VARIANTS
 from toolkit.benchmark.workloads import CALIBRATION
-from toolkit.cli import about, described, how_to_install
-from toolkit.hub import check_source, open_model
-from toolkit.machine import processor
+from toolkit.checkpoint import open_class, read_checkpoint, short_name
+from toolkit.common import described, how_to_install, processor
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
@@ -42,18 +40,14 @@ def save_model(source: str | None, folder: Path):
         torch.manual_seed(0)
         BertModel(BertConfig(), add_pooling_layer=False).save_pretrained(folder)
     else:
-        with about(source):
-            check_source(source)
-            config = AutoConfig.from_pretrained(source)
-            if config.is_encoder_decoder or getattr(config, "is_decoder", False):
-                raise ValueError("The model generates text; expected an encoder.")
-            has_labels = config.num_labels > 1 and config.problem_type != "regression"
-            found = re.search(r"For(Sequence|Token)Classification$", (config.architectures or [""])[0])
-            head = found[0] if found and has_labels else "Model"
-            options = {"add_pooling_layer": False} if head == "Model" else {}
-            model_class = getattr(modeling_scratchbert, f"ScratchBert{head}")
-            model = open_model(model_class, source, advice="Complete it.", dtype=torch.float32, **options)
-            model.save_as_bert(folder)
+        checkpoint = read_checkpoint(source)
+        config = checkpoint.config
+        if config.is_encoder_decoder or config.is_decoder:
+            raise ValueError(f"{source} generates text; expected an encoder.")
+        has_labels = config.num_labels > 1 and config.problem_type != "regression"
+        name = short_name((checkpoint.architectures or [""])[0])
+        is_classifier = name in ("ForSequenceClassification", "ForTokenClassification") and has_labels
+        open_class(checkpoint, "scratchbert", name if is_classifier else "Model", False).save_as_bert(folder)
     return BertConfig.from_pretrained(folder)
 
 
@@ -266,7 +260,8 @@ def missing(name: str) -> str | None:
     absent = [library for library in variant.needs if importlib.util.find_spec(library) is None]
     if absent:
         return how_to_install(absent)
-    if variant.precision == "bfloat16" and not is_ours and "avx512_bf16" in processor()["missing_flags"]:
+    flags = processor()["flags"]  # none where they are unknown
+    if variant.precision == "bfloat16" and not is_ours and flags and "avx512_bf16" not in flags:
         return "this CPU has no bfloat16 instructions"
     if variant.precision == "int8" and is_ours and not find_library():
         return "int8 requires the library in C++, which is not built or not for this CPU"

@@ -5,21 +5,16 @@ import random
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from modeling_scratchbert.cpu.library import find_library
 from modeling_scratchbert.probe.recording import to_bits
 from toolkit.checkpoint import Checkpoint, open_class, read_checkpoint
-from toolkit.compare.parity import encode, largest
-from toolkit.machine import identity, lines
+from toolkit.common import identity, in_one_line
+from toolkit.compare.parity import largest
+from toolkit.texts import encode
 
-# The argument of `optimize_for_inference` for each variant. The model as loaded is not optimised, and may change texts.
-VARIANTS = {
-    "loaded": None,
-    "optimised": torch.float32,
-    "optimised-eager": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int8": "int8",
-}
 LONGEST_PIECE = 16  # tokens
 LARGEST_BATCH = 64  # texts
 LARGEST_PADDING = 8  # columns
@@ -44,23 +39,23 @@ def random_batching(
         numbers, order = order[:size], order[size:]
         lengths = torch.tensor([len(texts[number]) for number in numbers])
         width = min(int(lengths.max()) + generator.randint(0, largest_padding), longest)
-        ids = torch.zeros(len(numbers), width, dtype=torch.long)
-        for row, number in zip(ids, numbers, strict=True):
-            row[: len(texts[number])] = texts[number]
+        ids = pad_sequence([texts[number] for number in numbers], batch_first=True)
+        ids = pad(ids, (0, width - ids.shape[1]))
         batches.append((numbers, ids, (torch.arange(width) < lengths[:, None]).long()))
     return batches
 
 
 def open_variant(checkpoint: Checkpoint, name: str) -> Callable[..., torch.Tensor]:
     """The model as a function from ids and mask to the last hidden states."""
-    precision = VARIANTS[name]
-    dtype = torch.bfloat16 if precision is torch.bfloat16 else torch.float32  # int8 weights are made of float32
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32  # int8 weights are made of float32
     model = open_class(checkpoint, "scratchbert", "Model", False, dtype)
     model.config.padding_free = True
     if name == "optimised-eager":
         model.set_attn_implementation("eager")
-    if precision is not None:
-        model.optimize_for_inference(precision)
+    if name == "int8":
+        model.optimize_for_inference("int8")
+    elif name != "loaded":  # which may change texts
+        model.optimize_for_inference()
     return torch.inference_mode()(lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state)
 
 
@@ -101,9 +96,11 @@ def compare_batches(args, texts: list[str]) -> dict:
     generator = random.Random(args.seed)
     sizes = [(1, 0), *[(LARGEST_BATCH, LARGEST_PADDING)] * args.batchings, (1, 0)]
     batchings = [random_batching(sequences, longest, generator, *size) for size in sizes]
-    print(*lines(identity()), f"{len(sequences)} texts, alone and in {args.batchings} random batchings", "", sep="\n")
+    print(
+        in_one_line(identity()), f"{len(sequences)} texts, alone and in {args.batchings} random batchings", "", sep="\n"
+    )
     rows = {}
-    for name in args.variants or VARIANTS:
+    for name in args.variants:
         if name == "int8" and not find_library():
             print("int8 is skipped, because it requires the library in C++")
             continue

@@ -14,9 +14,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from modeling_scratchbert import ScratchBertConfig
-from toolkit.checkpoint import Checkpoint, best_class, is_per_token, open_class, read_checkpoint, to_scratchbert
-from toolkit.cli import about, table
-from toolkit.hub import check_vocabulary, open_tokenizer
+from toolkit.checkpoint import Checkpoint, best_class, open_class, read_checkpoint, to_scratchbert
+from toolkit.common import table
+from toolkit.texts import encode
 
 TOLERANCE = 1e-5  # of values, absolute; of gradients, relative to the norm of their tensor
 
@@ -50,19 +50,6 @@ def random_rows(config: ScratchBertConfig, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = [min(length, config.max_position_embeddings) for length in LENGTHS]
     return [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-
-
-def encode(source: str, config: ScratchBertConfig, texts: list[str], longest: int) -> list[list[int]]:
-    """The token ids of texts, by the tokenizer of a checkpoint.
-
-    Raises:
-        CommandError: it has none that fits the model.
-    """
-    with about(source):
-        tokenizer = open_tokenizer(source)
-        check_vocabulary(len(tokenizer), config)
-        longest = min(longest, config.max_position_embeddings)
-        return tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
 
 
 def make_batch(rows: list[list[int]], config: ScratchBertConfig) -> Batch:
@@ -130,8 +117,8 @@ def outputs(model, batch: Batch) -> dict[str, torch.Tensor]:
         values["pooler_output"] = pooled[whole]
     for name, logits in returned.items():
         if name.endswith("logits"):
-            per_token = is_per_token(name, logits)
-            values[name] = logits[tokens] if per_token else logits.reshape(len(whole), -1)[whole]
+            is_per_token = logits.ndim == 3 or name in ("start_logits", "end_logits")
+            values[name] = logits[tokens] if is_per_token else logits.reshape(len(whole), -1)[whole]
     return values
 
 
@@ -147,15 +134,10 @@ def observe(model, batch: Batch, seed: int) -> tuple[dict[str, torch.Tensor], di
             total = total + (output * weights).mean()
     model.zero_grad()
     total.backward()
-    found = gradients(model)
-    model.zero_grad()
-    return {name: output.detach() for name, output in values.items()}, found
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    """The gradients of the parameters that have one, by ScratchBert's name."""
     named = {to_scratchbert(name, model.config.model_type): weight.grad for name, weight in model.named_parameters()}
-    return {name: gradient for name, gradient in named.items() if gradient is not None}
+    model.zero_grad()
+    gradients = {name: gradient for name, gradient in named.items() if gradient is not None}
+    return {name: output.detach() for name, output in values.items()}, gradients
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison

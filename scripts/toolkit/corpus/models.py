@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.files import read_json, read_json_object
+import torch
+import yaml
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from toolkit.common import read_json, read_json_object
+from toolkit.hub import check_source, open_tokenizer, read_config
+from toolkit.trust import find, import_package
 
 # From the end of the name of a model's class to its task, and from a task to its Auto class.
 TASK_OF_CLASS = {
@@ -73,10 +79,6 @@ class Usage:
     activation: str | None = None
 
     @property
-    def is_generator(self) -> bool:
-        return bool(self.fields.get("is_decoder") or self.is_seq2seq)
-
-    @property
     def is_seq2seq(self) -> bool:
         return bool(self.fields.get("is_encoder_decoder")) or self.fields.get("model_type") == "encoder-decoder"
 
@@ -97,10 +99,6 @@ def read_usage(source: str, trust_remote_code: bool) -> Usage:
         OSError: there is no such checkpoint, or it has no tokenizer.
         ValueError: it is no BERT, has code that is not trusted, or a setting that is not supported.
     """
-    import yaml
-
-    from toolkit.hub import check_source, open_tokenizer, read_config
-
     check_source(source, trust_remote_code)
     usage = Usage(read_config(source))
     if usage.fields.get("model_type") not in ("bert", "scratchbert", "encoder-decoder"):
@@ -180,12 +178,6 @@ def fields_of(source: str, name: str) -> dict:
     return {} if path is None else read_json_object(path)
 
 
-def find(source: str, name: str) -> Path | None:
-    from toolkit.trust import find as find_file
-
-    return find_file(source, name)
-
-
 def open_modules(source: str, usage: Usage, device) -> list:
     """The modules of sentence-transformers after the Transformer, from that library. Raises ValueError for one that
     would run code from elsewhere."""
@@ -200,18 +192,13 @@ def open_modules(source: str, usage: Usage, device) -> list:
     return modules
 
 
-def open_model(args, usage: Usage, task: str, device: str):
-    """The model of --model for a task, in evaluation mode; on a CPU optimised for inference.
+def open_model(args, usage: Usage, device: str):
+    """The model for the task of a run, in evaluation mode; on a CPU optimised for inference.
 
     Raises:
         ValueError: the checkpoint lacks weights, or the device does not support the dtype.
     """
-    import torch
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    from modeling_scratchbert.cpu.library import find_library
-    from toolkit.hub import open_model as open_complete
-    from toolkit.trust import import_package
+    from modeling_scratchbert.cpu.library import find_library  # the package may be missing
 
     has_own_code = args.trust_remote_code and "auto_map" in usage.fields
     if args.dtype == "int8" and (device != "cpu" or has_own_code or not find_library()):
@@ -219,7 +206,7 @@ def open_model(args, usage: Usage, task: str, device: str):
             f"--dtype is int8, on {device}; expected a CPU, the library in C++ and a model without code of its own."
         )
     generator = "ForConditionalGeneration" if usage.is_seq2seq else "ForCausalLM"
-    name = CLASSES.get(task, generator)
+    name = CLASSES.get(args.task, generator)
     options = {"dtype": "auto" if args.dtype in (None, "int8") else getattr(torch, args.dtype)}
     if has_own_code:  # an Auto class would open it with the installed package, which has registered its classes
         auto = AUTO_CLASSES.get(name, f"AutoModel{name.removeprefix('Model')}")
@@ -229,7 +216,13 @@ def open_model(args, usage: Usage, task: str, device: str):
         options |= {"padding_free": True} | ({"verify": True} if args.verify else {})
     if name == "Model":
         options["add_pooling_layer"] = False
-    model = open_complete(cls, args.model, advice="Expected a model that was trained for the task.", **options)
+    model, info = cls.from_pretrained(args.model, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"It lacks {len(missing)} weights, such as {missing[0]}, which would be random. Expected a model that was "
+            "trained for the task."
+        )
+    model.eval()
     if device != "cpu" or has_own_code:  # which an optimised model would not run
         return model.to(device)
     if args.dtype == "int8":

@@ -20,7 +20,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from pyarrow import compute, parquet
 
-from toolkit.cli import CommandError, first_of
+from toolkit.common import CommandError, first_of
 from toolkit.corpus.rows import to_json_text
 
 RUN = "__run__"
@@ -35,10 +35,7 @@ EMBEDDINGS, ROWS = "embeddings.npy", "rows.csv"
 # Fixed, because the bytes of a Parquet file depend on them.
 ROWS_IN_GROUP = 1024
 NAMED_FILES = 5  # that --check names
-
-
-def is_remote(url: str) -> bool:
-    return "://" in url and not url.startswith("file://")
+DAMAGED = (OSError, pa.ArrowException, ValueError, KeyError, TypeError)  # the errors of reading a damaged record
 
 
 def part_name(number: int, format: str) -> str:
@@ -47,7 +44,7 @@ def part_name(number: int, format: str) -> str:
 
 
 def record_name(number: int) -> str:
-    return f"{RECORDS}/{number:06d}.parquet"
+    return f"{number:06d}.parquet"
 
 
 class Store:
@@ -60,7 +57,7 @@ class Store:
     def __init__(self, url: str, run: str = "run"):
         self.url, self.run = url, run
         self.system, self.root = fsspec.core.url_to_fs(url)
-        self.is_local = not is_remote(url)
+        self.is_local = "file" in self.system.protocol
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -68,11 +65,8 @@ class Store:
     def sizes(self, folder: str = "") -> dict[str, int]:
         """The names and sizes of the files in a folder."""
         self.system.invalidate_cache()
-        try:
-            entries = self.system.ls(self.path(folder), detail=True)
-        except FileNotFoundError:
-            return {}
-        return {each["name"].rpartition("/")[2]: each["size"] for each in entries if each["type"] == "file"}
+        files = self.system.find(self.path(folder), maxdepth=1, detail=True)
+        return {path.rpartition("/")[2]: each["size"] for path, each in files.items()}
 
     def has(self, name: str) -> bool:
         return self.system.isfile(self.path(name))
@@ -99,19 +93,20 @@ class Store:
 
     def move(self, name: str, target: str) -> None:
         """Moves a file, in place of another one if there is one."""
-        if self.is_local:
-            os.replace(self.path(name), self.path(target))
-        else:
-            self.write(target, self.read(name))
-            self.remove(name)
+        self.system.mv(self.path(name), self.path(target))
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self.system.rm_file(self.path(name))
 
     def remove_folder(self, name: str) -> None:
-        if self.system.exists(self.path(name)):
+        with suppress(FileNotFoundError):
             self.system.rm(self.path(name), recursive=True)
+
+    def remove_unfinished(self) -> None:
+        """Removes what a killed process of this run has partly written."""
+        for path in Path(self.path(RUN)).glob(f"{self.run}-*.unfinished"):
+            path.unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -124,19 +119,19 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{self.run}.lock", timeout=0)
         try:
-            with lock:
-                for path in folder.glob(f"{self.run}-*.unfinished"):
-                    path.unlink()
-                yield
+            lock.acquire()
         except Timeout:
             raise ValueError(f"--output {self.url} is in use by another run; expected a folder of its own.") from None
+        try:
+            self.remove_unfinished()
+            yield
         finally:
-            if not lock.is_locked:
-                with suppress(OSError):
-                    Path(lock.lock_file).unlink()
-                for path in (folder, folder.parent):
-                    with suppress(OSError):
-                        path.rmdir()
+            self.remove_unfinished()
+            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+                folder.parent.rmdir()
 
 
 # ------------------------------------------------------------------------------------------------------ parts, records
@@ -152,16 +147,12 @@ def encode_part(table: pa.Table, format: str) -> bytes:
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """A table as a file of Parquet. The items of lists have the name that a reader gives them, so that results of an
-    earlier run are written as new ones."""
-    schema = parquet.read_schema(io.BytesIO(write_parquet(table.schema.empty_table())))
-    return write_parquet(pa.Table.from_arrays(table.columns, schema=schema))
-
-
-def write_parquet(table: pa.Table) -> bytes:
     target = io.BytesIO()
     texts = [column.name for column in table.schema if column.type == pa.string()]
-    parquet.write_table(table, target, row_group_size=ROWS_IN_GROUP, use_dictionary=texts)
+    # The items of lists keep the name that they have in memory, so that results of an earlier run are written as new.
+    parquet.write_table(
+        table, target, row_group_size=ROWS_IN_GROUP, use_dictionary=texts, use_compliant_nested_type=False
+    )
     return target.getvalue()
 
 
@@ -192,39 +183,35 @@ def write_part(store: Store, number: int, format: str, table: pa.Table, hidden: 
     store.write(name, content)
     record = record | {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     text = json.dumps(record, ensure_ascii=False)
-    store.write(record_name(number), to_parquet(hidden.replace_schema_metadata({"record": text})))
+    store.write(f"{RECORDS}/{record_name(number)}", to_parquet(hidden.replace_schema_metadata({"record": text})))
 
 
-def read_records(store: Store, with_rows: bool = False) -> Iterator[tuple[int, dict]]:
-    """The records of the parts that are complete, in their order: those whose file is there in its size.
+def read_record(store: Store, name: str) -> dict:
+    """The record in a file of `RECORDS`, with the table of its rows under `hidden`. Raises one of `DAMAGED` if it is
+    damaged."""
+    hidden = parquet.read_table(io.BytesIO(store.read(f"{RECORDS}/{name}")))
+    return json.loads(hidden.schema.metadata[b"record"]) | {"hidden": hidden}
 
-    Args:
-        with_rows: each has its table under `hidden`.
-    """
+
+def read_records(store: Store) -> Iterator[tuple[int, dict]]:
+    """The records of the parts that are complete, in their order: those whose file is there in its size."""
     sizes = store.sizes()
     for name in sorted(store.sizes(RECORDS)):
-        try:
-            with parquet.ParquetFile(io.BytesIO(store.read(f"{RECORDS}/{name}"))) as file:
-                record = json.loads(file.schema_arrow.metadata[b"record"])
-                if with_rows:
-                    record["hidden"] = file.read()
-        except (pa.ArrowException, ValueError, KeyError, TypeError):
-            continue  # a damaged one does not count
-        if sizes.get(record["name"]) == record["bytes"]:
-            yield int(name.removesuffix(".parquet")), record
+        with suppress(*DAMAGED):  # a damaged one does not count
+            record = read_record(store, name)
+            if sizes.get(record["name"]) == record["bytes"]:
+                yield int(name.removesuffix(".parquet")), record
 
 
 def read_part(store: Store, number: int) -> pa.Table:
     """The results in a part of Parquet, with the hidden columns. Raises CommandError if the part has changed."""
-    with parquet.ParquetFile(io.BytesIO(store.read(record_name(number)))) as file:
-        hidden = file.read()
-        record = json.loads(file.schema_arrow.metadata[b"record"])
+    record = read_record(store, record_name(number))
     content = store.read(record["name"])
     if hashlib.sha256(content).hexdigest() != record["sha256"]:
         raise CommandError(f"--update: {record['name']} is not what the run wrote; remove it to compute its rows")
     table = parquet.read_table(io.BytesIO(content), columns=record["results"])
-    for name in hidden.column_names:
-        table = table.append_column(name, hidden[name])
+    for name in record["hidden"].column_names:
+        table = table.append_column(name, record["hidden"][name])
     return table
 
 
@@ -241,10 +228,11 @@ def find_known(records: list[tuple[int, dict]], digests: bytes) -> np.ndarray:
     buffers = [None, pa.py_buffer(digests)]
     new = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(digests) // 16, buffers)
     found = compute.index_in(new, value_set=old).fill_null(-1).to_numpy()
-    starts = np.cumsum([0, *(len(record["hidden"]) for _, record in records)])
-    at = np.maximum(np.searchsorted(starts, found, side="right") - 1, 0)
-    parts = np.array([number for number, _ in records] or [-1])
-    return np.stack([np.where(found < 0, -1, parts[at]), found - starts[at]], axis=1)
+    places = [np.array([[-1, -1]])]
+    for number, record in records:
+        rows = np.arange(len(record["hidden"]))
+        places.append(np.stack([np.full_like(rows, number), rows], axis=1))
+    return np.concatenate(places)[found + 1]
 
 
 # ----------------------------------------------------------------------------------------------------------- manifests
@@ -298,12 +286,10 @@ def finish_update(store: Store, format: str) -> None:
     planned = f"{UPDATE}/{MANIFEST}"
     if store.has(planned):
         parts = number_of_parts(json.loads(store.read(planned)))
-        for folder in ("", RECORDS):
-            for name in store.sizes(f"{UPDATE}/{folder}".rstrip("/")):
+        for folder in ("", f"{RECORDS}/"):
+            for name in store.sizes(f"{UPDATE}/{folder}"):
                 if name.startswith("part-") or folder:
-                    store.move(
-                        f"{UPDATE}/{folder}/{name}" if folder else f"{UPDATE}/{name}", f"{folder}/{name}".lstrip("/")
-                    )
+                    store.move(f"{UPDATE}/{folder}{name}", f"{folder}{name}")
         for name in store.sizes(RECORDS):
             number = int(name.removesuffix(".parquet"))
             if number >= parts:
@@ -361,11 +347,10 @@ def check_output(url: str) -> list[str]:
     else:
         for number in range(number_of_parts(manifest)):
             try:
-                with parquet.ParquetFile(io.BytesIO(store.read(record_name(number)))) as file:
-                    record = json.loads(file.schema_arrow.metadata[b"record"])
+                record = read_record(store, record_name(number))
                 expected[record["name"]] = {name: record[name] for name in ("bytes", "sha256")}
-            except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
-                wrong.append(f"{record_name(number)} is missing or damaged")
+            except DAMAGED:
+                wrong.append(f"{RECORDS}/{record_name(number)} is missing or damaged")
     for name, before in expected.items():
         if name not in sizes:
             wrong.append(f"{name} is missing")

@@ -1,26 +1,22 @@
 """The rows of a corpus: read twice, once to check them and to find the types of their columns, and once in parts."""
 
-import datetime
 import hashlib
 import json
-import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
-from toolkit.data import Row, Source, columns_of, open_files, usable
+from toolkit.common import CommandError
+from toolkit.data import Row, Source, open_files, usable
 
 HUB, STANDARD_INPUT = "hub:", "-"
 TABLES = (".csv", ".tsv")
-# Integers of CSV that are the same when they are written again: "007" is a text.
-INTEGER = re.compile(r"-?[1-9][0-9]*|0")
 ROWS_AT_ONCE = 1000  # whose types are found together
 
 
@@ -29,37 +25,31 @@ class Part:
     """Rows of the input, in its order: the unit of work, of writing and of resuming.
 
     Args:
-        known: for each row, where an earlier run has its result: the numbers of a part and of a row in it; -1: nowhere.
+        known: of the rows whose results an earlier run has: the numbers of a part and of a row in it, by the place of
+            the row in this part.
     """
 
     number: int
     rows: list[Row]
-    known: np.ndarray | None = None
+    known: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
-class Corpus:
-    """The rows of all inputs.
+class Corpus(Source):
+    """The rows of all inputs, with their columns as of one.
 
     Args:
-        sources: each with the format of its files, such as ".csv".
-        limit: use the first so many rows only.
+        sources: one for each file and dataset.
     """
 
-    sources: list[tuple[str, Source]]
-    limit: int | None = None
+    sources: Sequence[Source] = ()
 
     def rows(self) -> Iterator[Row]:
-        return islice((row for _, row in self.with_formats()), self.limit)
+        return islice(chain.from_iterable(source.rows() for source in self.sources), self.limit)
 
-    def with_formats(self) -> Iterator[tuple[str, Row]]:
-        """Each row with the format of its file."""
-        for format, source in self.sources:
-            for row in source.rows():
-                yield format, row
-
-    def columns(self) -> list[str]:
-        return columns_of(self.rows())
+    def tables(self) -> set[str]:
+        """The names of the files whose values are cells of text."""
+        return {file.name for file in self.files if file.format in TABLES}
 
     def parts(self, size: int, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Part]:
         """The parts that are wanted, by their numbers, in order. All rows are read."""
@@ -71,19 +61,16 @@ class Corpus:
 
     def fingerprints(self) -> list[dict]:
         """What identifies each input: of a local file its content, else what its store says of it."""
-        return [own for _, source in self.sources for own in fingerprints_of(source)]
-
-
-def fingerprints_of(source: Source) -> Iterator[dict]:
-    if source.dataset is not None:
-        yield {"input": str(source)}
-    for file in source.files:
-        if "file" in file.system.protocol:
-            with open(file.path, "rb") as content:
-                identity = hashlib.file_digest(content, "sha256").hexdigest()
-        else:
-            identity = str(file.system.checksum(file.path))
-        yield {"input": file.name, "content": identity, "encoding": file.encoding, "delimiter": file.delimiter}
+        found = [{"input": str(source)} for source in self.sources if source.dataset is not None]
+        for file in self.files:
+            if "file" in file.system.protocol:
+                with open(file.path, "rb") as content:
+                    identity = hashlib.file_digest(content, "sha256").hexdigest()
+            else:
+                identity = str(file.system.checksum(file.path))
+            known = {"content": identity, "encoding": file.encoding, "delimiter": file.delimiter}
+            found.append({"input": file.name, **known})
+        return found
 
 
 def open_corpus(args, folder: Path) -> Corpus:
@@ -101,17 +88,17 @@ def open_corpus(args, folder: Path) -> Corpus:
         if name.startswith(HUB):
             first, _, last = name.removeprefix(HUB).rpartition(":")
             dataset = (first or last, None, last if first else "train")
-            sources.append((name, Source("INPUT", [], dataset)))
+            sources.append(Source("INPUT", [], dataset))
             continue
         patterns = [save_standard_input(folder, args.stdin_format)] if name == STANDARD_INPUT else [name]
         for file in open_files(patterns, "INPUT", args.encoding, args.delimiter):
             if name == STANDARD_INPUT:
                 file.name = "standard input"
-            sources.append((file.format, Source("INPUT", [file])))
-    names = [str(source) for _, source in sources]
+            sources.append(Source("INPUT", [file]))
+    names = list(map(str, sources))
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"INPUT {twice[0]} is given twice; expected each input once.")
-    return Corpus(sources, args.limit)
+    return Corpus("INPUT", [file for source in sources for file in source.files], limit=args.limit, sources=sources)
 
 
 def save_standard_input(folder: Path, format: str | None) -> str:
@@ -130,62 +117,48 @@ def save_standard_input(folder: Path, format: str | None) -> str:
 # -------------------------------------------------------------------------------------------------------- first reading
 
 
-@dataclass
-class Scan:
-    """What the first reading finds.
-
-    Attributes:
-        types: of the columns that the output keeps; None: values of several types, which are written as JSON.
-        bad: the rows that cannot be used, as errors.jsonl has them.
-        digests: of the rows that can be used, 16 bytes each, and zeros for the others.
-    """
-
-    rows: int = 0
-    types: dict[str, pa.DataType | None] = field(default_factory=dict)
-    bad: list[dict] = field(default_factory=list)
-    digests: bytearray = field(default_factory=bytearray)
-
-
-def scan_rows(
-    corpus: Corpus, read: Callable[[dict], dict], keep: Callable[[str], bool], digest_of, stops: bool
-) -> Scan:
-    """Reads all rows once.
+def scan_rows(corpus: Corpus, job, task, kept: list[str] | None) -> tuple[int, dict, bytearray]:
+    """Reads all rows once. Returns how many there are; the types of the columns that the output keeps, None for values
+    of several types, which are written as JSON; and with --update the digests of the rows that can be used, 16 bytes
+    each, and zeros for the others.
 
     Args:
-        read: returns what is needed of a row, or raises ValueError.
-        keep: whether the output has a column.
-        digest_of: of what `read` returns; None: digests are not needed.
-        stops: at the first row that cannot be used.
+        job: see `toolkit.corpus.workers`.
+        kept: the columns of the input that the output has; None: all.
+
+    Raises:
+        CommandError: a row cannot be used, and --on_bad_row is stop.
     """
-    scan, types, large = Scan(), {}, set()
-    rows = islice(corpus.with_formats(), corpus.limit)
+    count, digests, types, large = 0, bytearray(), {}, set()
+    rows, tables = corpus.rows(), corpus.tables()
     while batch := list(islice(rows, ROWS_AT_ONCE)):
         columns: dict[tuple[str, bool], list] = {}
-        for format, row in batch:
-            digest = bytes(16)
+        for row in batch:
             try:
-                fields = read(usable(row.content))
-                digest = digest_of(fields) if digest_of else digest
+                fields = job.read(task, usable(row.content))
             except ValueError as error:
-                scan.bad.append(fault(row, str(error)))
-                if stops:
-                    return scan
+                if job.args.on_bad_row == "stop":
+                    raise bad_row_error(fault(row, str(error))) from None
+                fields = None
+            if job.args.update:
+                digests += job.digest(fields) if fields else bytes(16)
             for name, value in row.content.items() if isinstance(row.content, dict) else ():
-                if keep(name):
-                    columns.setdefault((name, format in TABLES), []).append(value)
-            if digest_of:
-                scan.digests += digest
+                if kept is None or name in kept:
+                    is_table = row.file in tables
+                    columns.setdefault((name, is_table), []).append(parse_cell(value) if is_table else value)
         for (name, is_table), values in columns.items():
-            own = type_of_cells(values) if is_table else type_of_values(values)
+            own = type_of_values(values)
+            if own is None and is_table:
+                own = pa.string()
             types[name] = common_type(types[name], own, is_table) if name in types else own
-            if own == pa.int64() and any(abs(int(value)) > 2**53 for value in values if value not in (None, "")):
+            if own == pa.int64() and any(abs(value) > 2**53 for value in values if value is not None):
                 large.add(name)
-        scan.rows += len(batch)
+        count += len(batch)
     for name, own in types.items():
         # As numbers with a decimal point, large integers would lose digits; a column without values is text.
         is_text = own == pa.null() or (own == pa.float64() and name in large)
-        scan.types[name] = pa.string() if is_text else own
-    return scan
+        types[name] = pa.string() if is_text else own
+    return count, types, digests
 
 
 def fault(row: Row, reason: str) -> dict:
@@ -193,28 +166,21 @@ def fault(row: Row, reason: str) -> dict:
     return {"file": row.file, "row": row.number, "line": row.line, "reason": reason}
 
 
-def in_words(bad: dict) -> str:
-    return f"{Row(bad['file'], bad['row'], bad['line'], {}).place}: {bad['reason']}"
+def bad_row_error(bad: dict) -> CommandError:
+    """The error about a row that cannot be used, with --on_bad_row stop."""
+    place = Row(bad["file"], bad["row"], bad["line"], {}).place
+    return CommandError(f"{place}: {bad['reason'].rstrip('.')}. --on_bad_row skip leaves such rows out")
 
 
-def type_of_cells(cells: list[str]) -> pa.DataType:
-    """The type of cells of CSV: numbers only if each one is the same when it is written again."""
-    filled = [cell for cell in cells if cell]
-    if not filled:
-        return pa.null()
-    if all(INTEGER.fullmatch(cell) and abs(int(cell)) < 2**63 for cell in filled):
-        return pa.int64()
-    return pa.float64() if all(map(is_number, filled)) else pa.string()
-
-
-def is_number(cell: str) -> bool:
-    """Whether a cell is written again with the same digits, as 1.5 and 2 are, in a column of decimal numbers."""
-    try:
-        number = float(cell)
-        is_integer = abs(number) <= 2**53 and str(int(number)) == cell
-        return cell.strip("-")[:1].isdecimal() and (is_integer or repr(number) == cell)
-    except ValueError:
-        return False
+def parse_cell(cell: str) -> int | float | str | None:
+    """A cell of CSV: a number if it has the same digits when it is written again, so that 007 and 1.10 are texts; None
+    if it is empty."""
+    if cell.strip("-")[:1].isdecimal():
+        for convert in (int, float):
+            with suppress(ValueError):
+                if str(convert(cell)) == cell:
+                    return convert(cell)
+    return cell or None
 
 
 def type_of_values(values: list) -> pa.DataType | None:
@@ -244,21 +210,12 @@ def column(values: list, type: pa.DataType | None) -> pa.Array:
     if type is None:
         return pa.array([None if value is None else to_json_text(value) for value in values], pa.string())
     if type in (pa.int64(), pa.float64()):
-        convert = int if type == pa.int64() else float
-        values = [(convert(value) if value else None) if isinstance(value, str) else value for value in values]
+        values = [parse_cell(value) if isinstance(value, str) else value for value in values]
     if type == pa.string():
         values = [value if value is None or isinstance(value, str) else to_json_text(value) for value in values]
     return pa.array(values, type)
 
 
 def to_json_text(value) -> str:
-    return json.dumps(value, ensure_ascii=False, default=json_value)
-
-
-def json_value(value):
-    """A value of Arrow that JSON does not have: bytes as hexadecimal digits, dates and decimals as text."""
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal):
-        return str(value)
-    return value.tolist()
+    # What JSON does not have: bytes as hexadecimal digits; dates and decimals as text.
+    return json.dumps(value, ensure_ascii=False, default=lambda own: own.hex() if isinstance(own, bytes) else str(own))

@@ -1,5 +1,6 @@
 """What a model is applied for, with what `toolkit.tasks` has for training: the same reading, lengths and answers."""
 
+import pkgutil
 from collections import defaultdict
 from dataclasses import fields
 from typing import Any
@@ -12,10 +13,11 @@ from transformers import LogitsProcessor
 
 from toolkit.corpus.models import Usage, open_modules
 from toolkit.data import find_column, text_of
+from toolkit.hub import open_tokenizer
 from toolkit.tasks import arguments
 from toolkit.tasks.arguments import SECOND_TEXTS, SOURCES, TEXTS, WORDS
 from toolkit.tasks.classification import Classification
-from toolkit.tasks.task import Batch, encodings, example_of, inputs_of, pad, tokenize
+from toolkit.tasks.task import Batch, Task, encodings, example_of, inputs_of, tokenize
 
 # Usual names of the columns of pairs to rerank.
 QUERIES, DOCUMENTS = ("query", *TEXTS), ("document", "passage", "answer", "text_pair", *SECOND_TEXTS)
@@ -25,45 +27,73 @@ READING = {
     *("text_column", "text_pair_column", "label_column", "label_columns", "words_column", "tags_column"),
     *("source_column", "target_column", "label_separator", "scheme", "metrics"),
 }
+# From the name of a task to its module and class. Those of `trained` import `evaluate` and `datasets`, which takes
+# seconds: only when they are used.
+CLASSES = {
+    "embed": "tasks:Embed",
+    "classify": "tasks:Classify",
+    "rerank": "tasks:Rerank",
+    "tag": "tasks:Tag",
+    "tag-words": "trained:TagWords",
+    "answer": "trained:Answer",
+    "generate": "trained:Write",
+    "continue": "tasks:Continue",
+    "fill-mask": "tasks:FillMask",
+}
 NEW_TOKENS = 128  # of a generated text, if neither the flags nor the model set a limit
 LARGEST_INT8 = 127
 
 
-def make_task(args, usage: Usage, name: str, columns: list[str]) -> Any:
+def make_task(args, usage: Usage, columns: list[str]) -> Any:
     """The task of a run, without its model. Its columns are those of the flags, those of the training, or usual ones.
 
     Raises:
         ValueError: the model or a flag does not allow the task, or a column is missing.
     """
-    task = CLASSES[name](args, usage, columns)
+    name = args.task
+    if name == "tag" and has_words(args, usage, columns):
+        name = "tag-words"
+    if name == "generate" and not usage.is_seq2seq:
+        name = "continue"
+    task = pkgutil.resolve_name(f"toolkit.corpus.{CLASSES[name]}")(args, usage, columns)
     task.find_inputs(columns)
     if args.label_column is not None:
         task.find_labels(columns)
     return task
 
 
+def has_words(args, usage: Usage, columns: list[str]) -> bool:
+    """Whether the rows have lists of words: a column of them is named, or there is one and no text."""
+    has_text = args.text_column is not None or any(name in columns for name in TEXTS)
+    usual = any(name in columns for name in (usage.recipe.get("words_column"), *WORDS))
+    return args.words_column is not None or (usual and not has_text)
+
+
 def own_arguments(cls: type, args, usage: Usage, columns: list[str], **more):
     """The arguments of a task of `toolkit.tasks`: from flags, else from the training."""
-    names = {each.name for each in fields(cls)}
-    saved = {name: value for name, value in usage.recipe.items() if name in READING & names and value is not None}
-    saved = {name: value for name, value in saved.items() if not name.endswith("_column") or value in columns}
-    given = {name: value for name, value in vars(args).items() if name in READING & names and value is not None}
-    if args.label_column is not None:  # which has other names in a training
-        others = names & {"tags_column", "target_column"}
-        given |= {name: find_column(columns, "--label_column", args.label_column, ()) for name in others}
-    found = cls(model=args.model, **saved | given | more)
+    names = READING & {each.name for each in fields(cls)}
+    labels = {}  # the label column has other names in a training
+    if args.label_column is not None:
+        name = find_column(columns, "--label_column", args.label_column, ())
+        labels = dict.fromkeys(("tags_column", "target_column"), name)
+    found = {name: getattr(args, name, None) or labels.get(name) or saved(usage, name, columns) for name in names}
+    given = {name: value for name, value in found.items() if value is not None}
+    found = cls(model=args.model, **given | more)
     found.max_length = max_length(args, usage, usage.recipe.get("max_length"))
     found.trust_remote_code = args.trust_remote_code
     return found
 
 
+def saved(usage: Usage, name: str, columns: list[str]):
+    """What the training says of columns and labels; None if the rows have no such column."""
+    value = usage.recipe.get(name)
+    return None if name.endswith("_column") and value not in columns else value
+
+
 def max_length(args, usage: Usage, saved: int | None = None) -> int:
     """The tokens to which an input is cut, or of a window. Raises ValueError if the model has fewer positions."""
-    from toolkit.hub import open_tokenizer
-
-    positions = (
-        usage.fields.get("max_position_embeddings") or usage.fields.get("encoder", {})["max_position_embeddings"]
-    )
+    of_encoder = usage.fields.get("encoder", usage.fields)  # the fields of an EncoderDecoderModel are in two groups
+    positions = of_encoder["max_position_embeddings"]
     if args.max_length is not None and args.max_length > positions:
         raise ValueError(f"--max_length is {args.max_length}; the model has {positions} positions.")
     given = args.max_length or saved or usage.max_length
@@ -104,12 +134,8 @@ class Classify(Classification):
 
     def decode(self, rows, examples, outputs):
         found = super().decode(rows, examples, outputs)
-        if self.problem == "single_label" and self.all_scores:
-            scores = [self.activation(torch.tensor(logits)).tolist() for logits in outputs]
-            found = [
-                {**row, "scores": dict(zip(self.labels, own, strict=True))}
-                for row, own in zip(found, scores, strict=True)
-            ]
+        for row, logits in zip(found, outputs, strict=True) if self.all_scores else ():
+            row["scores"] = dict(zip(self.labels, self.activation(torch.tensor(logits)).tolist(), strict=True))
         return found
 
 
@@ -128,10 +154,9 @@ class Rerank(Classify):
     def find_inputs(self, columns):
         self.text = find_column(columns, "--text_column", self.arguments.text_column, QUERIES)
         self.pair = find_column(columns, "--text_pair_column", self.arguments.text_pair_column, DOCUMENTS)
-        return f"the query is {self.text!r}, the document is {self.pair!r}"
 
     def decode(self, rows, examples, outputs):
-        return [{"score": activation_of(self.function)(torch.tensor(logits)).item()} for logits in outputs]
+        return [{"score": self.activation(torch.tensor(logits)).item()} for logits in outputs]
 
     def metrics(self, rows, predictions):
         return super().metrics(rows, [{"prediction": each["score"]} for each in predictions])
@@ -149,45 +174,35 @@ def activation_of(path: str) -> torch.nn.Module:
 # ----------------------------------------------------------------------------------------------- tasks without training
 
 
-class TextTask:
+class TextTask(Task):
     """A task of one text in each row.
 
     Attributes:
         columns: the columns of its result, with their types.
-        label_fields: see `toolkit.tasks.task.Task`.
     """
 
     columns: dict[str, pa.DataType]
     usual = TEXTS
 
     def __init__(self, args, usage: Usage, columns: list[str]):
-        from toolkit.hub import open_tokenizer
-
+        super().__init__(own_arguments(arguments.MaskedLMArguments, args, usage, columns))
         self.args, self.usage = args, usage
-        self.tokenizer = open_tokenizer(args.model, args.trust_remote_code)
-        self.max_length = max_length(args, usage, usage.recipe.get("max_length"))
         self.prompt = usage.prompt(args.prompt, args.prompt_name)
-        saved = usage.recipe.get("text_column")
-        self.named = args.text_column or (saved if saved in columns else None)
 
-    def find_inputs(self, columns: list[str]) -> str:
-        self.text = find_column(columns, "--text_column", self.named, self.usual)
-        return f"the text is {self.text!r}"
+    def find_inputs(self, columns):
+        self.text = find_column(columns, "--text_column", self.arguments.text_column, self.usual)
 
-    def find_labels(self, columns: list[str]) -> str:
+    def find_labels(self, columns):
         raise ValueError(f"--label_column is given for the task {self.args.task}; expected a task that has labels.")
 
-    def read_inputs(self, content: dict) -> dict:
+    def read_inputs(self, content):
         return {"text": self.prompt + text_of(content, self.text)}
 
     def open(self, model) -> None:
         """Prepares what depends on the model."""
 
-    def encode(self, rows: list[dict]) -> list[dict]:
-        return list(tokenize(self.tokenizer, self.max_length, [row["text"] for row in rows]))
-
-    def collate(self, examples: list[dict]) -> Batch:
-        return pad(examples, self.tokenizer.pad_token_id)
+    def encode(self, rows):
+        return list(tokenize(self.tokenizer, self.arguments.max_length, [row["text"] for row in rows]))
 
 
 class Embed(TextTask):
@@ -235,13 +250,13 @@ class Embed(TextTask):
         return normalize(vector, dim=0) if self.args.normalize else vector
 
     def decode(self, rows, examples, outputs):
-        vectors = np.array(outputs, np.float32).reshape(len(outputs), -1)
+        vectors = np.array(outputs, np.float32)
         dtype = self.args.embedding_dtype
         if dtype == "int8" and self.args.ranges is None:
-            scale = np.abs(vectors).max(axis=1, initial=0) / LARGEST_INT8
+            scale = np.abs(vectors).max(axis=1) / LARGEST_INT8
             rounded = np.rint(vectors / np.maximum(scale, np.finfo(np.float32).tiny)[:, None]).astype(np.int8)
             return [{"embedding": own, "scale": number} for own, number in zip(rounded, scale, strict=True)]
-        if dtype in ("int8", "uint8", "binary", "ubinary") and len(vectors):
+        if dtype in ("int8", "uint8", "binary", "ubinary"):
             from sentence_transformers import quantize_embeddings
 
             vectors = quantize_embeddings(vectors, dtype, self.args.ranges)
@@ -303,15 +318,14 @@ class Tag(TextTask):
         self.pipeline = TokenClassificationPipeline(model=model, tokenizer=self.tokenizer, device=model.device)
 
     def encode(self, rows):
-        options = {"truncation": True, "max_length": self.max_length, "stride": self.max_length // 4}
+        length = self.arguments.max_length
+        options = {"truncation": True, "max_length": length, "stride": length // 4}
         found = encodings(self.tokenizer, [row["text"] for row in rows], **options)
         return [example_of(encoding, row) | {"window": encoding} for row, encoding in found]
 
-    def answer(self, model, batch):
-        logits = model(**inputs_of(batch)).logits.float().cpu()
+    def outputs_of(self, logits, batch):
         lengths = batch["attention_mask"].sum(1).tolist()
-        own = [each[:length] for each, length in zip(logits, lengths, strict=True)]
-        return [each if each.isfinite().all() else None for each in own]
+        return [own[:length] for own, length in zip(logits.cpu(), lengths, strict=True)]
 
     def decode(self, rows, examples, outputs):
         windows = defaultdict(list)
@@ -356,15 +370,10 @@ class Continue(TextTask):
             examples.append({"input_ids": ids, "length": len(ids), "row": number, "cut": len(body) - len(kept)})
         return examples
 
-    def collate(self, examples):
-        batch = super().collate(examples)
-        longest = batch["input_ids"].shape[1]
+    def collate(self, examples, seed=()):
         # A text is continued at its end, so its padding is on the left.
-        shift = [longest - example["length"] for example in examples]
-        return {
-            name: torch.stack([row.roll(by) for row, by in zip(values, shift, strict=True)])
-            for name, values in batch.items()
-        }
+        ids = {"input_ids": [example["input_ids"].tolist() for example in examples]}
+        return self.tokenizer.pad(ids, padding_side="left", return_tensors="pt")
 
     def answer(self, model, batch):
         start = batch["input_ids"].shape[1]
@@ -422,41 +431,3 @@ def prepare_generation(model, tokenizer, args, most: int) -> int:
         config.pad_token_id = tokenizer.pad_token_id
     config.validate(strict=True, user_set_attributes={"do_sample", "num_beams", *options})
     return config.max_new_tokens or config.max_length
-
-
-def tag_task(args, usage: Usage, columns: list[str]):
-    """The task for lists of words, if a column of them is named or there is no text; else for texts."""
-    words = [name for name in (args.words_column, usage.recipe.get("words_column"), *WORDS) if name in columns]
-    has_text = args.text_column is not None or any(name in columns for name in TEXTS)
-    is_words = args.words_column is not None or (bool(words) and not has_text)
-    if is_words:
-        from toolkit.corpus.trained import TagWords
-
-        return TagWords(args, usage, columns)
-    return Tag(args, usage, columns)
-
-
-def answer_task(args, usage: Usage, columns: list[str]):
-    from toolkit.corpus.trained import Answer
-
-    return Answer(args, usage, columns)
-
-
-def generate_task(args, usage: Usage, columns: list[str]):
-    if not usage.is_seq2seq:
-        return Continue(args, usage, columns)
-    from toolkit.corpus.trained import Write
-
-    return Write(args, usage, columns)
-
-
-# Some import `evaluate` and `datasets`, which takes seconds: only when they are used.
-CLASSES = {
-    "embed": Embed,
-    "classify": Classify,
-    "rerank": Rerank,
-    "tag": tag_task,
-    "answer": answer_task,
-    "generate": generate_task,
-    "fill-mask": FillMask,
-}

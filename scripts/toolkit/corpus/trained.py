@@ -31,11 +31,11 @@ class Answer(QuestionAnswering):
         saved = usage.fields.get("question_answering") or {}
         saved_length = saved.get("max_length", arguments.QuestionAnsweringArguments.max_length)
         names = ("stride", "max_answer_length", "null_threshold")
-        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        usual = {name: value for name, value in saved.items() if name in names}
-        own = own_arguments(arguments.QuestionAnsweringArguments, args, usage, columns, **usual | given)
+        chosen = {name: getattr(args, name) or saved.get(name) for name in names}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        own = own_arguments(arguments.QuestionAnsweringArguments, args, usage, columns, **given)
         own.max_length = max_length(args, usage, saved_length)
-        if "stride" not in usual | given:  # a model may have few positions
+        if "stride" not in given:  # a model may have few positions
             own.stride = min(own.stride, own.max_length // 3)
         super().__init__(own)
         self.restore()

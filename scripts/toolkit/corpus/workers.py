@@ -1,7 +1,4 @@
-"""Computing parts: in this process, in several, or in actors of a Ray cluster.
-
-Nothing here imports torch before a process has set its number of threads.
-"""
+"""Computing parts: in this process, in several, or in actors of a Ray cluster."""
 
 import hashlib
 import json
@@ -10,27 +7,29 @@ import os
 import signal
 import threading
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import torch
 
-from toolkit.cli import CommandError, about, is_expected, one_line
-from toolkit.corpus.models import Usage
+from toolkit.common import CommandError, about, one_line
+from toolkit.corpus.models import Usage, open_model
 from toolkit.corpus.output import Store, read_part, write_part
-from toolkit.corpus.rows import Part, column, fault, in_words
+from toolkit.corpus.rows import Part, bad_row_error, column, fault
+from toolkit.corpus.tasks import make_task
 from toolkit.data import EmptyText, Row, usable
+from toolkit.hub import silence_libraries
 
 # Of a row, besides the columns of the output.
 HIDDEN = {"digest": pa.binary(16), "tokens": pa.int32(), "cut": pa.int32()}
-PARTS_EACH = 2  # that a process or an actor has been given: one to compute, and the next
+PARTS_EACH = 2  # that a process has been given: one to compute, and the next
 RETRIES = 5  # of an actor that is lost
 PARTS_IN_MEMORY = 8  # of an earlier run: rows that stay in their order need few
 
@@ -41,7 +40,6 @@ class Job:
 
     Args:
         args: the flags.
-        task: the name of the task.
         columns: of the input.
         settings: what decides the results of a text, besides the text.
         run: the name of the run among those that write to one output.
@@ -51,7 +49,6 @@ class Job:
 
     args: Namespace
     usage: Usage
-    task: str
     columns: list[str]
     settings: bytes
     threads: int
@@ -82,43 +79,26 @@ class Job:
         return hashlib.blake2b(self.settings + inputs.encode(), digest_size=16).digest()
 
 
-@dataclass
-class Done:
-    """What a run learns of a part."""
-
-    rows: int
-    skipped: int
-    tokens: int
-
-
 class Worker:
     """Computes parts, with a model that is opened when it is first needed."""
 
     def __init__(self, job: Job, device: str):
         self.job, self.device = job, device
         self.store = Store(job.output, job.run)
-        self.earlier = Store(job.args.output, job.run) if job.args.output else None
-        self.parts: OrderedDict[int, pa.Table] = OrderedDict()
+        self.earlier_part = lru_cache(PARTS_IN_MEMORY)(partial(read_part, Store(job.args.output or "", job.run)))
 
     @cached_property
     def task(self):
-        from toolkit.corpus.tasks import make_task
-        from toolkit.hub import silence_libraries
-
         silence_libraries()
         with about(self.job.args.model):
-            return make_task(self.job.args, self.job.usage, self.job.task, self.job.columns)
+            return make_task(self.job.args, self.job.usage, self.job.columns)
 
     @cached_property
     def model(self):
-        import torch
-
-        from toolkit.corpus.models import open_model
-
         if self.device == "cpu":
             torch.set_num_threads(self.job.threads)
         with about(self.job.args.model), torch.inference_mode():
-            model = open_model(self.job.args, self.job.usage, self.job.task, self.device)
+            model = open_model(self.job.args, self.job.usage, self.device)
             if hasattr(self.task, "open"):
                 self.task.open(model)
         return model
@@ -128,33 +108,33 @@ class Worker:
         table, _, record = self.compute(Part(0, rows))
         return table.select(record["results"]).to_pylist()
 
-    def run(self, part: Part) -> Done:
-        """Computes and writes a part. Raises CommandError at a row that cannot be used, with --on_bad_row stop."""
+    def run(self, part: Part) -> Counter:
+        """Computes and writes a part. Returns how many rows were read, rows written, and tokens. Raises CommandError at
+        a row that cannot be used, with --on_bad_row stop."""
         table, hidden, record = self.compute(part)
         write_part(self.store, part.number, self.job.args.format, table, hidden, record)
-        return Done(record["rows"], len(record["skipped"]), record["tokens"])
+        return Counter(read=len(part.rows), rows=record["rows"], tokens=record["tokens"])
 
     def compute(self, part: Part) -> tuple[pa.Table, pa.Table, dict]:
         """The columns of a part, the hidden ones, and its record."""
-        rows, skipped = self.readable(part.rows)
-        known = (
-            {}
-            if part.known is None
-            else {place: tuple(part.known[place]) for place in rows if part.known[place][0] >= 0}
-        )
-        asked = [place for place, fields in rows.items() if place not in known and "is_empty" not in fields]
-        results, faults = self.results([{**rows[place], "place": part.rows[place].place} for place in asked])
+        # By its place, what is needed of each row that can be used, and why the others cannot.
+        rows, skipped = {}, {}
+        for place, row in enumerate(part.rows):
+            try:
+                rows[place] = {**self.job.read(self.task, usable(row.content)), "place": row.place}
+            except ValueError as error:
+                skipped[place] = fault(row, str(error))
+        asked = [place for place, fields in rows.items() if place not in part.known and "is_empty" not in fields]
+        results, faults = self.results([rows[place] for place in asked])
         skipped |= {asked[i]: fault(part.rows[asked[i]], reason) for i, reason in faults.items()}
         if skipped and self.job.args.on_bad_row == "stop":
-            raise CommandError(in_words(skipped[min(skipped)]).rstrip(".") + ". --on_bad_row skip leaves such rows out")
+            raise bad_row_error(skipped[min(skipped)])
         kept = [place for place in rows if place not in skipped]
         computed = {place: i for i, place in enumerate(place for place in asked if place not in skipped)}
-        found = self.gather(results, computed, known, kept)
+        found = self.gather(results, computed, part.known, kept)
         names = [name for name in found.column_names if name not in HIDDEN]
-        table = self.row_columns([part.rows[place] for place in kept])
-        for name in names:
-            table = table.append_column(name, found[name])
-        hidden = found.select(list(HIDDEN))
+        columns = self.row_columns([part.rows[place] for place in kept])
+        table, hidden = pa.table({**columns, **{name: found[name] for name in names}}), found.select(list(HIDDEN))
         record = {
             "rows": len(kept),
             "tokens": sum(filter(None, hidden["tokens"].to_pylist())),
@@ -166,16 +146,6 @@ class Worker:
             record["evaluated"] = self.evaluated([rows[place] for place in kept], found.select(names))
         return table, hidden, record
 
-    def readable(self, rows: list[Row]) -> tuple[dict[int, dict], dict[int, dict]]:
-        """By its place, what is needed of each row that can be used, and why the others cannot."""
-        used, skipped = {}, {}
-        for place, row in enumerate(rows):
-            try:
-                used[place] = self.job.read(self.task, usable(row.content))
-            except ValueError as error:
-                skipped[place] = fault(row, str(error))
-        return used, skipped
-
     def results(self, rows: list[dict]) -> tuple[pa.Table | None, dict[int, str]]:
         """The results of rows, and for those that have none, why. None without a row."""
         if not rows:
@@ -185,38 +155,42 @@ class Worker:
         for example, output in zip(examples, outputs, strict=True):
             if output is None:
                 faults[example["row"]] = "the model's numbers for it are NaN or infinite"
-        used = [i for i in range(len(rows)) if i not in faults]
-        if not used:
-            return None, faults
-        numbers = {row: i for i, row in enumerate(used)}
-        both = [pair for pair in zip(examples, outputs, strict=True) if pair[0]["row"] in numbers]
-        examples = [{**example, "row": numbers[example["row"]]} for example, _ in both]
-        found = self.task.decode([rows[i] for i in used], examples, [output for _, output in both])
-        tokens, cut = (np.zeros(len(used), int) for _ in range(2))
+        if faults:  # the others again, because `decode` expects the examples of all rows
+            used = [i for i in range(len(rows)) if i not in faults]
+            table, more = self.results([rows[i] for i in used])
+            return table, faults | {used[i]: reason for i, reason in more.items()}
+        found = self.task.decode(rows, examples, outputs)
+        tokens, cut = Counter(), Counter()
         for example in examples:
             tokens[example["row"]] += example["length"]
             cut[example["row"]] += example["cut"]
-        hidden = {"digest": [self.job.digest(rows[i]) for i in used], "tokens": tokens, "cut": cut}
-        columns = {name: pa.array([row[name] for row in found], type) for name, type in self.task.columns.items()}
-        return pa.table(columns | {name: pa.array(hidden[name], type) for name, type in HIDDEN.items()}), faults
+        for i, row in enumerate(rows):
+            found[i] |= {"digest": self.job.digest(row), "tokens": tokens[i], "cut": cut[i]}
+        return pa.Table.from_pylist(found, self.schema), {}
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the results, which are known when the model is open, and the hidden ones."""
+        self.model  # noqa: B018
+        return pa.schema([*self.task.columns.items(), *HIDDEN.items()])
 
     def encoded(self, rows: list[dict]) -> tuple[list[dict], dict[int, str]]:
-        """The examples of rows, and why rows have none."""
+        """The examples of rows or, if some have none, only why."""
         try:
             return self.task.encode(rows), {}
         except ValueError:
-            examples, faults = [], {}
+            faults = {}
             for i, row in enumerate(rows):
                 try:
-                    examples += [{**example, "row": i} for example in self.task.encode([row])]
+                    self.task.encode([row])
                 except ValueError as error:
                     faults[i] = str(error).removeprefix(f"{row['place']}: ")
-            return examples, faults
+            if not faults:
+                raise
+            return [], faults
 
     def outputs(self, model, examples: list[dict]) -> list[Any]:
         """The outputs of examples, computed in batches of similar length."""
-        import torch
-
         outputs: list[Any] = [None] * len(examples)
         with torch.inference_mode():
             for batch in batches_by_length([example["length"] for example in examples], self.job.args.tokens_per_batch):
@@ -240,38 +214,18 @@ class Worker:
             computed: from the place of a row to its number in `results`.
             known: from the place of a row to a part of the earlier run, and its row there.
         """
-        pieces, starts, total = [], {}, 0
-        if results is not None:
-            pieces, total = [results], len(results)
+        tables = [] if results is None else [results]
+        indices = dict(computed)
         for number in dict.fromkeys(part for part, _ in known.values()):
-            table = self.earlier_part(number)
-            pieces.append(table)
-            starts[number] = total
-            total += len(table)
-        if not pieces:
-            self.model  # noqa: B018  (the columns of a task are known when its model is open)
-            schema = pa.schema([*self.task.columns.items(), *HIDDEN.items()])
-            pieces = [schema.empty_table()]
-        places = [
-            computed[place]
-            if place in computed
-            else starts[known[place][0]] + known[place][1]
-            if place in known
-            else None
-            for place in kept
-        ]
-        return pa.concat_tables(pieces).combine_chunks().take(pa.array(places, pa.int64())).combine_chunks()
+            start = sum(map(len, tables))
+            tables.append(self.earlier_part(number))
+            indices |= {place: start + row for place, (part, row) in known.items() if part == number}
+        if not tables:
+            tables = [self.schema.empty_table()]
+        indices = pa.array(map(indices.get, kept), pa.int64())
+        return pa.concat_tables(tables).combine_chunks().take(indices).combine_chunks()
 
-    def earlier_part(self, number: int) -> pa.Table:
-        """The columns of results in a part of the earlier run, and the hidden ones."""
-        if number not in self.parts:
-            self.parts[number] = read_part(self.earlier, number)
-            if len(self.parts) > PARTS_IN_MEMORY:
-                self.parts.popitem(last=False)
-        self.parts.move_to_end(number)
-        return self.parts[number]
-
-    def row_columns(self, rows: list[Row]) -> pa.Table:
+    def row_columns(self, rows: list[Row]) -> dict[str, pa.Array]:
         """The columns that say which row it is, and those that are kept of the input."""
         columns = {
             "file": pa.array([row.file for row in rows], pa.string()),
@@ -279,7 +233,7 @@ class Worker:
         }
         for name, type in self.job.types.items():
             columns[name] = column([row.content.get(name) for row in rows], type)
-        return pa.table(columns)
+        return columns
 
     def evaluated(self, rows: list[dict], results: pa.Table) -> list:
         """The labels and the prediction of each row that has a result; null for the others."""
@@ -318,13 +272,9 @@ def devices_and_threads(args) -> tuple[list[str], int]:
     Raises:
         ValueError: there are more processes than accelerators.
     """
-    # A list in OMP_NUM_THREADS has a number for each level of nesting.
-    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    threads = args.threads_per_process or (int(text) if text.isdecimal() and int(text) else None)
+    threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     if args.ray is not None:
-        return [args.device or "cpu"] * (args.processes or 0), threads or 1
-    import torch
-
+        return [args.device or "cpu"] * (args.processes or 1), threads or 1
     available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     device = args.device or (torch.accelerator.current_accelerator().type if available else "cpu")
     if device == "cpu":
@@ -340,7 +290,7 @@ def devices_and_threads(args) -> tuple[list[str], int]:
     return devices, threads or max(1, processors() // len(devices))
 
 
-def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str) -> Iterator[Done]:
+def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str) -> Iterator[Counter]:
     """Computes the parts in this process or, with several devices, in a process for each. Yields what is done.
 
     Args:
@@ -366,10 +316,10 @@ def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str)
             if len(waiting) == PARTS_EACH * len(devices):
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+        yield from (future.result() for future in as_completed(waiting))
     except BrokenProcessPool:
+        for process in multiprocessing.active_children():
+            process.kill()  # they ignore SIGTERM, and may wait for a lock that the lost process held
         raise CommandError(f"a process has ended, perhaps for lack of memory; {again} computes the rest") from None
     finally:
         # After an error the parts in work are finished, and those that wait are not begun.
@@ -390,19 +340,13 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def run_part(part: Part) -> Done:
+def run_part(part: Part) -> Counter:
     """Computes a part in a process. Errors that the user can resolve become one line, which can be sent."""
-    try:
+    with about(f"part {part.number}"):
         return worker.run(part)
-    except CommandError:
-        raise
-    except Exception as error:
-        if is_expected(error, (RuntimeError, MemoryError)):
-            raise CommandError(one_line(error) or type(error).__name__) from None
-        raise
 
 
-def run_on_ray(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator[Done]:
+def run_on_ray(job: Job, parts: Iterator[Part]) -> Iterator[Counter]:
     """Computes the parts in actors, and yields what is done.
 
     Raises:
@@ -426,23 +370,20 @@ def run_on_ray(job: Job, parts: Iterator[Part], devices: list[str]) -> Iterator[
         **local,
     )
     try:
-        gpus = int(device != "cpu")
-        needs = {"CPU": job.threads, **({"GPU": 1} if gpus else {})}
+        needs = {"CPU": job.threads} if device == "cpu" else {"CPU": job.threads, "GPU": 1}
         room = int(min(ray.available_resources().get(name, 0) // amount for name, amount in needs.items()))
         if not room:
             raise CommandError(
-                f"the cluster has no room for an actor, which needs {needs}; give fewer --threads_per_process"
+                f"the cluster has no room for an actor, which needs {needs}; set OMP_NUM_THREADS to fewer threads"
             )
-        options = {"max_restarts": RETRIES, "max_task_retries": RETRIES, "num_cpus": job.threads, "num_gpus": gpus}
-        actor = ray.remote(**options)(Worker)
-        actors = [actor.remote(job, device) for _ in range(len(devices) or room)]
-        pool, waiting = ActorPool(actors), 0
+        retries = {"max_restarts": RETRIES, "max_task_retries": RETRIES}
+        actor = ray.remote(**retries, num_cpus=job.threads, num_gpus=needs.get("GPU", 0))(Worker)
+        actors = [actor.remote(job, device) for _ in range(job.args.processes or room)]
+        pool = ActorPool(actors)
         for part in parts:
-            pool.submit(lambda actor, part: actor.run.remote(part), part)
-            waiting += 1
-            if waiting == PARTS_EACH * len(actors):
+            if not pool.has_free():
                 yield pool.get_next_unordered()
-                waiting -= 1
+            pool.submit(lambda actor, part: actor.run.remote(part), part)
         while pool.has_next():
             yield pool.get_next_unordered()
     except ray.exceptions.RayTaskError as error:

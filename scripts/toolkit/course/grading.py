@@ -16,7 +16,7 @@ from transformers import BertModel
 
 from modeling_scratchbert import ScratchBertModel
 from toolkit.checkpoint import read_checkpoint
-from toolkit.cli import CommandError
+from toolkit.common import CommandError
 from toolkit.course import FILES
 from toolkit.hub import open_tokenizer
 

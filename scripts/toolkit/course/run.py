@@ -5,10 +5,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.cli import CommandError
+from toolkit.common import CommandError, atomic_file
 from toolkit.course import FILES, model_chapters, task_chapters
 from toolkit.course.grading import Weights, explained, open_exercise, verdict
-from toolkit.files import atomic_file
 
 WITH_GAPS = Path(__file__).parents[2] / "data" / "course"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.cli import first_of
+from toolkit.common import first_of, read_json_object
 from toolkit.data import label_summary, label_warnings, sorted_labels
-from toolkit.files import read_json_object
 from toolkit.hub import read_config
 from toolkit.tasks.arguments import LabelArguments
 from toolkit.tasks.task import Task

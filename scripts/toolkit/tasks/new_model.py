@@ -3,7 +3,7 @@
 import json
 
 from modeling_scratchbert import ScratchBertConfig
-from toolkit.files import find_shipped, read_json_object
+from toolkit.common import find_shipped, read_json_object
 
 
 def overrides(arguments) -> dict:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from toolkit.cli import about
+from toolkit.common import about
 from toolkit.hub import check_vocabulary, open_tokenizer, read_config
 from toolkit.tasks.arguments import TaskArguments
 

@@ -1,19 +1,24 @@
-"""The command line that all commands share: parsing, one-line errors and exit codes.
+"""What all commands share: parsing, errors in one line and exit codes; files that are whole or absent; the machine.
 
-Nothing here imports torch or transformers, so that every command answers `--help` at once.
+Nothing here imports torch or transformers before it is used, so that every command answers `--help` at once.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
-import io
+import json
+import math
 import os
+import platform
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, TextIO
 
 # The libraries that each extra installs. pyproject.toml has the versions.
@@ -39,7 +44,8 @@ LIBRARIES = {
 }
 EXTRAS = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries}
 
-REPORT = "report"  # the name of the files that `Parser.add_report_output` adds
+# The folder that holds scripts/ and configuration/, in a clone and in an installation.
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class CommandError(Exception):
@@ -57,10 +63,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Keeps the lines of the description, and shows defaults that carry information."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or isinstance(action.default, bool) or action.default == []:
+        if action.default is None or isinstance(action.default, bool | list):
             return action.help
-        if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
 
@@ -77,29 +81,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, file: str, description: str, **options):
         super().__init__(prog=Path(file).name, description=description, formatter_class=HelpFormatter, **options)
-        self.groups: dict[str, argparse._ArgumentGroup] = {}
 
-    def group(self, title: str) -> argparse._ArgumentGroup:
-        """The argument group with this title. `--help` shows groups in the order in which they are first used."""
-        if title not in self.groups:
-            self.groups[title] = self.add_argument_group(title)
-        return self.groups[title]
-
-    def add_report_output(self, numbers: str, picture: str) -> None:
-        """Adds `--json`, `--plot`, and `--output`, which stands for both, to a command that prints a report.
-
-        Args:
-            numbers, picture: what is written, for `--help`.
-        """
-        output = self.group("output")
-        output.add_argument(
-            "--output",
-            metavar="FOLDER",
-            type=Path,
-            help=f"write {REPORT}.json and {REPORT}.png into this folder, as --json and --plot do",
-        )
-        output.add_argument("--json", metavar="FILE", type=file_in_existing_folder, help=numbers)
-        output.add_argument("--plot", metavar="FILE.png", type=file_in_existing_folder, help=picture)
+    group = argparse.ArgumentParser.add_argument_group
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """The arguments. Flags may be between positional ones, as in `SOURCE --to bert OUTPUT`."""
@@ -156,22 +139,6 @@ class Parser(argparse.ArgumentParser):
             return 2
 
 
-def open_report_output(args: argparse.Namespace) -> None:
-    """Creates the folder of `--output`, if it is given, and sets `json` and `plot` to files in it, unless they are set.
-
-    Raises:
-        CommandError: matplotlib, which draws the picture, is not installed.
-        OSError: the folder cannot be created.
-    """
-    if args.output is not None:
-        args.json = args.json or args.output / f"{REPORT}.json"
-        args.plot = args.plot or args.output / f"{REPORT}.png"
-    if args.plot is not None:
-        require("matplotlib")
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-
-
 def with_underscores(arguments: Sequence[str] | None) -> list[str]:
     """The arguments with the hyphens inside flag names, up to a bare `--`, replaced by underscores."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -183,6 +150,15 @@ def with_underscores(arguments: Sequence[str] | None) -> list[str]:
     return flags + arguments[end:]
 
 
+def add_reading_flags(group) -> None:
+    """Adds the flags that say how a file of texts is read."""
+    group.add_argument("--text_column", metavar="NAME", help="of the texts; default: a usual name, such as text")
+    group.add_argument(
+        "--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and .txt is no table"
+    )
+    group.add_argument("--encoding", metavar="NAME", default="utf-8", help="of text files, such as cp1252 or utf-16")
+
+
 def integer_from(minimum: int) -> Callable[[str], int]:
     """An argument type: an integer of at least `minimum`."""
 
@@ -192,16 +168,6 @@ def integer_from(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def file_in_existing_folder(text: str) -> Path:
-    """An argument type: a file to write, in a folder that exists. It may be a link to one."""
-    path, folder = Path(text), Path(os.path.realpath(text)).parent
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected a file")
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {folder}")
-    return path
 
 
 # -------------------------------------------------------------------------------------------------- errors and output
@@ -217,12 +183,6 @@ def described(error: Exception) -> str:
     return one_line(f"{type(error).__name__}: {error}".removesuffix(": "))[:300]
 
 
-def shortened(text: str, width: int = 90) -> str:
-    """The text without its middle, if it has more than `width` characters."""
-    half = (width - 3) // 2
-    return text if len(text) <= width else f"{text[:half]} … {text[-half:]}"
-
-
 def first_of(items: Sequence[str], most: int) -> list[str]:
     """The first items, and as the last one how many more there are."""
     more = [f"and {len(items) - most:,} more"] if len(items) > most else []
@@ -230,16 +190,10 @@ def first_of(items: Sequence[str], most: int) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows with aligned columns, the first on the left and the others on the right; `()` is an empty line."""
-    first, *others = (max(map(len, column)) for column in zip(*filter(None, rows), strict=True))
+    """The rows with aligned columns, the first on the left and the others on the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
-    return "\n".join(form.format(*row).rstrip() if row else "" for row in rows)
-
-
-def use_utf8() -> None:
-    """Sets the encoding of standard output to UTF-8, whatever the locale."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 class UntilClosed:
@@ -335,3 +289,188 @@ def require(*libraries: str) -> None:
     missing = [library for library in libraries if importlib.util.find_spec(library) is None]
     if missing:
         raise CommandError(how_to_install(missing))
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def find_shipped(path: str | Path) -> Path:
+    """`path` if it exists, else the file that this project ships under that name, such as `configuration/tiny.json`;
+    `path` as it is if there is neither."""
+    path = Path(path)
+    return ROOT / path if not path.exists() and (ROOT / path).is_file() else path
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path. The file written there replaces `path` when the `with` block succeeds. Of a symbolic link, the
+    target is replaced. A folder that does not exist is created."""
+    if path.exists() and not path.is_file():
+        yield path  # a device or a pipe, which receives the content; a folder, where opening the file fails
+        return
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """An empty folder on the same disk. It replaces `target` when the `with` block succeeds; of a symbolic link, the
+    folder that it names."""
+    target = Path(os.path.realpath(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        new, old = Path(temporary, "new"), Path(temporary, "old")
+        new.mkdir()  # the temporary folder itself is readable by its owner only
+        yield new
+        try:
+            if target.exists():
+                target.rename(old)
+            new.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file with `\\n` line ends, atomically."""
+    with atomic_file(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes `value`, which may hold numbers of NumPy and torch, as strict JSON, atomically."""
+    write_text(path, json.dumps(to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def to_json(value: object):
+    """`value` in the types of JSON. NaN and infinities, which JSON does not have, become None."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(entry) for entry in value]
+    if hasattr(value, "tolist"):  # an array, a tensor, or one of their numbers
+        return to_json(value.tolist())
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def read_json(path: Path):
+    """The content of a JSON file. Raises ValueError, with its path, if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict:
+    """The content of a JSON file. Raises ValueError, with its path, if it is not a JSON object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+# --------------------------------------------------------------------------------------------------------------- paths
+
+# Flags whose values are files or folders; or, where no such folder exists, hub ids.
+FILES = ("train_file", "validation_file", "test_file", "output_dir", "config_name")
+FOLDERS_OR_HUB_IDS = ("model", "tokenizer_name", "dataset")
+
+
+def with_paths(settings: dict, change: Callable[[str, bool], str]) -> dict:
+    """The settings with `change(value, is_file)` applied to each value that is a file, a folder or a hub id."""
+
+    def changed(name: str, value):
+        if isinstance(value, list):
+            return [changed(name, each) for each in value]
+        is_path = isinstance(value, str) and name in (*FILES, *FOLDERS_OR_HUB_IDS)
+        return change(value, name in FILES) if is_path else value
+
+    return {name: changed(name, value) for name, value in settings.items()}
+
+
+def public_path(value: str, is_file: bool) -> str:
+    """The last part of a path, with `/` or `\\`; a hub id as it is.
+
+    Args:
+        is_file: whether it can be no hub id.
+    """
+    return value if not is_file and is_hub_id(value) else PureWindowsPath(value).name or value
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` can be a repository, and is no file or folder."""
+    from huggingface_hub.utils import validate_repo_id  # `--help` does not wait for it
+
+    try:
+        validate_repo_id(source)
+    except ValueError:
+        return False
+    return not os.path.exists(source)
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+
+
+def processor() -> dict:
+    """The processor: its name, its family, model and stepping (x86 on Linux; None elsewhere), and which of `FLAGS`, its
+    instruction sets, it has. A virtual machine may hide instructions that its model has."""
+    path = Path("/proc/cpuinfo")  # on Linux
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", text, flags=re.MULTILINE))
+    return {
+        "processor": fields.get("model name") or platform.processor() or platform.machine(),
+        "family": fields.get("cpu family"),
+        "model": fields.get("model"),
+        "stepping": fields.get("stepping"),
+        "flags": [flag for flag in FLAGS if flag in fields.get("flags", "").split()],
+    }
+
+
+def version(library: str) -> str | None:
+    """The installed version; None if the library is not installed."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The commit of this clone, with "-dirty" if its files differ from it; empty in an installation, or without git."""
+    # --git-dir: an installation may be within the clone of another project.
+    command = "git --git-dir=.git describe --always --abbrev=40 --exclude=* --dirty"
+    return subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def identity() -> dict:
+    """The processor, its cores, what computes optimised models, the commit, and the versions of Python and of other
+    libraries, None where there is none."""
+    from modeling_scratchbert.cpu.library import find_library
+
+    found = find_library()
+    libraries = ("torch", "transformers", "sentence-transformers", *LIBRARIES["bench"])
+    return {
+        **processor(),
+        "engine": f"the library for {found[0]}" if found else "torch",
+        "cores": os.cpu_count(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "versions": {library: version(library) for library in libraries},
+    }
+
+
+def in_one_line(machine: dict) -> str:
+    """What `identity` returns, as text."""
+    libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    return (
+        f"{machine['processor']}, {machine['cores']} cores; Python {machine['python']}, {libraries}; "
+        f"commit {machine['commit'] or 'unknown'}; optimised models are computed by {machine['engine']}"
+    )
