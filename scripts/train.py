@@ -893,8 +893,13 @@ def check_weights(run: Run) -> None:
 def load_best(run: Run) -> int:
     """Loads the checkpoint of the best evaluation, if it is not the last one. Returns the step of the model."""
     progress, arguments = run.progress, run.arguments
-    is_saved = arguments.load_best_model_at_end and arguments.save_strategy != "no"
-    if not is_saved or progress.best_step in (None, progress.step):
+    if not arguments.load_best_model_at_end or progress.best_step in (None, progress.step):
+        return progress.step
+    if arguments.save_strategy == "no":
+        run.accelerator.print(
+            f"the model is that of step {progress.step:,}; the best one, of step {progress.best_step:,}, was not saved "
+            "with --save_strategy no"
+        )
         return progress.step
     run.checkpoints.load(run.checkpoints.path(progress.best_step))
     run.evaluated = None
