@@ -4,6 +4,7 @@ A few channels of BERT's hidden states are many times larger than the rest, and 
 them. SmoothQuant divides the inputs by a factor for each channel, and multiplies the weights by it (Xiao et al. 2023).
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,7 +39,9 @@ def find_factors(model, calibration: Iterable[Mapping] | None, matrices: dict[st
         of_weights = matrix.panels.abs().amax(dim=(0, 2)).flatten()[: matrix.width]
         of_inputs = matrix.largest[: matrix.width]
         of_inputs = of_inputs if of_inputs.any() else of_weights  # factors of 1 where no batch has an input
-        factors[name] = (of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)).sqrt()
+        ratios = of_inputs.clamp(min=1e-5) / of_weights.clamp(min=1e-5)
+        # torch.sqrt is not always rounded to the nearest: it has other bits on other processors.
+        factors[name] = torch.tensor([math.sqrt(ratio) for ratio in ratios.tolist()], dtype=torch.float32)
     return factors
 
 
