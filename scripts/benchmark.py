@@ -164,12 +164,12 @@ def main(argv: list[str] | None = None) -> int:
     parser, args = parse(argv)
 
     def work() -> int:
-        from toolkit.benchmark.plot import plot
+        from toolkit.pictures import plot_speeds
 
         report = run(args)
         if args.output is not None:
             write_json(args.output / "report.json", report)
-            plot(report, args.output / "report.png")
+            plot_speeds(report, args.output / "report.png")
         print("", *(report["failures"] or ["None of our variants failed or differs from BertModel."]), sep="\n")
         return 1 if report["failures"] else 0
 

@@ -7,6 +7,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -116,8 +117,6 @@ class Parser(argparse.ArgumentParser):
         """
         try:
             if is_silent:
-                from toolkit.hub import silence_libraries
-
                 silence_libraries()
             code = work() or 0
             print(end="", flush=True)  # at the exit, an error of writing would be Python's own message
@@ -176,6 +175,14 @@ def integer_from(minimum: int) -> Callable[[str], int]:
 def one_line(message: object) -> str:
     """The message with all white space, line breaks included, as single spaces."""
     return " ".join(str(message).split())
+
+
+def silence_libraries() -> None:
+    """Turns off warnings, load reports and progress bars. What matters in them is raised as an error."""
+    import transformers
+
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
 
 
 def described(error: Exception) -> str:

@@ -3,11 +3,9 @@
 Nothing here imports `modeling_scratchbert`: with --trust_remote_code, checkpoints open with their own code.
 """
 
-import logging
 from contextlib import suppress
 from pathlib import Path
 
-import transformers
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, RevisionResolutionError
 from transformers import AutoTokenizer, PreTrainedConfig
@@ -16,12 +14,6 @@ from transformers.utils import cached_file
 from toolkit.trust import FLAG, check_code
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
-
-
-def silence_libraries() -> None:
-    """Turns off warnings, load reports and progress bars. What matters in them is raised as an error."""
-    logging.disable(logging.WARNING)
-    transformers.logging.disable_progress_bar()
 
 
 def check_source(source: str, trust_remote_code: bool | None = None) -> None:

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from toolkit.benchmark.plot import plot  # noqa: E402
+from toolkit.pictures import plot_speeds  # noqa: E402
 
 REPORT, DIGEST = ROOT / "docs" / "reports" / "zen5.json", "SHA-256 of the report"
 # What the README's picture shows.
@@ -41,7 +41,7 @@ def main() -> int:
     report["machine"]["processor"] = "two cores of an AMD EPYC (Zen 5)"
     for name, shown in (("benchmarks.png", report), ("speed.png", for_readme(report))):
         path = ROOT / "docs" / name
-        plot(shown, path)
+        plot_speeds(shown, path)
         information = PngInfo()
         information.add_text(DIGEST, digest())
         Image.open(path).save(path, pnginfo=information, optimize=True)

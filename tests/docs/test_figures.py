@@ -9,7 +9,7 @@ from figures import PAGES, bound_blocks, read_figures, rewrite, unbound_figures,
 from pictures import DIGEST, REPORT, digest, for_readme
 from record import add, shortened
 from support.folders import ROOT
-from toolkit.benchmark.plot import plot
+from toolkit.pictures import plot_speeds
 
 PAGE = """# Speed
 
@@ -122,7 +122,7 @@ def test_a_report_is_of_a_commit_and_used(path):
 
 
 def test_the_speeds_are_drawn(tmp_path):
-    plot(for_readme(json.loads(REPORT.read_text(encoding="utf-8"))), tmp_path / "speed.png")
+    plot_speeds(for_readme(json.loads(REPORT.read_text(encoding="utf-8"))), tmp_path / "speed.png")
     assert Image.open(tmp_path / "speed.png").size == Image.open(ROOT / "docs" / "speed.png").size
 
 

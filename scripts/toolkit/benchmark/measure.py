@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 from toolkit.benchmark import SENTENCES, VARIANTS
 from toolkit.benchmark.variants import Run, open_variant, open_variants, surviving
 from toolkit.benchmark.workloads import Workload
-from toolkit.hub import silence_libraries
+from toolkit.common import silence_libraries
 
 # Ours may differ from BertModel by this share of its largest number or, in lower precision, have this cosine.
 TOLERANCE, LOWEST_COSINE = 1e-5, 0.9

@@ -19,13 +19,12 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from toolkit.common import CommandError, about, one_line
+from toolkit.common import CommandError, about, one_line, silence_libraries
 from toolkit.corpus.models import Usage, open_model
 from toolkit.corpus.output import Store, read_part, write_part
 from toolkit.corpus.rows import Part, bad_row_error, column, fault
 from toolkit.corpus.tasks import make_task
 from toolkit.data import EmptyText, Row, usable
-from toolkit.hub import silence_libraries
 
 # Of a row, besides the columns of the output.
 HIDDEN = {"digest": pa.binary(16), "tokens": pa.int32(), "cut": pa.int32()}
