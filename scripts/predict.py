@@ -425,9 +425,9 @@ class Run:
         from toolkit.corpus.models import model_fingerprint
 
         args = self.args
-        names = {
-            name for names in TASK_FLAGS.values() for name in names if not name.startswith(("label", "text", "words"))
-        }
+        # A column decides the text. The separator is that of the labels in the input.
+        names = {name for names in TASK_FLAGS.values() for name in names if not name.endswith("_column")}
+        names -= {"label_separator"}
         names |= {"task", "max_length", "embedding_dtype", "aggregation", "dtype"}
         return {
             **{name: getattr(args, name) for name in sorted(names)},

@@ -751,17 +751,20 @@ def not_finite(run: Run, what: str, examples: list[dict], split: str = "train") 
     )
 
 
+def is_time(progress, strategy: str, steps: int) -> bool:
+    """Whether the last update ended an epoch or the run, or a number of steps; for the strategy "no", never."""
+    ends = {"epoch": progress.batch == 0 or progress.finished, "steps": progress.step % steps == 0}
+    return ends.get(strategy, False)
+
+
 def between_updates(run: Run, bar) -> None:
     """Evaluates and saves when it is time, and ends the run after a signal."""
     progress, arguments = run.progress, run.arguments
-    is_time = {"epoch": progress.batch == 0 or progress.finished, "no": False}
-    is_time["steps"] = progress.step % (arguments.eval_steps or 1) == 0
     run.evaluated = None
-    evaluates = "validation" in run.rows and is_time[arguments.eval_strategy]
+    evaluates = "validation" in run.rows and is_time(progress, arguments.eval_strategy, arguments.eval_steps or 1)
     is_best = evaluates and evaluate_between(run, bar) and arguments.load_best_model_at_end
-    is_time["steps"] = progress.step % arguments.save_steps == 0
-    is_due = is_best or progress.finished or is_time[arguments.save_strategy]
-    if is_due and arguments.save_strategy != "no":
+    saves = is_best or progress.finished or is_time(progress, arguments.save_strategy, arguments.save_steps)
+    if saves and arguments.save_strategy != "no":
         run.checkpoints.save(progress)
     if run.stop and not progress.finished:
         run.checkpoints.save(progress)

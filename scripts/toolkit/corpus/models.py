@@ -13,7 +13,7 @@ from toolkit.common import read_json, read_json_object
 from toolkit.hub import check_source, open_tokenizer, read_config
 from toolkit.trust import find, import_package
 
-# From the end of the name of a model's class to its task, and from a task to its Auto class.
+# From the end of the name of a model's class to its task, and from a task to the end of the name of its class.
 TASK_OF_CLASS = {
     "Model": "embed",
     "ForTokenClassification": "tag",
