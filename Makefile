@@ -53,7 +53,7 @@ test-compilation: $(READY) ## test torch.compile, torch.export and torch.jit, an
 # A wrong address, or arithmetic that C++ does not define, ends the process. torch itself is not checked.
 test-sanitized: $(READY) ## test the library in C++ with the sanitizers of addresses and of undefined behaviour
 	@mkdir -p build
-	$(CXX) -O1 -g -std=c++17 -ffp-contract=off -pthread -shared -fPIC -Wno-maybe-uninitialized -mfma -mavx2 \
+	$(CXX) -O1 -g -std=c++17 -ffp-contract=off -fno-strict-aliasing -pthread -shared -fPIC -Wno-maybe-uninitialized -mfma -mavx2 \
 		-fsanitize=address,undefined -fno-sanitize-recover=undefined modeling_scratchbert/cpu/native/avx2.cpp -o build/sanitized.so
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=tests:scripts $(BIN)/python -m pytest -p support.sanitized -n 2 -k "not unknown_library" \

@@ -136,7 +136,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             output_hidden_states: also return the embeddings and the output of every block, `(B, T, C)`.
             return_dict: False for a plain tuple.
             padding_free: whether an encoder removes the padding, see below; by default as `from_pretrained` was asked,
-                and False if it was not.
+                else True for an optimised model, and False for others.
             cu_seq_lens_q: `(S + 1,)`, for an encoder: the starts of S packed sequences in one row, `(1, N)`, and the
                 end, as `DataCollatorWithFlattening` returns them. The outputs are then `(1, N, C)`, and `pooler_output`
                 is `(S, C)`.
@@ -149,7 +149,8 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             still computed, as in BERT, if
 
             - attention weights or hidden states are requested, or the mask is a full one;
-            - the pooler or the loss reads padding, the feed-forward is chunked, or the attention kernel is another;
+            - the pooler or the loss reads padding, or the feed-forward is chunked;
+            - the attention kernel cannot compute sequences of different lengths;
             - the model is compiled or exported.
 
             A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager

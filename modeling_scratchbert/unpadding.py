@@ -1,12 +1,12 @@
 """Unpadding: an encoder computes the non-padding tokens of a batch alone, if the caller asks for it.
 
-The caller asks with `padding_free=True`, in `from_pretrained` or in a call. `ScratchBertModel.forward` then calls
-`choose_batch`, once and before the embeddings. It returns a `PaddedBatch` or an `UnpaddedBatch`, which have the same
-methods, so that `forward` has no branches. In an unpadded batch the sequences stand end to end in one row, `(1, N)`.
-Layers that act on each token alone need no change; attention calls the kernel that the batch returns, which lets each
-sequence attend to itself.
+The caller asks with `padding_free=True`, in `from_pretrained` or in a call, or with `optimize_for_inference()`.
+`ScratchBertModel.forward` then calls `choose_batch`, once and before the embeddings. It returns a `PaddedBatch` or an
+`UnpaddedBatch`, which have the same methods, so that `forward` has no branches. In an unpadded batch the sequences
+stand end to end in one row, `(1, N)`. Layers that act on each token alone need no change; attention calls the kernel
+that the batch returns, which lets each sequence attend to itself.
 
-The decision reads the arguments of the call and the configuration, and no module.
+The decision reads the arguments of the call, the configuration, and whether the model is optimised or has a pooler.
 """
 
 import copy

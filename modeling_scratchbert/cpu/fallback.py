@@ -1,4 +1,4 @@
-"""`OptimizedStack.run` in torch's operators, for processors without a library.
+"""`OptimizedStack.compute` in torch's operators, for processors without a library.
 
 Products and norms treat each row alone (`TorchMatrix`). A kernel of attention adds up numbers in an order that depends
 on how many there are, also of those that a mask hides: so it is given each sequence without its padding.
@@ -62,7 +62,7 @@ def attend(stack, projected: Tensor, sequences: list[slice], keys, is_token) -> 
         for part in (tokens, ~tokens):
             chosen = part & (limits > 0)
             if number and chosen.any():
-                mask = torch.arange(number) < limits[chosen, None]
+                mask = torch.arange(number, device="cpu") < limits[chosen, None]
                 context[place][chosen] = kernel(query[:, chosen], k, v, mask)
     return context
 

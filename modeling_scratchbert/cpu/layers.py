@@ -45,7 +45,7 @@ class PrepackedModule(nn.Module):
         self.register()
 
     def _apply(self, fn, recurse: bool = True):
-        after = fn(torch.empty(0, dtype=self.dtype))
+        after = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
         if after.dtype != self.dtype or after.device.type != "cpu":
             raise refusal(f"a conversion to {after.dtype} on {after.device}")
         return super()._apply(fn, recurse)

@@ -113,6 +113,11 @@ def find_library() -> tuple[str, ctypes.CDLL] | None:
         library = open_library(spec.origin)
         if name != "amx" or library.scratchbert_has_amx():
             return name, library
+    if wanted not in (None, "torch"):
+        raise ValueError(
+            f"SCRATCHBERT_ISA is {wanted!r}, which was not built or is not supported by this processor; expected "
+            "another one, or torch. Correct it or remove it."
+        )
     return None
 
 

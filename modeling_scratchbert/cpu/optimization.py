@@ -37,7 +37,7 @@ def optimize(model, dtype: Any, calibration: Any) -> None:
         raise ValueError(f'dtype is {dtype!r}; expected torch.float32, torch.bfloat16, "int8" or None.')
     if calibration is not None and dtype != "int8":
         raise ValueError(f'calibration was given for dtype {dtype!r}; expected dtype "int8". Pass None instead.')
-    with LOCK:
+    with LOCK, torch.device("cpu"):
         layers = _layers_outside(model)
         check_model(model, layers)
         if dtype == "int8" and find_library() is None:

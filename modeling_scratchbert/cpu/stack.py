@@ -153,7 +153,7 @@ class OptimizedStack(PrepackedModule):
         own = self._visible_keys(hidden_states, attention_mask, cache)
         sources = None if encoder_attention_mask is None else visible(encoder_attention_mask)[:, -1].contiguous()
         rows, length = hidden_states.shape[:2]
-        starts = torch.arange(rows + 1, dtype=torch.int32) * length if batch is None else batch.cu_seqlens
+        starts = torch.arange(rows + 1, dtype=torch.int32, device="cpu") * length if batch is None else batch.cu_seqlens
         depth, width = len(self.blocks), self.config.hidden_size
         # An encoder is one call, unless its hidden states are recorded; a decoder is one for each cache.
         steps = [(0, depth)]
@@ -189,7 +189,7 @@ class OptimizedStack(PrepackedModule):
         if not self.config.is_decoder:
             return None, None
         past = 0 if cache is None else cache.get_seq_length()
-        counts = torch.arange(1, length + 1, dtype=torch.int32) + past
+        counts = torch.arange(1, length + 1, dtype=torch.int32, device="cpu") + past
         return None, counts.to(torch.int32).expand(rows, -1).contiguous()
 
     def _split_heads(self, projected: Tensor, number: int) -> Tensor:
@@ -203,6 +203,8 @@ class OptimizedStack(PrepackedModule):
         if cache is not None and cache.is_updated.get(index):
             layer = cache.cross_attention_cache.layers[index]
             return layer.keys, layer.values
+        if not encoder_hidden_states.shape[1]:
+            raise unsupported("encoder_hidden_states has no position", "one or more")
         key, value = self._split_heads(self.blocks[index].cross_key_value(encoder_hidden_states), 2)
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, index)

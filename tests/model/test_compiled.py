@@ -130,8 +130,12 @@ def test_a_text_has_the_same_bits_in_any_batch(optimised, lengths, threads, name
 DIGESTS = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
-from model.test_compiled import digests, library
-print(json.dumps(digests() if library.find_library() else None))
+try:
+    from model.test_compiled import digests
+except ValueError:  # the processor does not support it
+    print("null")
+else:
+    print(json.dumps(digests()))
 """
 
 
@@ -178,7 +182,7 @@ def test_other_processors_compute_the_same_bits():
         command = [sys.executable, "-c", DIGESTS, *path]
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         found = json.loads(process.stdout.splitlines()[-1])
-        if found is None:  # the processor does not support it
+        if found is None:
             continue
         assert found.pop("library") == name
         for kind, digest in found.items():

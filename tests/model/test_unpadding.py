@@ -494,10 +494,14 @@ def test_vmap_over_labels(head, tmp_path):
     assert_same_tensors({"": losses(ours)}, {"": one_by_one})
 
 
-@pytest.mark.parametrize("given", ["padded", "packed", "positions"])
+@pytest.mark.parametrize("given", ["padded", "packed", "positions", "optimised"])
 def test_index_tensors_are_on_the_device_of_the_inputs(given):
     ours, batch = make(), draw()
-    inputs = {"padded": batch, "packed": flattened(batch, **FLASH), "positions": flattened(batch)}[given]
+    if given == "optimised":
+        ours.optimize_for_inference()
+    inputs = {"optimised": batch, "padded": batch, "packed": flattened(batch, **FLASH), "positions": flattened(batch)}[
+        given
+    ]
     with torch.no_grad():
         expected = flat(ours(**inputs))
         torch.set_default_device("meta")

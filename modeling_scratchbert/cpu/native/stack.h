@@ -2,9 +2,9 @@
 // with caches and cross-attention.
 //
 // A row of numbers, which belongs to one token, has the same bits in any batch and with any number of threads, because
-// nothing depends on the other rows: every output of a product is one chain of fused multiply-adds over the inputs in
-// their order, whatever tile it is computed in; norms, activations and quantisation read one row; attention reads one
-// sequence.
+// nothing depends on the other rows: every output of a product is one sum over the inputs in their order, in float32 a
+// chain of fused multiply-adds, whatever tile it is computed in; norms, activations and quantisation read one row;
+// attention reads one sequence.
 //
 // Weights come in panels of 32 outputs, [outputs / 32][words][32], where a word of 32 bits holds the weights of one
 // float32, two bfloat16 or four int8 inputs, so that a product reads memory in its order.
@@ -32,14 +32,15 @@ enum Type : int64_t { FLOAT32, BFLOAT16, INT8 };
 enum Activation : int64_t { IDENTITY, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID, TANH, RELU };
 
 constexpr int PANEL = 32;
-// One block of rows for all threads together, up to this number of rows; or blocks of so many rows for each thread.
-// Blocks are whole units.
+// Up to ROWS_FOR_ALL rows, all threads compute the same ones; of more rows, each thread computes up to ROWS_OF_ONE at a
+// time, in whole units.
 #ifdef __AMX_TILE__
 constexpr int ROWS_FOR_ALL = 128, ROWS_OF_ONE = 96, UNIT = 32;
 #else
 constexpr int ROWS_FOR_ALL = 96, ROWS_OF_ONE = 96, UNIT = 1;
 #endif
-// Sequences that are computed in one pass, whose intermediate results stay in the cache.
+// The rows of sequences that are computed in one pass, and those of a layer outside of the stack that are computed at a
+// time: their intermediate results stay in the cache.
 constexpr int ROWS_OF_PASS = 2048, ROWS_OF_LAYER = 256;
 constexpr int INVALID = 1, NO_MEMORY = 2;
 
@@ -66,7 +67,7 @@ struct Norm {
 
 struct Block {
   Linear query_key_value, attention_output, cross_query, cross_output, intermediate, output;
-  Norm attention_norm, cross_norm, output_norm;
+  Norm attention_norm, cross_norm, feed_forward_norm;
 };
 
 // `number` blocks. Rows and attention heads end in zeros: a row of x has `hidden` numbers, and those of queries, keys
@@ -310,11 +311,11 @@ void run_threads(int threads, int phases, Work work) {
   } call = {work, threads, std::vector<std::atomic<int>>(32 * (phases + 1))};
   auto enter = [](void* data) {
     auto& call = *(Call*)data;
-    const auto control = rounding();
-    set_rounding(ROUNDING);
+    const auto control = control_word();
+    set_control_word(ROUNDING);
     configure_tiles();
     call.work(call.counters[0]++, Team(call.threads, &call.counters[32]));
-    set_rounding(control);
+    set_control_word(control);
   };
   if (threads > 1 && parallel && process == getpid()) return parallel(enter, &call, threads, 0);
   enter(&call);
@@ -377,9 +378,10 @@ void convert(const float* x, const Linear& linear, const Inputs& to, int64_t row
       not_finite = multiply_add(v, all(0), not_finite);  // NaN for NaN and infinity, which would become numbers
     }
     const float below = maximum_of(negative), range = maximum_of(positive) + below;
-    const float scale = range > 0 ? range / 255 : 1, zero = std::nearbyint(below / scale);
+    // Of smaller ranges, 1 / scale would be infinite.
+    const float scale = range > 1e-30f ? range / 255 : 1, zero = std::nearbyint(below / scale);
     to.scales[row] = scale + sum_of(not_finite);
-    to.zeros[row] = int32_t(zero);
+    to.zeros[row] = std::isfinite(zero) ? int32_t(zero) : 0;
     for (int64_t i = 0; i < width; i += 16)
       store_bytes((uint8_t*)words + i, to_ints(multiply_add(scaled(i), all(1 / scale), all(zero))));
   }
@@ -484,7 +486,7 @@ class Attention {
   const float scaling;
   float *const keys, *const values, *const scores, *const context;
   int32_t* const places;  // of the keys that are attended to, `length` of them
-  int length = 0;
+  int length;
 
  public:
   Attention(const Stack& stack, Arena& arena, int64_t longest)
@@ -637,7 +639,7 @@ class Pass {
         rows(batch.starts[end] - batch.starts[begin]),
         is_shared(rows <= ROWS_FOR_ALL),
         starts(batch.starts + begin) {
-    const int64_t row = starts[0], own = is_shared ? rows : std::max(ROWS_FOR_ALL, 2 * ROWS_OF_ONE);
+    const int64_t row = starts[0], own = is_shared ? rows : ROWS_OF_ONE;
     x = batch.x + row * width;
     projected =
         batch.projected ? batch.projected + row * 3 * attention_width : arena.take<float>(3 * rows * attention_width);
@@ -730,16 +732,16 @@ class Pass {
       add_product(rows, context + rows.from * attention_width,
                   has_source ? before.cross_output : before.attention_output);
       multiply_normalized(rows,
-                          stack.norm_first ? &before.output_norm
+                          stack.norm_first ? &before.feed_forward_norm
                           : has_source     ? &before.cross_norm
                                            : &before.attention_norm,
                           &before.intermediate, [&](int64_t row, int column, Floats y) INLINE_LAMBDA {
                             store(activated + row * inner + column, activate(stack.activation, y));
                           });
       add_product(rows, activated, before.output);
-      if (!stack.norm_first) norm = &before.output_norm;
+      if (!stack.norm_first) norm = &before.feed_forward_norm;
     }
-    multiply_normalized(rows, norm, block ? &block->query_key_value : nullptr, to_projected(rows));
+    if (norm || block) multiply_normalized(rows, norm, block ? &block->query_key_value : nullptr, to_projected(rows));
   }
 
   // x ← x + y Wᵀ + b

@@ -1,7 +1,8 @@
-// Sixteen numbers at a time, with AVX-512, AVX2 or NEON: the only file that depends on the processor.
+// Sixteen numbers at a time, with AVX-512, AVX2 or NEON. Except for AMX, only this file depends on the processor.
 //
-// All forms compute the same bits: every operation is rounded once, as IEEE 754 says, and sums over the lanes are
-// added up in the same order. The exception is bfloat16, which the instruction of AVX-512 rounds in its own way.
+// All forms compute the same bits, except for those of a NaN: every operation is rounded once, as IEEE 754 says, and
+// sums over the lanes are added up in the same order. Products of bfloat16 are another exception: the instructions of
+// AVX-512 and of AMX add up and round in their own ways.
 #pragma once
 
 #ifdef __aarch64__
@@ -34,12 +35,12 @@ INLINE void transpose(Four* x) {
 
 // Rounding to nearest, and denormal numbers are kept.
 constexpr uint64_t ROUNDING = 0;
-INLINE uint64_t rounding() {
+INLINE uint64_t control_word() {
   uint64_t control;
   asm volatile("mrs %0, fpcr" : "=r"(control));
   return control;
 }
-INLINE void set_rounding(uint64_t control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
+INLINE void set_control_word(uint64_t control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
 INLINE void pause_briefly() { asm volatile("yield"); }
 
 #else
@@ -57,8 +58,8 @@ INLINE void transpose(Four* x) { _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]); }
 
 // Rounding to nearest, and denormal numbers are kept.
 constexpr unsigned ROUNDING = 0x1f80;
-INLINE unsigned rounding() { return _mm_getcsr(); }
-INLINE void set_rounding(unsigned control) { _mm_setcsr(control); }
+INLINE unsigned control_word() { return _mm_getcsr(); }
+INLINE void set_control_word(unsigned control) { _mm_setcsr(control); }
 INLINE void pause_briefly() { _mm_pause(); }
 
 #endif
