@@ -222,7 +222,7 @@ def check_gelu(module: ModuleType, weights: Weights) -> None:
         module.gelu(x),
         reference,
         {
-            "This is the tanh approximation of GELU; BERT computes it with erf.": {"approximate": "tanh"},
+            "This is the tanh approximation of GELU; BertModel computes it with erf.": {"approximate": "tanh"},
             "This is x · sigmoid(1.702 x), an approximation; BERT computes GELU with erf.": {
                 "function": lambda x: x * (1.702 * x).sigmoid()
             },
