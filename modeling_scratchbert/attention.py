@@ -1,7 +1,7 @@
 """Attention: the formula, and the multi-head layer around it (Vaswani et al. 2017, section 3.2)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -9,16 +9,16 @@ from .unpadding import PADDED, PaddedBatch, UnpaddedBatch
 
 
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
     *,
-    query_mask: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(D)) V, equation 1 of Vaswani et al. 2017, section 3.2.1.
 
     Args:
@@ -92,14 +92,14 @@ class MultiHeadAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
         batch: PaddedBatch | UnpaddedBatch = PADDED,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             hidden_states: `(B, T, C)`, from which the queries are computed.
@@ -139,7 +139,7 @@ class MultiHeadAttention(nn.Module):
         # -1: with tensor parallelism, a process has some of the heads. vLLM's kernel returns no batch dimension.
         return self.output(context.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries, keys and values of self-attention, `(B, T, C)` each."""
         return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
 
@@ -156,6 +156,6 @@ class MultiHeadAttention(nn.Module):
             cache.is_updated[self.layer_idx] = True
         return key, value
 
-    def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         """`(B, T, C)` → `(B, H, T, D)`, with C = H · D"""
         return projected.view(*projected.shape[:2], -1, self.head_width).transpose(1, 2)

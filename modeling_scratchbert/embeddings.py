@@ -1,10 +1,10 @@
 """What goes into the first block: word + position + token type, normalised (Devlin et al. 2018, figure 2)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def sinusoidal_table(length: int, width: int) -> torch.Tensor:
+def sinusoidal_table(length: int, width: int) -> Tensor:
     """The fixed position table of Vaswani et al. 2017, "Attention is all you need", section 3.5.
 
         PE(pos, 2i)     = sin(pos / 10000^(2i / width))
@@ -26,7 +26,7 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.table = nn.Buffer(sinusoidal_table(length, width), persistent=False)
 
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, position_ids: Tensor) -> Tensor:
         return self.table[position_ids]
 
 
@@ -45,12 +45,12 @@ class Embeddings(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         past_length: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """
         Args:
             input_ids: `(B, T)` token ids, or `inputs_embeds`: `(B, T, C)` in place of their word embeddings.

@@ -1,7 +1,6 @@
 """The position-wise feed-forward network of a block (Vaswani et al. 2017, section 3.3, with BERT's GELU)."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import apply_chunking_to_forward
 
@@ -20,11 +19,11 @@ class FeedForward(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.output = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.chunk_size:  # `apply_chunking_to_forward` inspects a signature on every call, which is slow
             return self.formula(hidden_states)
         return apply_chunking_to_forward(self.formula, self.chunk_size, 1, hidden_states)
 
-    def formula(self, x: torch.Tensor) -> torch.Tensor:
+    def formula(self, x: Tensor) -> Tensor:
         """act(x W1 + b1) W2 + b2."""
         return self.output(self.activation(self.intermediate(x)))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
@@ -40,7 +41,7 @@ ARGUMENTS = (
 INTEGER, FLOATING, MASK = "torch.long or torch.int", "a floating dtype", "torch.bool or a floating dtype"
 
 
-def has_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: Tensor) -> bool:
     """Whether values may be read now: not while tracing, under a transform of `torch.func`, or on the meta device."""
     # Under a transform no value is read, even of an argument that is not wrapped: others, such as labels, may be.
     return not (is_tracing(tensor) or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
@@ -69,7 +70,7 @@ def check_tensor(name: str, tensor, *shape, dtype: str | None = None, note: str 
         dtype: INTEGER, FLOATING, or MASK for boolean or floating; any by default.
         note: an explanation of the shape, for the message.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}; expected a tensor. Tokenizers return one with return_tensors='pt'."
         )
@@ -161,7 +162,7 @@ def check_encoder_inputs(
     check_mask(mask_name, mask, states.shape[0], config.num_attention_heads, queries, states.shape[1])
 
 
-def check_packed(cu_seq_lens_q, tokens: torch.Tensor, attention_mask, position_ids, config) -> None:
+def check_packed(cu_seq_lens_q, tokens: Tensor, attention_mask, position_ids, config) -> None:
     """Checks the arguments for packed sequences, whose `tokens` are `(1, N)` or `(1, N, C)`."""
     if attention_mask is not None:
         raise ValueError("attention_mask and cu_seq_lens_q: both were given; expected one of them.")
@@ -190,10 +191,10 @@ def check_starts(starts: list[int], end: int, limit: int) -> None:
         )
 
 
-def cache_lengths(cache, mask=None, options=()) -> tuple[int | torch.Tensor, int | None]:
+def cache_lengths(cache, mask=None, options=()) -> tuple[int | Tensor, int | None]:
     """The number of tokens in a cache, and its size if that is fixed: a full mask is then as wide. The `cache` of pages
     in the options of `generate_batch` has the width of its mask."""
-    width = mask.shape[-1] if isinstance(mask, torch.Tensor) else None
+    width = mask.shape[-1] if isinstance(mask, Tensor) else None
     if cache is None:
         return 0, width if "cache" in options else None
     if not isinstance(cache, Cache):

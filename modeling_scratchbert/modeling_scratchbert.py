@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from transformers import modeling_outputs
 from transformers.activations import ACT2FN
@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # loaders before 5.9 copy the files that this one names, and 
 
 logger = logging.getLogger(__name__)
 
-OptionalTensor = torch.Tensor | None
+OptionalTensor = Tensor | None
 
 
 def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
@@ -72,7 +72,7 @@ class Pooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = nn.Tanh()
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.activation(self.dense(hidden_states[:, 0]))
 
 
@@ -199,7 +199,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         )
 
 
-def average(loss, predictions: torch.Tensor, targets: torch.Tensor, num_items, **options) -> torch.Tensor:
+def average(loss, predictions: Tensor, targets: Tensor, num_items, **options) -> Tensor:
     """The mean of a loss over a batch; or, with `num_items`, the sum divided by that number. `Trainer` passes the
     number of targets of all batches of a step as `num_items_in_batch`: with accumulated gradients or several processes,
     the losses of the batches then add up to the mean over all targets.
@@ -227,7 +227,7 @@ class LanguageModelHead(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.decoder(self.norm(self.activation(self.dense(hidden_states))))
 
 
@@ -244,7 +244,7 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Linear):
         self.lm_head.decoder = new_embeddings
 
-    def _score(self, outputs, attention_mask, labels: torch.Tensor | None, padding_free: bool) -> tuple:
+    def _score(self, outputs, attention_mask, labels: Tensor | None, padding_free: bool) -> tuple:
         """Score the vocabulary for the tokens that need it: the labelled ones with `sparse_prediction`, the non-padding
         ones with `padding_free`, or else all.
 
@@ -281,8 +281,8 @@ class ScratchBertForPreTrainingOutput(ModelOutput):
     loss: OptionalTensor = None
     prediction_logits: OptionalTensor = None
     seq_relationship_logits: OptionalTensor = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    attentions: tuple[torch.Tensor, ...] | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
@@ -421,11 +421,11 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
         return self._outputs(loss=loss, logits=logits, **recorded(outputs))
 
-    def _logits(self, outputs) -> torch.Tensor:
+    def _logits(self, outputs) -> Tensor:
         """The scores of the classes of a sequence, `(B, L)`, from its pooled [CLS]."""
         return self.classifier(self.dropout(outputs.pooler_output))
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, num_items) -> Tensor:
         return average(cross_entropy, logits.flatten(0, -2), labels.view(-1), num_items)
 
 
@@ -444,7 +444,7 @@ class ScratchBertForNextSentencePrediction(ScratchBertClassifier):
         self.next_sentence_head = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    def _logits(self, outputs) -> torch.Tensor:
+    def _logits(self, outputs) -> Tensor:
         return self.next_sentence_head(outputs.pooler_output)
 
 
@@ -459,7 +459,7 @@ class ScratchBertForSequenceClassification(ScratchBertClassifier):
 
     _outputs = modeling_outputs.SequenceClassifierOutput
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, num_items) -> Tensor:
         if self.config.problem_type is None:
             kind: Any = f"{'single' if labels.dtype in (torch.long, torch.int) else 'multi'}_label_classification"
             self.config.problem_type = "regression" if self.num_labels == 1 else kind
@@ -489,7 +489,7 @@ class ScratchBertForTokenClassification(ScratchBertClassifier):
     _outputs = modeling_outputs.TokenClassifierOutput
     _has_token_labels = True
 
-    def _logits(self, outputs) -> torch.Tensor:
+    def _logits(self, outputs) -> Tensor:
         return self.classifier(self.dropout(outputs.last_hidden_state))
 
 
@@ -611,7 +611,7 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         labels: OptionalTensor = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:
         """
@@ -814,7 +814,7 @@ class ScratchBertForConditionalGeneration(
         position_ids: OptionalTensor = None,
         decoder_position_ids: OptionalTensor = None,
         decoder_token_type_ids: OptionalTensor = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> tuple | modeling_outputs.Seq2SeqLMOutput:
         """
@@ -853,7 +853,7 @@ class ScratchBertForConditionalGeneration(
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return modeling_outputs.Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The input of the decoder for these labels, `(B, T)`: the start token, then all labels but the last, with
         padding in place of -100. `DataCollatorForSeq2Seq` calls it.
 

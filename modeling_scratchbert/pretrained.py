@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.utils import cached_file, logging
 from transformers.utils.output_capturing import OutputRecorder
@@ -58,7 +58,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         _check_class(type(self), vars(config), "the configuration")
         super().__init__(config, *args, **kwargs)
 
-    def _keep_labelled_padding(self, options: dict, attention_mask, labels: torch.Tensor | None) -> None:
+    def _keep_labelled_padding(self, options: dict, attention_mask, labels: Tensor | None) -> None:
         """Set `padding_free` in the options of a call: True if it was requested, and the loss reads no padding."""
         is_asked = is_requested(self.base_model, options.get("padding_free"))
         options["padding_free"] = is_asked and not labels_include_padding(attention_mask, labels)

@@ -1,7 +1,6 @@
 """The transformer block, and the stack of them. An encoder is a stack; a decoder is a stack of causal blocks."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -30,13 +29,13 @@ class TransformerBlock(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `MultiHeadAttention.forward`."""
         x, pre_norm = hidden_states, self.norm_first
 
@@ -73,11 +72,11 @@ class TransformerStack(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
         **kwargs,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`(B, T, C)` → `(B, T, C)`. The arguments are those of `TransformerBlock.forward`."""
         for block in self.blocks:
             # Reentrant checkpointing gives gradients to positional arguments only.

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
@@ -104,7 +104,7 @@ def packed_batch(tokens, attention_mask, position_ids, padding_free, records, ea
     return sequences if can_unpad else MaskedSequences(sequences)
 
 
-def packed_starts(positions: torch.Tensor) -> torch.Tensor | None:
+def packed_starts(positions: Tensor) -> Tensor | None:
     """The `cu_seqlens` of packed sequences with these positions, `(N,)`: each is 0 or one more than the one before.
     None if they are one sequence."""
     if not has_values(positions):
@@ -120,7 +120,7 @@ def packed_starts(positions: torch.Tensor) -> torch.Tensor | None:
     return pad(is_first.nonzero()[:, 0], (0, 1), value=len(is_first)).int()
 
 
-def scored_tokens(config, outputs, attention_mask) -> torch.Tensor | None:
+def scored_tokens(config, outputs, attention_mask) -> Tensor | None:
     """The positions in the flattened batch, `(N,)`, of the tokens that a language-model head scores: those that are not
     padding. None for all tokens."""
     states = outputs.last_hidden_state
@@ -181,7 +181,7 @@ class PaddedBatch:
         """What to call in place of a kernel of transformers' attention interface."""
         return kernel
 
-    def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def restore(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The last hidden states as they are returned, `(B, T, C)`, and those whose position 0 is the first token of
         each sequence, for the pooler."""
         return hidden_states, hidden_states
@@ -206,16 +206,16 @@ class UnpaddedBatch:
             together, because the caller asked for their hidden states.
     """
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     max_seqlen: int
     shape: tuple[int, int]
-    indices: torch.Tensor | None = None
+    indices: Tensor | None = None
     lengths: list[int] | None = None
-    starts: torch.Tensor | None = None
+    starts: Tensor | None = None
     max_width: int = 0
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor, lengths: list[int], max_width: int = 0) -> "UnpaddedBatch":
+    def from_mask(cls, mask: Tensor, lengths: list[int], max_width: int = 0) -> "UnpaddedBatch":
         """The tokens where `mask`, `(B, T)`, is True. `lengths` has the number of them in each row."""
         indices = mask.flatten().nonzero_static(size=sum(lengths))[:, 0]
         return cls.from_lengths(lengths, (mask.shape[0], mask.shape[1]), indices, mask.device, max_width=max_width)
@@ -234,7 +234,7 @@ class UnpaddedBatch:
         return cls(copy_to_device(cu_seqlens.int(), device), max(lengths), shape, indices, ordered, None, max_width)
 
     @classmethod
-    def from_packed(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens, max_width: int) -> "UnpaddedBatch":
+    def from_packed(cls, cu_seqlens: Tensor, max_seqlen: int | None, tokens, max_width: int) -> "UnpaddedBatch":
         """Packed sequences, `tokens` `(1, N, …)`. Unless `max_width` is 0, they are sorted as in `from_lengths`."""
         shape, device = tokens.shape[:2], tokens.device
         # The lengths cannot be read while tracing, and need not be if the longest is known.
@@ -262,7 +262,7 @@ class UnpaddedBatch:
             tensors[2] = self.position_ids().to((inputs_embeds if input_ids is None else input_ids).device)
         return tuple(tensors)
 
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self) -> Tensor:
         """`(1, N)`: the position of each token in the padded row, or in the packed sequence."""
         if self.starts is None and self.indices is not None:
             return (self.indices % self.shape[1])[None]
@@ -277,7 +277,7 @@ class UnpaddedBatch:
         """What to call in place of the encoder."""
         return partial(self._run, encoder)
 
-    def _run(self, encoder, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def _run(self, encoder, hidden_states: Tensor, **kwargs) -> Tensor:
         """The output of the encoder, `(1, N, C)`. On a CPU without autograd, the sequences are computed in parts, so
         that no tensor exceeds `MAX_TENSOR_BYTES`."""
         max_tokens = MAX_TENSOR_BYTES // (self.max_width * hidden_states.element_size()) if self.max_width else 0
@@ -306,7 +306,7 @@ class UnpaddedBatch:
             contexts.append(kernel(module, *run, None, dropout=dropout, **kwargs)[0].flatten(0, 1))
         return torch.cat(contexts)[None], None
 
-    def restore(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def restore(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The last hidden states as they are returned, `(B, T, C)`, zero at padding; and those whose position 0 is the
         first token of each sequence, for the pooler: `(S, 1, C)` for packed sequences."""
         if self.indices is not None:
@@ -316,7 +316,7 @@ class UnpaddedBatch:
         starts = copy_to_device(self.starts, hidden_states.device)
         return hidden_states, hidden_states[0].index_select(0, starts)[:, None]
 
-    def sequence_ids(self) -> torch.Tensor:
+    def sequence_ids(self) -> Tensor:
         """The number of the sequence of each token, from 1: `(N,)`."""
         row = torch.arange(self.num_tokens, device=self.cu_seqlens.device, dtype=torch.int32)
         return torch.searchsorted(self.cu_seqlens, row, right=True)
@@ -352,19 +352,19 @@ class MaskedSequences(PaddedBatch):
 def labels_include_padding(attention_mask, labels) -> bool:
     """Whether a label other than -100, `(B, T)`, is at padding, so that the loss reads padding. Also True if there is
     not one label for each position, for the loss to raise the error of torch."""
-    if not isinstance(labels, torch.Tensor) or not is_padding_mask(attention_mask):
+    if not isinstance(labels, Tensor) or not is_padding_mask(attention_mask):
         return False
     is_padding = attention_mask.flatten().eq(0).to(labels.device)
     return labels.numel() != is_padding.numel() or bool((labels.flatten().ne(-100) & is_padding).any())
 
 
-def is_padding_mask(mask, tokens: torch.Tensor | None = None) -> bool:
+def is_padding_mask(mask, tokens: Tensor | None = None) -> bool:
     """Whether `mask` is a padding mask, `(B, T)`, whose values may be read; of `tokens`, `(B, T, …)`, if given."""
-    is_readable = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() > 0 and has_values(mask)
+    is_readable = isinstance(mask, Tensor) and mask.ndim == 2 and mask.numel() > 0 and has_values(mask)
     return is_readable and (tokens is None or mask.shape == tokens.shape[:2])
 
 
-def to_padded(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tensor:
+def to_padded(rows: Tensor, indices: Tensor, shape) -> Tensor:
     """`rows`, `(N, …)`, at `indices` of a flattened batch of `shape` `(B, T)`, zeros elsewhere: `(B, T, …)`."""
     flat = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
     return flat.index_copy_(0, copy_to_device(indices, rows.device), rows).unflatten(0, shape)
@@ -372,20 +372,20 @@ def to_padded(rows: torch.Tensor, indices: torch.Tensor, shape) -> torch.Tensor:
 
 def additive_mask(mask: Any, dtype: torch.dtype) -> Any:
     """A boolean mask as one that is added to the scores; any other is returned unchanged."""
-    is_boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    is_boolean = isinstance(mask, Tensor) and mask.dtype == torch.bool
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if is_boolean else mask
 
 
-def cumulative(lengths: list[int]) -> torch.Tensor:
+def cumulative(lengths: list[int]) -> Tensor:
     """The start of each sequence, end to end, and the end of the last: `(S + 1,)`, on the CPU."""
     return pad(torch.tensor(lengths, device="cpu").cumsum(0), (1, 0))
 
 
-def within_sequence(sequence_ids: torch.Tensor) -> torch.Tensor:
+def within_sequence(sequence_ids: Tensor) -> Tensor:
     """A full mask, `(1, 1, N, N)`: True between tokens of the same sequence."""
     return (sequence_ids[:, None] == sequence_ids)[None, None]
 
 
-def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; a copy from the CPU is non-blocking. (One to the CPU could be read before it is done.)"""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")

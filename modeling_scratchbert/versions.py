@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import modeling_outputs
 from transformers.utils import hub
 
@@ -55,7 +56,7 @@ def resolved_revision(source, options: dict[str, Any]) -> str | None:
     return options.get("revision") if resolve is None else resolve(source, **options)
 
 
-def last_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+def last_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Return the hidden states, `(B, T, C)`, whose logits `generate` reads: the last ones, or all for 0; or those at
     positions, `(K,)` or `(B, K)`; or, flattened, those where a mask `(B, T)` is True."""
     if isinstance(logits_to_keep, int):

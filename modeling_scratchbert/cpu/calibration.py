@@ -13,14 +13,14 @@ from typing import Any
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints import staged
 from .matrices import Matrix
 from .stack import Block
 from .structure import base_models
 
-Factors = dict[str, torch.Tensor]
+Factors = dict[str, Tensor]
 
 
 def find_factors(model, calibration: Iterable[Mapping] | None, matrices: dict[str, Matrix]) -> Factors:
@@ -72,7 +72,7 @@ def collect_inputs(model, batches: Iterable[Mapping], matrices: dict[str, Matrix
         raise ValueError("calibration has no tokens; expected some. Pass a few dozen texts.")
 
 
-def random_batches(config) -> list[dict[str, torch.Tensor]]:
+def random_batches(config) -> list[dict[str, Tensor]]:
     """Returns token ids drawn from the whole vocabulary, as batches of the base model. They show which channels are
     large nearly as well as texts do."""
     generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN, FastGELUActivation, GELUActivation, NewGELUActivation
 from transformers.utils import logging
 
@@ -90,7 +90,7 @@ def can_prepack(module: nn.Module) -> bool:
     return has_products and all(each.dtype in dtypes and each.device.type == "cpu" for each in module.parameters())
 
 
-def _int8_factors(model, calibration: Any) -> dict[int, torch.Tensor]:
+def _int8_factors(model, calibration: Any) -> dict[int, Tensor]:
     """The factors of the `scaled` layers, by their ids. Raises ValueError if a weight is not finite: int8 would
     turn NaN into a number."""
     for name in (name for name, weight in model.named_parameters() if not weight.isfinite().all()):
@@ -117,7 +117,7 @@ class Prepacker:
         factors: of int8, by the ids of layers.
     """
 
-    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype, factors: Mapping[int, torch.Tensor]):
+    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype, factors: Mapping[int, Tensor]):
         self.dtype, self.model_dtype, self.factors, self.is_native = dtype, model_dtype, factors, bool(find_library())
         # From the ids of weights and biases. All were made before the first matrix, so an id means one of them.
         self.matrices: dict[tuple[int, ...], Any] = {}
