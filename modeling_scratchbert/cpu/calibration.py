@@ -59,13 +59,16 @@ def collect_inputs(model, batches: Iterable[Mapping], matrices: dict[str, Matrix
     try:
         for number, batch in enumerate(batches, start=1):
             if not isinstance(batch, Mapping):
-                fact = f"calibration has a {type(batch).__name__} as batch {number}"
-                raise TypeError(f"{fact}; expected a mapping of arguments. Pass what the tokenizer returns.")
+                raise TypeError(
+                    f"calibration has a {type(batch).__name__} as batch {number}; expected a mapping of arguments. "
+                    "Pass what the tokenizer returns."
+                )
             model(**batch)
             largest = torch.cat([matrix.largest for matrix in matrices.values()])
             if not largest.isfinite().all():
-                fact = f"calibration has NaN or infinity in batch {number}"
-                raise ValueError(f"{fact}; expected finite numbers. Leave the batch out.")
+                raise ValueError(
+                    f"calibration has NaN or infinity in batch {number}; expected finite numbers. Leave the batch out."
+                )
     finally:
         torch.set_num_threads(threads)
     if not largest.any():
@@ -76,10 +79,9 @@ def random_batches(config) -> list[dict[str, Tensor]]:
     """Returns token ids drawn from the whole vocabulary, as batches of the base model. They show which channels are
     large nearly as well as texts do."""
     generator = torch.Generator().manual_seed(0)
-    length = min(64, config.max_position_embeddings)
     names = ["input_ids", "decoder_input_ids"] if config.is_encoder_decoder else ["input_ids"]
-    ids = [torch.randint(config.vocab_size, (8, length), generator=generator) for _ in range(4)]
-    return [dict.fromkeys(names, each) for each in ids]
+    shape = 8, min(64, config.max_position_embeddings)
+    return [dict.fromkeys(names, torch.randint(config.vocab_size, shape, generator=generator)) for _ in range(4)]
 
 
 def scaled(model) -> dict[str, Any]:
@@ -89,20 +91,18 @@ def scaled(model) -> dict[str, Any]:
     for path, each in base_models(model).items():
         for index, block in enumerate(each.encoder.blocks):
             name = f"{path}encoder.blocks.{index}".removeprefix(f"{model.base_model_prefix}.")
-            for layer, matrix in (
-                ("attention.query", "query_key_value"),
-                ("feed_forward.intermediate", "intermediate"),
-            ):
-                is_optimized = isinstance(block, Block)
-                found[f"{name}.{layer}"] = getattr(block, matrix) if is_optimized else block.get_submodule(layer)
+            is_optimized = isinstance(block, Block)
+            found[f"{name}.attention.query"] = block.query_key_value if is_optimized else block.attention.query
+            network = block if is_optimized else block.feed_forward
+            found[f"{name}.feed_forward.intermediate"] = network.intermediate
     return found
 
 
 def save_calibration(model, path: str | os.PathLike) -> None:
     """Writes the factors of an int8 model. See `InferenceMixin.save_calibration`."""
-    found = {name: getattr(each, "factors", None) for name, each in scaled(model).items()}
+    found = scaled(model).items()
     # Tied layers share their factors, which safetensors refuses.
-    factors = {name: each.clone() for name, each in found.items() if each is not None}
+    factors = {name: each.factors.clone() for name, each in found if getattr(each, "factors", None) is not None}
     if not factors:
         raise RuntimeError("The model has no int8 layers; expected some. Call optimize_for_inference('int8') before.")
     with staged(Path(path).parent) as folder:  # a temporary name until the file is complete

@@ -79,8 +79,6 @@ class NormWeights:
 class TorchMatrix:
     """What `Matrix` is where there is no library: float32, for oneDNN. The arguments are the same."""
 
-    factors = None
-
     def __init__(self, weights: list[Tensor], biases: Sequence[Tensor | None], dtype, factors=None, heads=(1, 1)):
         self.dtype = dtype
         self.weight = torch.cat(weights).float()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN, FastGELUActivation, GELUActivation, NewGELUActivation
 from transformers.utils import logging
 
-from ..inference import is_prepacked, refusal
 from .calibration import find_factors, load_factors, scaled
 from .layers import PrepackedLayer
 from .library import ACTIVATIONS, find_library
@@ -75,8 +74,7 @@ def _layers_outside(model) -> dict[str, Place]:
 
 def check_model(model, layers: dict[str, Place]) -> None:
     """Raise RuntimeError if a model is optimised, or is not as the package makes it."""
-    if any(map(is_prepacked, model.modules())):
-        raise refusal("optimize_for_inference()")
+    model._refuse_if_optimized("optimize_for_inference()")
     for path, each in base_models(model).items():
         check_stack(f"{path}encoder", each.encoder, each.config)
     for path, (parent, name) in layers.items():
@@ -93,8 +91,9 @@ def can_prepack(module: nn.Module) -> bool:
 def _int8_factors(model, calibration: Any) -> dict[int, Tensor]:
     """The factors of the `scaled` layers, by their ids. Raises ValueError if a weight is not finite: int8 would
     turn NaN into a number."""
-    for name in (name for name, weight in model.named_parameters() if not weight.isfinite().all()):
-        raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} has NaN or infinity; expected finite weights. Load another checkpoint.")
     layers = scaled(model)
     if isinstance(calibration, str | os.PathLike):
         factors = load_factors(calibration, layers)

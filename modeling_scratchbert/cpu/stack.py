@@ -99,9 +99,8 @@ class OptimizedStack(PrepackedModule):
         # With the zeros that the library expects at the end of rows and of attention heads.
         panel, part = (32, 16) if is_native else (1, 1)
         self.padded_head_width = rounded_up(self.head_width, part)
-        self.width, self.attention_width = (
-            rounded_up(number, panel) for number in (config.hidden_size, heads * self.padded_head_width)
-        )
+        self.width = rounded_up(config.hidden_size, panel)
+        self.attention_width = rounded_up(heads * self.padded_head_width, panel)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_native"}
@@ -189,7 +188,7 @@ class OptimizedStack(PrepackedModule):
         if not self.config.is_decoder:
             return None, None
         past = 0 if cache is None else cache.get_seq_length()
-        counts = torch.arange(1, length + 1, dtype=torch.int32, device="cpu") + past
+        counts = torch.arange(1, length + 1, device="cpu") + past
         return None, counts.to(torch.int32).expand(rows, -1).contiguous()
 
     def _split_heads(self, projected: Tensor, number: int) -> Tensor:
@@ -228,7 +227,7 @@ class OptimizedStack(PrepackedModule):
         if not self.is_native:
             fallback.run(self, x, after, projected, starts, own, source, *numbers)
             return
-        starts = starts.to(torch.int32).contiguous()
+        starts = starts.contiguous()
         pointers = map(address, (x, projected, after, starts))
         sizes = x.shape[0] * x.shape[1], len(starts) - 1, *numbers, torch.get_num_threads()
         # The results of `native_keys` are named, because they keep the tensors.
