@@ -50,12 +50,11 @@ def has_values(tensor: Tensor) -> bool:
 def check_options(options: Any, config) -> None:
     """Checks that each option of a forward pass is known: it is in `OPTIONS`, or a parameter of the attention function
     that is registered under `config._attn_implementation`. Raises TypeError."""
-    unknown = [name for name in options if name not in OPTIONS]
-    if not unknown:
-        return
-    kernel = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    parameters = () if kernel is None else inspect.signature(kernel).parameters
-    for name in unknown:
+    for name in options:
+        if name in OPTIONS:
+            continue
+        kernel = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+        parameters = () if kernel is None else inspect.signature(kernel).parameters
         if name not in parameters:
             close = get_close_matches(name, (*ARGUMENTS, *OPTIONS), n=1)
             expected = f"perhaps {close[0]}" if close else "one of forward's signature"
@@ -218,21 +217,18 @@ def check_cache(config, cache, batch: int, encoder_hidden_states) -> None:
     for kind, one in caches.items():
         # Quantised layers have other forms, and new ones no keys.
         shapes = [tuple(layer.keys.shape) for layer in one.layers if getattr(layer.keys, "ndim", 0) == 4]
-        shape = shapes[0] if shapes else (batch, heads, 0, 0)
+        if not shapes:
+            continue
+        shape = shapes[0]
         own_heads = shape[1] if is_parallel and heads % shape[1] == 0 else heads
         length = encoder_hidden_states.shape[1] if kind and encoder_hidden_states is not None else shape[2]
         expected = (batch, own_heads, length, config.hidden_size // heads)
-        if shapes and (len(shapes), shape) != (depth, expected):
+        if (len(shapes), shape) != (depth, expected):
             raise ValueError(
                 f"past_key_values{kind} has {len(shapes)} layers of {shape} (sequences, heads, "
                 f"positions, width); expected {depth} of {expected}. Leave it out to "
                 "start from an empty cache."
             )
-
-
-def check_labels(labels, decoder_inputs) -> None:
-    """Checks the labels of a seq2seq model, `(batch, length)`, against the inputs of the decoder, if they are given."""
-    check_tensor("labels", labels, *getattr(decoder_inputs, "shape", ("batch", "length"))[:2])
 
 
 def check_choices(**tensors) -> int:

@@ -21,10 +21,22 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
-from transformers import modeling_outputs
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, pad
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    NextSentencePredictorOutput,
+    QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -40,8 +52,8 @@ from .input_checks import (
     check_choices,
     check_encoder_inputs,
     check_inputs,
-    check_labels,
     check_options,
+    check_tensor,
 )
 from .installed import installed
 from .pretrained import ScratchBertPreTrainedModel
@@ -58,7 +70,7 @@ logger = logging.getLogger(__name__)
 OptionalTensor = Tensor | None
 
 
-def recorded(outputs: modeling_outputs.BaseModelOutput) -> dict:
+def recorded(outputs: BaseModelOutput) -> dict:
     """The hidden states and attention weights that a base model returned, if they were requested."""
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
 
@@ -117,7 +129,7 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs,
-    ) -> tuple | modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions:
+    ) -> tuple | BaseModelOutputWithPoolingAndCrossAttentions:
         """
         Args:
             input_ids: `(B, T)` token ids; or else `inputs_embeds`, `(B, T, C)`.
@@ -188,11 +200,18 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
         check_cache(self.config, past_key_values, hidden_states.shape[0], encoder_hidden_states)
 
-        source = encoder_hidden_states, encoder_attention_mask, past_key_values
-        inputs = batch.encoder_inputs(self.config, hidden_states, eager, position_ids, *source)
+        inputs = batch.encoder_inputs(
+            self.config,
+            hidden_states,
+            eager,
+            position_ids,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values,
+        )
         hidden_states = batch.encoder(encoder)(hidden_states, **inputs, **kwargs)
         last_hidden_state, first_tokens = batch.restore(hidden_states)
-        return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
+        return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=last_hidden_state,
             pooler_output=None if self.pooler is None else self.pooler(first_tokens),
             **cast(Any, {CACHE: past_key_values if use_cache else None}),
@@ -252,7 +271,8 @@ class ScratchBertWithLanguageModelHead(ScratchBertPreTrainedModel):
             The logits that the model returns, `(B, T, V)`, or `(labelled tokens, V)` with `sparse_prediction`; and for
             the loss the scores, `(tokens, V)`, and their labels, `(tokens,)` or None.
         """
-        hidden_states, shape = outputs.last_hidden_state, outputs.last_hidden_state.shape[:2]
+        hidden_states = outputs.last_hidden_state
+        shape = hidden_states.shape[:2]
         if labels is not None and self.config.sparse_prediction:
             labels = labels.reshape(shape)
             labelled = labels != -100
@@ -317,8 +337,9 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
         The other arguments are those of `ScratchBertModel.forward`. Logits at padding have no meaning.
         """
         self._keep_labelled_padding(kwargs, attention_mask, labels)
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.model(*tokens, return_dict=True, **kwargs)
+        outputs = self.model(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         prediction_logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs["padding_free"])
         seq_relationship_logits = self.next_sentence_head(outputs.pooler_output)
         loss = None
@@ -330,8 +351,12 @@ class ScratchBertForPreTraining(ScratchBertWithLanguageModelHead):
                 share = targets.ne(-100).sum() / torch.as_tensor(num_items, device=targets.device)
                 next_sentence_loss = next_sentence_loss * share
             loss = loss + next_sentence_loss
-        logits = {"prediction_logits": prediction_logits, "seq_relationship_logits": seq_relationship_logits}
-        return ScratchBertForPreTrainingOutput(loss=loss, **logits, **recorded(outputs))
+        return ScratchBertForPreTrainingOutput(
+            loss=loss,
+            prediction_logits=prediction_logits,
+            seq_relationship_logits=seq_relationship_logits,
+            **recorded(outputs),
+        )
 
 
 class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
@@ -357,7 +382,7 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         encoder_attention_mask: OptionalTensor = None,
         labels: OptionalTensor = None,
         **kwargs,
-    ) -> tuple | modeling_outputs.MaskedLMOutput:
+    ) -> tuple | MaskedLMOutput:
         """
         Args:
             labels: `(B, T)`, the ids of the masked words, and -100 for all other tokens.
@@ -366,11 +391,20 @@ class ScratchBertForMaskedLM(ScratchBertWithLanguageModelHead):
         meaning.
         """
         self._keep_labelled_padding(kwargs, attention_mask, labels)
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.model(*tokens, encoder_hidden_states, encoder_attention_mask, return_dict=True, **kwargs)
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            return_dict=True,
+            **kwargs,
+        )
         logits, scores, targets = self._score(outputs, attention_mask, labels, kwargs["padding_free"])
         loss = None if targets is None else average(cross_entropy, scores, targets, kwargs.get("num_items_in_batch"))
-        return modeling_outputs.MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
+        return MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ClassifierDropout(nn.Dropout):
@@ -405,7 +439,7 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         inputs_embeds: OptionalTensor = None,
         labels: OptionalTensor = None,
         **kwargs,
-    ) -> tuple | modeling_outputs.SequenceClassifierOutput:
+    ) -> tuple | SequenceClassifierOutput:
         """
         Args:
             labels: the classes, or what else the class of this model describes; the loss is computed from them.
@@ -413,10 +447,10 @@ class ScratchBertClassifier(ScratchBertPreTrainedModel):
         The other arguments are those of `ScratchBertModel.forward`. The logits are described in the class as well. The
         fields of the output are the same for every subclass.
         """
-        token_labels = labels if self._has_token_labels else None
-        self._keep_labelled_padding(kwargs, attention_mask, token_labels)
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.model(*tokens, return_dict=True, **kwargs)
+        self._keep_labelled_padding(kwargs, attention_mask, labels if self._has_token_labels else None)
+        outputs = self.model(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         logits = self._logits(outputs)
         loss = None if labels is None else self._loss(logits, labels, kwargs.get("num_items_in_batch"))
         return self._outputs(loss=loss, logits=logits, **recorded(outputs))
@@ -436,7 +470,7 @@ class ScratchBertForNextSentencePrediction(ScratchBertClassifier):
     `labels` are `(B,)`; 0: sentence B follows A, 1: it is a random one. `logits` are `(B, 2)`.
     """
 
-    _outputs = modeling_outputs.NextSentencePredictorOutput
+    _outputs = NextSentencePredictorOutput
 
     def __init__(self, config: ScratchBertConfig):
         super(ScratchBertClassifier, self).__init__(config)  # its head has another name, and no dropout
@@ -457,7 +491,7 @@ class ScratchBertForSequenceClassification(ScratchBertClassifier):
     labels set it. `logits` are `(B, L)`.
     """
 
-    _outputs = modeling_outputs.SequenceClassifierOutput
+    _outputs = SequenceClassifierOutput
 
     def _loss(self, logits: Tensor, labels: Tensor, num_items) -> Tensor:
         if self.config.problem_type is None:
@@ -486,7 +520,7 @@ class ScratchBertForTokenClassification(ScratchBertClassifier):
     meaning.
     """
 
-    _outputs = modeling_outputs.TokenClassifierOutput
+    _outputs = TokenClassifierOutput
     _has_token_labels = True
 
     def _logits(self, outputs) -> Tensor:
@@ -516,7 +550,7 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         start_positions: OptionalTensor = None,
         end_positions: OptionalTensor = None,
         **kwargs,
-    ) -> tuple | modeling_outputs.QuestionAnsweringModelOutput:
+    ) -> tuple | QuestionAnsweringModelOutput:
         """
         Args:
             start_positions: `(B,)`, the first token of the answer; one after the end of the sequence is ignored.
@@ -527,8 +561,9 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
         """
         if start_positions is not None and end_positions is not None:
             kwargs["padding_free"] = False
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        outputs = self.model(*tokens, return_dict=True, **kwargs)
+        outputs = self.model(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         scores = self.qa_outputs(outputs.last_hidden_state)
         start_logits, end_logits = (each.contiguous() for each in scores.unbind(dim=-1))
         losses, beyond = [], start_logits.shape[1]
@@ -537,8 +572,9 @@ class ScratchBertForQuestionAnswering(ScratchBertPreTrainedModel):
                 targets, num_items = positions.view(-1).clamp(0, beyond), kwargs.get("num_items_in_batch")
                 losses.append(average(cross_entropy, scores, targets, num_items, ignore_index=beyond))
         loss: Any = sum(losses) / 2 if losses else None
-        logits = {"start_logits": start_logits, "end_logits": end_logits}
-        return modeling_outputs.QuestionAnsweringModelOutput(loss=loss, **logits, **recorded(outputs))
+        return QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start_logits, end_logits=end_logits, **recorded(outputs)
+        )
 
 
 class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
@@ -561,7 +597,7 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
         inputs_embeds: OptionalTensor = None,
         labels: OptionalTensor = None,
         **kwargs,
-    ) -> tuple | modeling_outputs.MultipleChoiceModelOutput:
+    ) -> tuple | MultipleChoiceModelOutput:
         """
         Args:
             input_ids: `(B, N, T)` for N choices; also `attention_mask`, `token_type_ids`, `position_ids`, and
@@ -570,14 +606,19 @@ class ScratchBertForMultipleChoice(ScratchBertPreTrainedModel):
 
         The other arguments are those of `ScratchBertModel.forward`. `logits` are `(B, N)`.
         """
-        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-        inputs |= {"token_type_ids": token_type_ids, "position_ids": position_ids}
+        inputs = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+        }
         choices = check_choices(**inputs)
         flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
         outputs = self.model(**flat, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
         loss = None if labels is None else average(cross_entropy, logits, labels, kwargs.get("num_items_in_batch"))
-        return modeling_outputs.MultipleChoiceModelOutput(loss=loss, logits=logits, **recorded(outputs))
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenerationMixin):
@@ -613,7 +654,7 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
-    ) -> tuple | modeling_outputs.CausalLMOutputWithCrossAttentions:
+    ) -> tuple | CausalLMOutputWithCrossAttentions:
         """
         Args:
             labels: `(B, T)`, the input ids, which are shifted here; -100 for tokens that are not to be predicted.
@@ -625,15 +666,31 @@ class ScratchBertForCausalLM(ScratchBertWithLanguageModelHead, ScratchBertGenera
         if labels is not None:
             # Without a causal mask, the loss of shifted labels reads the logits at padding.
             kwargs["padding_free"] = False
-        tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        source = encoder_hidden_states, encoder_attention_mask, past_key_values
-        outputs = self.model(*tokens, *source, use_cache=labels is None and use_cache, return_dict=True, **kwargs)
+            use_cache = False
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
         logits = self.lm_head(last_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        fields = {name: value for name, value in outputs.items() if name not in ("last_hidden_state", "pooler_output")}
-        return modeling_outputs.CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **fields)
+        return CausalLMOutputWithCrossAttentions(
+            loss=loss,
+            logits=logits,
+            **{CACHE: getattr(outputs, CACHE)},
+            **recorded(outputs),
+            cross_attentions=outputs.cross_attentions,
+        )
 
 
 class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
@@ -641,8 +698,10 @@ class ScratchBertEncoderDecoder(ScratchBertPreTrainedModel):
 
     _is_encoder_decoder = True
     # An EncoderDecoderModel stores a pooler of the encoder, which it does not use.
-    _ignored = ScratchBertPreTrainedModel._keys_to_ignore_on_load_unexpected
-    _keys_to_ignore_on_load_unexpected = [*_ignored, r"^(model\.)?encoder\.pooler\."]
+    _keys_to_ignore_on_load_unexpected = [
+        *ScratchBertPreTrainedModel._keys_to_ignore_on_load_unexpected,
+        r"^(model\.)?encoder\.pooler\.",
+    ]
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """As `PreTrainedModel.resize_token_embeddings`, for encoder, decoder and head."""
@@ -693,7 +752,7 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         attention_mask: OptionalTensor = None,
         decoder_input_ids: OptionalTensor = None,
         decoder_attention_mask: OptionalTensor = None,
-        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: OptionalTensor = None,
         decoder_inputs_embeds: OptionalTensor = None,
@@ -703,7 +762,7 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         decoder_position_ids: OptionalTensor = None,
         decoder_token_type_ids: OptionalTensor = None,
         **kwargs,
-    ) -> tuple | modeling_outputs.Seq2SeqModelOutput:
+    ) -> tuple | Seq2SeqModelOutput:
         """
         Args:
             input_ids: `(B, S)` token ids of the source; or else `inputs_embeds`, `(B, S, C)`, or `encoder_outputs`.
@@ -734,30 +793,38 @@ class ScratchBertSeq2SeqModel(ScratchBertEncoderDecoder):
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         if encoder_outputs is None:
-            tokens = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-            encoded = self.encoder(*tokens, return_dict=True, **kwargs)
+            encoded = self.encoder(
+                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+            )
         else:
-            encoded = self._given_encoder_outputs(encoder_outputs, attention_mask)
-        targets = decoder_input_ids, decoder_attention_mask, decoder_token_type_ids, decoder_position_ids
-        source = decoder_inputs_embeds, encoded.last_hidden_state, attention_mask, past_key_values
-        decoder_outputs = self.decoder(*targets, *source, use_cache=use_cache, return_dict=True, **kwargs)
-        decoder = {f"decoder_{name}": value for name, value in recorded(decoder_outputs).items()}
-        encoder = {"encoder_last_hidden_state": encoded.last_hidden_state}
-        encoder |= {f"encoder_{name}": value for name, value in recorded(encoded).items()}
-        return modeling_outputs.Seq2SeqModelOutput(
-            last_hidden_state=decoder_outputs.last_hidden_state,
-            **{CACHE: getattr(decoder_outputs, CACHE)},
-            cross_attentions=decoder_outputs.cross_attentions,
-            **decoder,
-            **encoder,
+            encoded = encoder_outputs
+            if isinstance(encoded, (list, tuple)):
+                encoded = BaseModelOutput(*encoded)
+            states, name = getattr(encoded, "last_hidden_state", None), "encoder_outputs.last_hidden_state"
+            check_encoder_inputs(self.decoder.config, states, attention_mask, "batch", 1, name, "attention_mask")
+        decoded = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            decoder_token_type_ids,
+            decoder_position_ids,
+            decoder_inputs_embeds,
+            encoded.last_hidden_state,
+            attention_mask,
+            past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
         )
-
-    def _given_encoder_outputs(self, outputs, attention_mask) -> modeling_outputs.BaseModelOutput:
-        if isinstance(outputs, (list, tuple)):
-            outputs = modeling_outputs.BaseModelOutput(*outputs)
-        states, name = getattr(outputs, "last_hidden_state", None), "encoder_outputs.last_hidden_state"
-        check_encoder_inputs(self.decoder.config, states, attention_mask, "batch", 1, name, "attention_mask")
-        return outputs
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoded.last_hidden_state,
+            **{CACHE: getattr(decoded, CACHE)},
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+        )
 
 
 class ScratchBertForConditionalGeneration(
@@ -804,7 +871,7 @@ class ScratchBertForConditionalGeneration(
         attention_mask: OptionalTensor = None,
         decoder_input_ids: OptionalTensor = None,
         decoder_attention_mask: OptionalTensor = None,
-        encoder_outputs: modeling_outputs.BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: OptionalTensor = None,
         decoder_inputs_embeds: OptionalTensor = None,
@@ -816,7 +883,7 @@ class ScratchBertForConditionalGeneration(
         decoder_token_type_ids: OptionalTensor = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
-    ) -> tuple | modeling_outputs.Seq2SeqLMOutput:
+    ) -> tuple | Seq2SeqLMOutput:
         """
         Args:
             labels: `(B, T)`, the ids of the target without the start token, and -100 for padding. Shifted right, they
@@ -828,7 +895,8 @@ class ScratchBertForConditionalGeneration(
         past_key_values = take_cache(past_key_values, kwargs)
         if labels is not None:
             use_cache = False
-            check_labels(labels, decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds)
+            targets: Any = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            check_tensor("labels", labels, *getattr(targets, "shape", ("batch", "length"))[:2])
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
                 if decoder_attention_mask is None and self.config.pad_token_id is not None:
@@ -837,13 +905,24 @@ class ScratchBertForConditionalGeneration(
                     decoder_attention_mask = (decoder_input_ids != self.config.pad_token_id).long()
                     decoder_attention_mask[:, 0] = 1
                     past_length: Any = cache_lengths(past_key_values)[0]
-                    cached = decoder_attention_mask.new_ones(labels.shape[0], past_length)
-                    decoder_attention_mask = torch.cat([cached, decoder_attention_mask], dim=1)
-        inputs = input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
-        options: dict[str, Any] = {**kwargs, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        options |= {"decoder_position_ids": decoder_position_ids, "decoder_token_type_ids": decoder_token_type_ids}
-        options |= {"use_cache": use_cache, "return_dict": True}
-        outputs = self.model(*inputs, inputs_embeds, decoder_inputs_embeds, **options)
+                    decoder_attention_mask = pad(decoder_attention_mask, (past_length, 0), value=1)
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            past_key_values,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            token_type_ids,
+            position_ids,
+            decoder_position_ids,
+            decoder_token_type_ids,
+            return_dict=True,
+            **kwargs,
+        )
         logits = self.lm_head(last_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
@@ -851,7 +930,7 @@ class ScratchBertForConditionalGeneration(
             scores = logits.view(-1, self.config.vocab_size)
             loss = average(cross_entropy, scores, labels.reshape(-1), kwargs.get("num_items_in_batch"))
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
-        return modeling_outputs.Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The input of the decoder for these labels, `(B, T)`: the start token, then all labels but the last, with
@@ -868,4 +947,5 @@ class ScratchBertForConditionalGeneration(
                 "tokenizer's pad_token_id."
             )
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)
+        ids = torch.cat([start, labels[:, :-1]], dim=1)
+        return ids.masked_fill(ids == -100, self.config.pad_token_id)

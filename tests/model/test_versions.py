@@ -43,6 +43,11 @@ KNOWN = {
         "create_masks_for_generate",
     },
     "transformers.modeling_layers": {"GradientCheckpointingLayer"},
+    "transformers.modeling_outputs": {
+        *("BaseModelOutput", "BaseModelOutputWithPoolingAndCrossAttentions", "CausalLMOutputWithCrossAttentions"),
+        *("MaskedLMOutput", "MultipleChoiceModelOutput", "NextSentencePredictorOutput", "QuestionAnsweringModelOutput"),
+        *("Seq2SeqLMOutput", "Seq2SeqModelOutput", "SequenceClassifierOutput", "TokenClassifierOutput"),
+    },
     "transformers.modeling_utils": {"ALL_ATTENTION_FUNCTIONS", "load_state_dict"},
     "transformers.models.auto.modeling_auto": {"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"},
     "transformers.pytorch_utils": {"apply_chunking_to_forward"},
