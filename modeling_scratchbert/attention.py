@@ -82,13 +82,14 @@ class MultiHeadAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = is_causal  # read by the sdpa and flash kernels if they are given no mask
-        self.head_width = config.hidden_size // config.num_attention_heads
+        width = config.hidden_size
+        self.head_width = width // config.num_attention_heads
         self.scaling = self.head_width**-0.5  # an attribute, because vLLM reads it
         self.dropout = config.attention_probs_dropout_prob
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
 
     def forward(
         self,

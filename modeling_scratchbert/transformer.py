@@ -45,7 +45,8 @@ class TransformerBlock(GradientCheckpointingLayer):
             past_key_values=past_key_values,
             **kwargs,
         )
-        x = x + self.dropout(y) if pre_norm else self.attention_norm(x + self.dropout(y))
+        x = x + self.dropout(y)
+        x = x if pre_norm else self.attention_norm(x)
 
         if encoder_hidden_states is not None:
             y, _ = self.cross_attention(
@@ -55,10 +56,12 @@ class TransformerBlock(GradientCheckpointingLayer):
                 encoder_hidden_states=encoder_hidden_states,
                 **kwargs,
             )
-            x = x + self.dropout(y) if pre_norm else self.cross_attention_norm(x + self.dropout(y))
+            x = x + self.dropout(y)
+            x = x if pre_norm else self.cross_attention_norm(x)
 
         y = self.feed_forward(self.feed_forward_norm(x) if pre_norm else x)
-        return x + self.dropout(y) if pre_norm else self.feed_forward_norm(x + self.dropout(y))
+        x = x + self.dropout(y)
+        return x if pre_norm else self.feed_forward_norm(x)
 
 
 class TransformerStack(nn.Module):

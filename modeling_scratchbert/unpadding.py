@@ -144,9 +144,9 @@ class PaddedBatch:
     def __init__(self, attention_mask=None):
         self.attention_mask = attention_mask
 
-    def unpad(self, input_ids, token_type_ids, position_ids, inputs_embeds) -> tuple:
+    def unpad(self, *tensors: Tensor | None) -> tuple:
         """The tokens to compute, of tensors of `(B, T, …)` or None. The embeddings count positions that are None."""
-        return input_ids, token_type_ids, position_ids, inputs_embeds
+        return tensors
 
     def encoder_inputs(self, config, hidden_states, eager, position_ids, encoder_states, encoder_mask, cache) -> dict:
         """The arguments of the encoder beside `hidden_states`, with masks in the form that the kernel expects, or with
@@ -218,7 +218,7 @@ class UnpaddedBatch:
     def from_mask(cls, mask: Tensor, lengths: list[int], max_width: int = 0) -> "UnpaddedBatch":
         """The tokens where `mask`, `(B, T)`, is True. `lengths` has the number of them in each row."""
         indices = mask.flatten().nonzero_static(size=sum(lengths))[:, 0]
-        return cls.from_lengths(lengths, (mask.shape[0], mask.shape[1]), indices, mask.device, max_width=max_width)
+        return cls.from_lengths(lengths, mask.shape, indices, mask.device, max_width=max_width)
 
     @classmethod
     def from_lengths(cls, lengths: list[int], shape, indices, device, sort=True, max_width=0) -> "UnpaddedBatch":
@@ -342,8 +342,9 @@ class MaskedSequences(PaddedBatch):
     `UnpaddedBatch`, or because attention weights, `(1, H, N, N)`, are requested."""
 
     def __init__(self, sequences: UnpaddedBatch):
-        super().__init__(within_sequence(sequences.sequence_ids()))
-        self.unpad, self.restore = sequences.unpad, sequences.restore  # type: ignore[method-assign]
+        ids = sequences.sequence_ids()
+        super().__init__((ids[:, None] == ids)[None, None])  # (1, 1, N, N): True between tokens of the same sequence
+        self.unpad, self.restore = sequences.unpad, sequences.restore  # type: ignore[method-assign, assignment]
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -379,11 +380,6 @@ def additive_mask(mask: Any, dtype: torch.dtype) -> Any:
 def cumulative(lengths: list[int]) -> Tensor:
     """The start of each sequence, end to end, and the end of the last: `(S + 1,)`, on the CPU."""
     return pad(torch.tensor(lengths, device="cpu").cumsum(0), (1, 0))
-
-
-def within_sequence(sequence_ids: Tensor) -> Tensor:
-    """A full mask, `(1, 1, N, N)`: True between tokens of the same sequence."""
-    return (sequence_ids[:, None] == sequence_ids)[None, None]
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
