@@ -42,11 +42,17 @@ TASKS = (
     "QuestionAnswering",
     "MultipleChoice",
 )
-MODELS = {"": "Model", "ForTextEncoding": "Model", "ForSeq2SeqLM": "ForConditionalGeneration"}
-MODELS |= {f"For{task}": f"For{task}" for task in TASKS}
+MODELS = {
+    "": "Model",
+    "ForTextEncoding": "Model",
+    "ForSeq2SeqLM": "ForConditionalGeneration",
+    **{f"For{task}": f"For{task}" for task in TASKS},
+}
 # The class that each Auto class opens: the `auto_map` of every saved config.json, and what `__init__` registers.
-AUTO_MAP = {"AutoConfig": "configuration_scratchbert.ScratchBertConfig"}
-AUTO_MAP |= {f"AutoModel{task}": f"modeling_scratchbert.ScratchBert{name}" for task, name in MODELS.items()}
+AUTO_MAP = {
+    "AutoConfig": "configuration_scratchbert.ScratchBertConfig",
+    **{f"AutoModel{task}": f"modeling_scratchbert.ScratchBert{name}" for task, name in MODELS.items()},
+}
 
 
 @strict
@@ -133,8 +139,16 @@ class ScratchBertConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise ValueError if no model can be built from the fields. Models call it, since fields can be set later."""
-        sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-        minima = dict.fromkeys((*sizes, "type_vocab_size"), 1) | {"num_hidden_layers": 0, "initializer_range": 0}
+        minima = {
+            "vocab_size": 1,
+            "hidden_size": 1,
+            "num_attention_heads": 1,
+            "intermediate_size": 1,
+            "max_position_embeddings": 1,
+            "type_vocab_size": 1,
+            "num_hidden_layers": 0,
+            "initializer_range": 0,
+        }
         for name, minimum in minima.items():
             self._expect(name, getattr(self, name) >= minimum, f"at least {minimum}")
         heads, size, positions = self.num_attention_heads, self.hidden_size, self.position_embedding_type
@@ -226,9 +240,9 @@ class ScratchBertConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Self:
         """As `PreTrainedConfig.from_dict`, which sets `kwargs` one by one after the configuration was checked. A
         `padding_free` in the dictionary, which earlier versions saved, is ignored."""
-        if config_dict.get("padding_free"):
+        fields = dict(config_dict)
+        if fields.pop("padding_free", False):
             logger.info("padding_free in config.json is ignored; pass it to from_pretrained to remove padding.")
-        fields = {name: value for name, value in config_dict.items() if name != "padding_free"}
         result = super().from_dict(fields, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config._complete()

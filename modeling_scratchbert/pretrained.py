@@ -63,10 +63,6 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
         is_asked = is_requested(self.base_model, options.get("padding_free"))
         options["padding_free"] = is_asked and not labels_include_padding(attention_mask, labels)
 
-    def _own_models(self) -> list[Any]:
-        """Return this model and those in it: encoder and decoder have configurations of their own."""
-        return [module for module in self.modules() if isinstance(module, ScratchBertPreTrainedModel)]
-
     @classmethod
     def _class_for(cls, is_encoder_decoder: bool) -> "type[ScratchBertPreTrainedModel]":
         """Return the class that opens a checkpoint of this kind when this class was asked to."""
@@ -113,7 +109,8 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             OSError: there is no such checkpoint, it has no config.json, or one of its files cannot be read; or with
                 `verify`, it has no probe.json, or a damaged one.
         """
-        source, options = pretrained_model_name_or_path, hub_options(pretrained_model_name_or_path, kwargs)
+        source = pretrained_model_name_or_path
+        options = hub_options(source, kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         with explained(source, kwargs | options):
             fields = _raw_fields(source, options)
@@ -123,8 +120,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             _check_class(model_class, fields, source)
             check_probe = installed("probe.comparison").probe_check(source, kwargs | options) if verify else None
             if not is_own:
-                arguments = model_class, source, bool(fields), key_mapping, options, kwargs
-                key_mapping = installed("bert.loading").bert_key_mapping(*arguments)
+                key_mapping = installed("bert.loading").bert_key_mapping(
+                    model_class, source, bool(fields), key_mapping, options, kwargs
+                )
             if isinstance(config, PreTrainedConfig):
                 config = config if _is_our_config(config) else cls.config_class.from_bert(config)
             kwargs |= {**options, "config": config, "key_mapping": key_mapping, "output_loading_info": True}
@@ -132,7 +130,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             model, info = load(source, *model_args, **kwargs)
         _check_blocks(model, info, source)
         _warn_of_lost_buffers(model)
-        for each in model._own_models() if padding_free is not None else ():
+        # Encoder and decoder have configurations of their own.
+        models: list[Any] = [module for module in model.modules() if isinstance(module, ScratchBertPreTrainedModel)]
+        for each in models if padding_free is not None else ():
             each.config.padding_free = padding_free
         model._weight_conversions = []  # with which transformers would save under BERT's names again
         if check_probe is not None:
@@ -172,8 +172,9 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
                     installed("probe.recording").write_probe(self, folder, variant)
                 except Exception as error:  # the package may be absent, or broken
                     logger.warning_once(f"The model is saved without a probe.json: {error}")
-            options = is_main_process, state_dict, push_to_hub, max_shard_size, variant
-            super().save_pretrained(str(folder), *options, *args, **kwargs)
+            super().save_pretrained(
+                str(folder), is_main_process, state_dict, push_to_hub, max_shard_size, variant, *args, **kwargs
+            )
             if (folder / "config.json").exists():
                 copy_code(folder)  # the configuration may be of another copy of the package, and has saved its code
             if push_to_hub and Path(save_directory, "README.md").exists():
@@ -186,10 +187,14 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
     def _auto_map(self) -> dict[str, str]:
         """Return the `auto_map` of this model's checkpoint. It names no model for a derived class, because ours would
         drop what was changed; `register_for_auto_class` adds the derived class."""
-        ancestors = [cls for cls in type(self).__mro__ if issubclass(cls, ScratchBertPreTrainedModel)]
-        # FSDP derives classes that change nothing in the model.
         own = (__name__, f"{PACKAGE}.modeling_scratchbert")
-        derived = [cls for cls in ancestors if cls.__module__ not in own and not cls.__module__.startswith("torch.")]
+        derived = [
+            cls
+            for cls in type(self).__mro__
+            if issubclass(cls, ScratchBertPreTrainedModel)
+            and cls.__module__ not in own
+            and not cls.__module__.startswith("torch.")  # FSDP derives classes that change nothing in the model
+        ]
         if derived and type(self)._auto_class is None:
             name = derived[0].__name__
             logger.warning(
@@ -219,9 +224,11 @@ def _raw_fields(source, options: dict) -> dict:
     # If the Hub cannot be reached, this raises, so that it is not tried for every file of weights. With a resolved
     # revision the repository is in the cache, and may have no config.json.
     is_new = type(options.get("revision")).__name__ != "ResolvedRevision"
-    look_up = {"_raise_exceptions_for_missing_entries": is_new, **options}
-    has_config = source is not None and cached_file(folder, "config.json", **look_up) is not None
-    return raw_config(folder, **options)[0] if has_config else {}
+    if source is None or not cached_file(
+        folder, "config.json", _raise_exceptions_for_missing_entries=is_new, **options
+    ):
+        return {}
+    return raw_config(folder, **options)[0]
 
 
 def _is_our_config(config) -> bool:
