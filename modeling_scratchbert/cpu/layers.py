@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inference import refusal
-from .library import TYPES, Linear, NativeLayer, Norm, address, call, spread
+from .library import TYPES, NativeLayer, address, call, spread
 from .matrices import Matrix, NormWeights, TorchMatrix
 
 # `torch.compile` does not accept the modules below, so its operator looks them up by a key.
@@ -111,11 +111,15 @@ class PrepackedLayer(PrepackedModule):
             y.copy_(self.matrix.multiply(x))
             return
         rows = spread(x.float().reshape(-1, x.shape[-1])).contiguous()
-        kind = 0 if self.matrix is None else TYPES[self.matrix.dtype]
         sizes = rows.shape[1], y.shape[-1], torch.get_num_threads(), len(rows)
-        linear = Linear() if self.matrix is None else self.matrix.native()
-        norm, epsilon = (Norm(), 0) if self.norm is None else (self.norm.native(), self.norm.epsilon)
-        call("layer", NativeLayer(kind, self.activation, *sizes, address(rows), address(y), epsilon, linear, norm))
+        layer = NativeLayer(0, self.activation, *sizes, address(rows), address(y))  # what is not given is 0
+        if self.matrix is not None:
+            layer.type = TYPES[self.matrix.dtype]
+            layer.linear = self.matrix.native()
+        if self.norm is not None:
+            layer.norm = self.norm.native()
+            layer.epsilon = self.norm.epsilon
+        call("layer", layer)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):

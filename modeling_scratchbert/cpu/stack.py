@@ -240,9 +240,16 @@ class OptimizedStack(PrepackedModule):
             config, dtype = self.config, self.blocks[0].output.dtype if self.blocks else torch.float32
             blocks = (NativeBlock * len(self.blocks))(*[each.native() for each in self.blocks])
             native = NativeStack(
-                *(ctypes.sizeof(NativeStack), TYPES[dtype], ACTIVATIONS[type(ACT2FN[config.hidden_act])]),
-                *(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.norm_first),
-                *(len(blocks), config.layer_norm_eps, ctypes.addressof(blocks)),
+                ctypes.sizeof(NativeStack),
+                TYPES[dtype],
+                ACTIVATIONS[type(ACT2FN[config.hidden_act])],
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_attention_heads,
+                config.norm_first,
+                len(blocks),
+                config.layer_norm_eps,
+                ctypes.addressof(blocks),
             )
             native.kept = blocks
             vars(self)["_native"] = native
