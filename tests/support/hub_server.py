@@ -321,7 +321,8 @@ def serving(**users: set[str]):
 def use(hub, patch: pytest.MonkeyPatch, cache: Path, token: str | None = None) -> None:
     """What HF_ENDPOINT and the like say to a new process, said to this one; `token` None: there is none."""
     patch.setattr(constants, "ENDPOINT", hub.endpoint)
-    patch.setattr(transformers.utils.hub, "_hf_api", None)  # the client of transformers keeps its first endpoint
+    # The client of transformers keeps its first endpoint; older versions have none.
+    patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
     template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
