@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import transformers.utils.hub
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 # The Hub goes by .gitattributes and by size; this does for models.
 LARGE = (".safetensors", ".bin", ".png")
@@ -321,6 +321,7 @@ def serving(**users: set[str]):
 def use(hub, patch: pytest.MonkeyPatch, cache: Path, token: str | None = None) -> None:
     """What HF_ENDPOINT and the like say to a new process, said to this one; `token` None: there is none."""
     patch.setattr(constants, "ENDPOINT", hub.endpoint)
+    patch.setattr(hf_api.api, "endpoint", hub.endpoint)
     # The client of transformers keeps its first endpoint; older versions have none.
     patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
     template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
