@@ -74,6 +74,7 @@ TASK_FLAGS = {
 QUANTIZED = ("uint8", "binary", "ubinary")
 TOKENS_ON_CPU, TOKENS_ON_ACCELERATOR = 2048, 16384
 TRIED_ROWS = 256  # of --dry_run
+ROWS_OF_A_PROCESS = 500  # by default, of --update: fewer are computed sooner than a process starts
 LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
@@ -536,6 +537,8 @@ class Run:
                 self.report(f"{what} has changed: all rows are computed")
         records = list(output.read_records(self.store)) if before["machine"] == self.manifest["machine"] else []
         known = output.find_known(records, bytes(digests))
+        if self.args.processes is None and (known[:, 0] < 0).sum() < ROWS_OF_A_PROCESS:
+            self.devices = self.devices[:1]
 
         url, size = f"{self.args.output}/{output.UPDATE}", self.args.part_rows
 
