@@ -2,6 +2,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+// Compilers do not agree on the macro that says it.
+#define HAS_AMX
 #include "stack.h"
 
 // Linux gives a process the registers of AMX when it asks for them. Whether it does.

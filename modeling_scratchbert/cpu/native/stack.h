@@ -34,7 +34,7 @@ enum Activation : int64_t { IDENTITY, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID
 constexpr int PANEL = 32;
 // Up to ROWS_FOR_ALL rows, all threads compute the same ones; of more rows, each thread computes up to ROWS_OF_ONE at a
 // time, in whole units.
-#ifdef __AMX_TILE__
+#ifdef HAS_AMX
 constexpr int ROWS_FOR_ALL = 128, ROWS_OF_ONE = 96, UNIT = 32;
 #else
 constexpr int ROWS_FOR_ALL = 96, ROWS_OF_ONE = 96, UNIT = 1;
@@ -179,7 +179,7 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* inputs, int64_t str
   }
 }
 
-#ifdef __AMX_TILE__
+#ifdef HAS_AMX
 // Rows of inputs that AMX multiplies at a time. It reads as many, whatever they hold.
 constexpr int AMX_ROWS = 32;
 
@@ -239,7 +239,7 @@ constexpr Tile tile_of(int rows, std::integer_sequence<int, i...>) {
 }
 template <Type type>
 INLINE Tile tile_of(int rows, bool is_amx = false) {
-#ifdef __AMX_TILE__
+#ifdef HAS_AMX
   if constexpr (type != FLOAT32)
     if (is_amx) return rows > 16 ? multiply_amx<type, true> : multiply_amx<type, false>;
 #endif

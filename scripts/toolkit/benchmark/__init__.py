@@ -34,6 +34,8 @@ VARIANTS = {
     "openvino": Variant("OpenVINO", "float32", ("openvino",)),
     "openvino-bf16": Variant("OpenVINO", "bfloat16", ("openvino",)),
     "openvino-int8": Variant("OpenVINO", "int8, calibrated", ("openvino", "nncf")),
+    "zentorch": Variant("zentorch", "float32", ("zentorch",)),
+    "zentorch-bf16": Variant("zentorch", "bfloat16", ("zentorch",)),
     "ctranslate2": Variant("CTranslate2", "float32", ("ctranslate2",)),
     "ctranslate2-int8": Variant("CTranslate2", "int8", ("ctranslate2",)),
     "ours-padded": Variant("ScratchBert", "float32, as loaded"),

@@ -104,6 +104,14 @@ def open_bert(name: str, folder: Path, threads: int) -> Run:
     return TorchRun(model)
 
 
+def open_zentorch(name: str, folder: Path, threads: int) -> Run:
+    import zentorch  # noqa: F401, adds its backend to torch.compile
+
+    model = load(folder, "Bert", dtype=torch.bfloat16 if name == "zentorch-bf16" else torch.float32)
+    model.base_model.compile(backend="zentorch", dynamic=True)
+    return TorchRun(model)
+
+
 def open_ours(name: str, folder: Path, threads: int) -> Run:
     dtype = torch.bfloat16 if name == "ours-bf16" else torch.float32
     model = load(folder, "ScratchBert", dtype=dtype, padding_free=name != "ours-padded")
@@ -213,6 +221,7 @@ OPENERS = {
     "ScratchBert": open_ours,
     "ONNX Runtime": open_onnx,
     "OpenVINO": open_openvino,
+    "zentorch": open_zentorch,
     "CTranslate2": open_ctranslate2,
 }
 
