@@ -81,15 +81,24 @@ LIBRARIES = ("scratchbert", "torch", "transformers", "tokenizers", "numpy", "pya
 # ========================================================================================================== arguments
 
 
+COUNT = {"type": integer_from(1), "metavar": "N"}
+
+
 def make_parser() -> Parser:
-    count = {"type": integer_from(1), "metavar": "N"}
     parser = Parser(__file__, __doc__, usage="%(prog)s MODEL INPUT [INPUT …] --output FOLDER [--FLAG VALUE …]")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint with a tokenizer: a folder or a hub id")
     parser.add_argument(
         "inputs", metavar="INPUT", nargs="*", help="a file, a folder, a pattern, - or hub:DATASET[:SPLIT]"
     )
+    add_most_used_flags(parser.group("most used"))
+    add_data_flags(parser.group("data"))
+    add_task_flags(parser.group("task"))
+    add_computation_flags(parser.group("computation"))
+    return parser
 
-    add = parser.group("most used").add_argument
+
+def add_most_used_flags(group) -> None:
+    add = group.add_argument
     what = "; ".join(f"{name}: {what}" for name, what in TASKS.items())
     add("--task", choices=TASKS, help=f"{what}. Default: what the model's class is for")
     add("--text", action="append", metavar="TEXT", help="in place of INPUT: print the result; may be repeated")
@@ -107,7 +116,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="bring the output of an earlier run up to date: compute the texts that are new",
     )
-    add("--limit", **count, help="use the first N rows only")
+    add("--limit", **COUNT, help="use the first N rows only")
     add(
         "--on_bad_row",
         choices=("stop", "skip"),
@@ -122,15 +131,16 @@ def make_parser() -> Parser:
     )
     add(
         "--processes",
-        **count,
+        **COUNT,
         help="each with a model; default: one for each processor or accelerator; on Ray, as many as have room",
     )
     add("--dry_run", action="store_true", help="compute a few rows, estimate the time, and write nothing")
     add("--check", action="store_true", help="compare every file of --output with what its run wrote")
 
-    data = parser.group("data")
-    add_reading_flags(data)
-    add = data.add_argument
+
+def add_data_flags(group) -> None:
+    add_reading_flags(group)
+    add = group.add_argument
     trained = "default: that of the training, or a usual name"
     add("--text_pair_column", metavar="NAME", help=f"classify, rerank: the second texts; {trained}")
     add("--words_column", metavar="NAME", help=f"tag: lists of words, in place of texts; {trained}")
@@ -143,12 +153,14 @@ def make_parser() -> Parser:
         choices=("txt", "csv", "tsv", "jsonl"),
         help="default: jsonl if it begins with a brace, else txt",
     )
-    add("--part_rows", **count, default=1000, help="rows of the input in each part")
+    add("--part_rows", **COUNT, default=1000, help="rows of the input in each part")
 
-    add = parser.group("task").add_argument
+
+def add_task_flags(group) -> None:
+    add = group.add_argument
     add(
         "--max_length",
-        **count,
+        **COUNT,
         help="tokens to which a text is cut, or of a window; default: that of the training, or the model's",
     )
     add(
@@ -157,7 +169,7 @@ def make_parser() -> Parser:
         help="embed: default: that of a sentence-transformers folder, or mean",
     )
     add("--normalize", action="store_true", help="embed: scale each vector to length 1")
-    add("--truncate_dim", **count, help="embed: only the first N numbers of each vector")
+    add("--truncate_dim", **COUNT, help="embed: only the first N numbers of each vector")
     add(
         "--embedding_dtype",
         choices=("float32", "float16", "int8", *QUANTIZED),
@@ -188,17 +200,17 @@ def make_parser() -> Parser:
     )
     add(
         "--stride",
-        **count,
+        **COUNT,
         help="answer: tokens of the context that two windows share; default: that of the training, or 128",
     )
-    add("--max_answer_length", **count, help="answer: tokens of an answer; default: that of the training, or 30")
+    add("--max_answer_length", **COUNT, help="answer: tokens of an answer; default: that of the training, or 30")
     add(
         "--null_threshold",
         metavar="X",
         help="answer: the score that an answer must exceed, or never; default: that of the training",
     )
-    add("--max_new_tokens", **count, help="generate: tokens of a text; default: the model's, or 128")
-    add("--num_beams", **count, help="generate: beams; 1: greedy decoding; default: the model's")
+    add("--max_new_tokens", **COUNT, help="generate: tokens of a text; default: the model's, or 128")
+    add("--num_beams", **COUNT, help="generate: beams; 1: greedy decoding; default: the model's")
     add(
         "--option",
         action="append",
@@ -207,14 +219,16 @@ def make_parser() -> Parser:
         metavar="NAME=VALUE",
         help="generate: any other field of GenerationConfig, as JSON; may be repeated",
     )
-    add("--top_k", **count, help="fill-mask: words for each mask; default: 5")
+    add("--top_k", **COUNT, help="fill-mask: words for each mask; default: 5")
 
-    add = parser.group("computation").add_argument
+
+def add_computation_flags(group) -> None:
+    add = group.add_argument
     add("--dtype", choices=("float32", "bfloat16", "int8"), help="default: that of the stored weights")
     add("--device", help="such as cpu or cuda:1; on Ray cpu or cuda; default: all accelerators if there are any")
     add(
         "--tokens_per_batch",
-        **count,
+        **COUNT,
         help=f"default: {TOKENS_ON_CPU:,} on a CPU, {TOKENS_ON_ACCELERATOR:,} on an accelerator",
     )
     add(
@@ -240,7 +254,6 @@ def make_parser() -> Parser:
         action="store_true",
         help="run the code in the folder of the model, if it is not what modeling_scratchbert saves",
     )
-    return parser
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -322,7 +335,7 @@ def read_ranges(path: str | None):
 # ================================================================================================================ run
 
 
-class Run:
+class Prediction:
     """A run of the command, from its flags to its output.
 
     Attributes:
@@ -647,7 +660,7 @@ class Run:
         from toolkit.corpus import output
         from toolkit.corpus.tasks import make_task
 
-        self.store.remove(output.METRICS)
+        self.store.remove(output.METRICS_FILE)
         pairs = [pair for pair in evaluated if pair is not None]
         if not pairs:
             return
@@ -655,9 +668,9 @@ class Run:
         rows, predictions = zip(*pairs, strict=True)
         left_out = skipped + len(evaluated) - len(pairs)
         found = {**task.metrics(list(rows), list(predictions)), "rows": len(pairs), "rows_left_out": left_out}
-        self.store.write(output.METRICS, output.to_json_bytes(to_json(found)))
+        self.store.write(output.METRICS_FILE, output.to_json_bytes(to_json(found)))
         shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float))
-        print(f"{output.METRICS}: {shown}; on {len(pairs):,} rows, {left_out:,} left out")
+        print(f"{output.METRICS_FILE}: {shown}; on {len(pairs):,} rows, {left_out:,} left out")
 
     def try_out(self, job) -> int:
         """Computes a few rows, writes nothing, and prints what a run would do."""
@@ -697,7 +710,7 @@ def main(argv: list[str] | None = None) -> int:
                 parser.report(difference)
             print(f"{args.output} is {'incomplete or changed' if wrong else 'complete and as it was written'}")
             return int(bool(wrong))
-        return Run(args, parser.report).start()
+        return Prediction(args, parser.report).start()
 
     return parser.run(work, is_silent=True)
 

@@ -49,13 +49,13 @@ from toolkit.common import (
     write_text,
 )
 from toolkit.tasks import ARGUMENTS, task_class
-from toolkit.tasks.arguments import Problems, TaskArguments, flag, problems_of_numbers
+from toolkit.tasks.arguments import Problems, TaskArguments, flag, names_kept_for_evaluation, problems_of_numbers
 
 COMMAND = Parser(__file__, __doc__)
 if (rank := os.environ.get("RANK", "0")) != "0":
     COMMAND.prog += f" (process {rank})"
 
-RECIPE, METRICS = "recipe.yaml", "metrics.json"
+RECIPE, METRICS_FILE = "recipe.yaml", "metrics.json"
 
 
 # =========================================================================================================== arguments
@@ -214,22 +214,10 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
         given = recipe_arguments(find_shipped(given[0])) + given[1:]
     data, arguments = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
     if arguments.evaluate_only and (of_model := Path(data.model or "", RECIPE)).is_file():
-        names = {each.name for each in fields(ARGUMENTS[task])} - DATA - NEW_MODEL
+        names = names_kept_for_evaluation(ARGUMENTS[task])
         given = recipe_arguments(of_model, names) + given
         data, arguments = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
     return data, arguments
-
-
-# What --evaluate_only does not take from the recipe of the model.
-DATA = {each.name for each in fields(TaskArguments)} - {"max_length", "encoding", "delimiter", "implementation"}
-NEW_MODEL = {
-    "config_name",
-    "config_overrides",
-    "tokenizer_name",
-    "num_decoder_layers",
-    "tie_encoder_decoder",
-    "null_threshold",
-}
 
 
 def recipe_arguments(path: Path, names: set[str] | None = None) -> list[str]:
@@ -267,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What the parts of a run share.
 
     Attributes:
@@ -332,7 +320,7 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     task.label_smoothing = arguments.label_smoothing_factor
     rows = read_rows(task, arguments, accelerator.print)
     examples = {split: task.encode(own) for split, own in rows.items()}
-    this = Run(task, data, arguments, accelerator, rows, examples)
+    this = TrainingRun(task, data, arguments, accelerator, rows, examples)
     report_lengths(this)
     make_model(this)
     if arguments.evaluate_only:
@@ -380,7 +368,7 @@ def check_output(arguments: TrainingArguments) -> None:
         raise ValueError(f"--output_dir {output} is not empty; expected a new folder, or --resume_from_checkpoint.")
     if names and RECIPE not in names:
         raise ValueError(f"--output_dir {output} holds no run to resume; expected a folder with {RECIPE}.")
-    if METRICS in names:
+    if METRICS_FILE in names:
         raise ValueError(f"--output_dir {output} holds a finished run; expected a new folder.")
 
 
@@ -388,7 +376,7 @@ LOCK = ".lock"
 
 
 @contextmanager
-def locked(run: Run) -> Iterator[None]:
+def locked(run: TrainingRun) -> Iterator[None]:
     """Creates the folder. Only one run at a time has it."""
     run.output.mkdir(parents=True, exist_ok=True)
     if not run.accelerator.is_main_process:
@@ -504,7 +492,7 @@ def sources(task, evaluate_only: bool) -> dict:
     return found
 
 
-def lengths_of(run: Run) -> dict[str, dict[str, int]]:
+def lengths_of(run: TrainingRun) -> dict[str, dict[str, int]]:
     """For each split the numbers of rows, of tokens, and of those that --max_length cuts off."""
     return {
         split: {
@@ -517,7 +505,7 @@ def lengths_of(run: Run) -> dict[str, dict[str, int]]:
     }
 
 
-def report_lengths(run: Run) -> None:
+def report_lengths(run: TrainingRun) -> None:
     for split, found in lengths_of(run).items():
         cut = ""
         if found["rows_cut"]:
@@ -526,7 +514,7 @@ def report_lengths(run: Run) -> None:
         run.accelerator.print(f"{split}: {found['rows']:,} rows, {found['tokens']:,} tokens{cut}")
 
 
-def show_inputs(run: Run) -> None:
+def show_inputs(run: TrainingRun) -> None:
     """Prints the first inputs of the training, and the number of updates of an epoch."""
     for example in run.examples["train"][:3]:
         tokens = " ".join(run.task.tokenizer.convert_ids_to_tokens(example["input_ids"]))
@@ -537,7 +525,7 @@ def show_inputs(run: Run) -> None:
 # ================================================================================================= model and optimizer
 
 
-def make_model(run: Run) -> None:
+def make_model(run: TrainingRun) -> None:
     """Opens the model. Prints which modules are new, and therefore random."""
     from toolkit.training import add_lora, freeze
 
@@ -564,7 +552,7 @@ def make_model(run: Run) -> None:
     run.model = add_lora(model, arguments, task.new_weights)
 
 
-def make_optimizer_and_checkpoints(run: Run) -> None:
+def make_optimizer_and_checkpoints(run: TrainingRun) -> None:
     """The optimizer, the learning-rate schedule, and the state of a run that has not begun."""
     from toolkit.training import (
         FREE_TO_CHANGE,
@@ -594,7 +582,7 @@ def make_optimizer_and_checkpoints(run: Run) -> None:
     )
 
 
-def resume(run: Run) -> None:
+def resume(run: TrainingRun) -> None:
     """Loads the last complete checkpoint, if there is one.
 
     Raises:
@@ -613,7 +601,7 @@ def resume(run: Run) -> None:
         run.accelerator.print(f"resuming at step {run.progress.step:,} of {run.progress.steps:,}")
 
 
-def write_recipe(run: Run) -> None:
+def write_recipe(run: TrainingRun) -> None:
     """Writes the arguments of this run, with absolute paths, so that it can be repeated from any folder."""
     if run.accelerator.is_main_process:
         recipe = run.settings
@@ -628,18 +616,18 @@ def absolute(value: str, is_file: bool) -> str:
 # ============================================================================================================ the loop
 
 
-def batches(run: Run, epoch: int) -> list[list[int]]:
+def batches(run: TrainingRun, epoch: int) -> list[list[int]]:
     """The rows of each batch of an epoch on this process."""
     from toolkit.training import epoch_batches
 
     return epoch_batches(run.examples["train"], run.arguments, run.accelerator, epoch)
 
 
-def updates_of_an_epoch(run: Run) -> int:
+def updates_of_an_epoch(run: TrainingRun) -> int:
     return math.ceil(len(batches(run, 0)) / run.arguments.gradient_accumulation_steps)
 
 
-def updates(run: Run) -> Iterator[list[tuple[list[dict], dict]]]:
+def updates(run: TrainingRun) -> Iterator[list[tuple[list[dict], dict]]]:
     """The remaining updates of the epoch: of each its batches, with their examples.
 
     A process may have no row in the last batch. It takes part with another row, which adds nothing to the loss.
@@ -652,7 +640,7 @@ def updates(run: Run) -> Iterator[list[tuple[list[dict], dict]]]:
         yield [(own, run.task.collate(own or examples[:1], seed)) for own in chosen]
 
 
-def train(run: Run) -> None:
+def train(run: TrainingRun) -> None:
     """Makes the remaining updates, with evaluations and checkpoints between them."""
     from toolkit.progress import progress_bar
     from toolkit.training import seed_update
@@ -682,7 +670,7 @@ def train(run: Run) -> None:
                     break
 
 
-def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, int]:
+def backward(run: TrainingRun, update: list[tuple[list[dict], dict]]) -> tuple[float, int]:
     """Computes the gradient of an update: that of one large batch. Each loss is a sum over labels, divided by the
     number of labels in the update, over all its batches and all processes.
 
@@ -720,7 +708,7 @@ def backward(run: Run, update: list[tuple[list[dict], dict]]) -> tuple[float, in
     return total / max(count.item(), 1e-9), int(tokens)
 
 
-def step(run: Run, update: list[tuple[list[dict], dict]]) -> None:
+def step(run: TrainingRun, update: list[tuple[list[dict], dict]]) -> None:
     """Clips the gradient, and updates the weights and the learning rate.
 
     Raises:
@@ -737,7 +725,7 @@ def step(run: Run, update: list[tuple[list[dict], dict]]) -> None:
     run.optimizer.zero_grad()
 
 
-def not_finite(run: Run, what: str, examples: list[dict], split: str = "train") -> CommandError:
+def not_finite(run: TrainingRun, what: str, examples: list[dict], split: str = "train") -> CommandError:
     """The error about a loss, gradient or output that is not finite, with the rows of all processes."""
     from accelerate.utils import gather_object
 
@@ -757,7 +745,7 @@ def is_time(progress, strategy: str, steps: int) -> bool:
     return ends.get(strategy, False)
 
 
-def between_updates(run: Run, bar) -> None:
+def between_updates(run: TrainingRun, bar) -> None:
     """Evaluates and saves when it is time, and ends the run after a signal."""
     progress, arguments = run.progress, run.arguments
     run.evaluated = None
@@ -774,13 +762,13 @@ def between_updates(run: Run, bar) -> None:
         )
 
 
-def receive(run: Run, number: int, _) -> None:
+def receive(run: TrainingRun, number: int, _) -> None:
     """Makes SIGTERM and SIGINT (Ctrl-C) save a checkpoint and end the run. A second signal ends it at once."""
     run.received = number
     signal.signal(number, signal.SIG_DFL)
 
 
-def log(run: Run, bar, loss: float, tokens: int) -> None:
+def log(run: TrainingRun, bar, loss: float, tokens: int) -> None:
     """Shows an update, and adds a point to the curves every --logging_steps updates."""
     progress, rate = run.progress, run.schedule.get_last_lr()[0]
     bar.set_postfix(loss=f"{loss:.3f}", lr=f"{rate:.1e}", tokens=tokens, refresh=False)
@@ -792,7 +780,7 @@ def log(run: Run, bar, loss: float, tokens: int) -> None:
         add_to_curves(run, "train", point)
 
 
-def add_to_curves(run: Run, split: str, point: dict[str, float]) -> None:
+def add_to_curves(run: TrainingRun, split: str, point: dict[str, float]) -> None:
     run.progress.history.append({"step": run.progress.step, split: point})
     run.accelerator.log({f"{split}/{name}": value for name, value in point.items()}, run.progress.step)
 
@@ -800,7 +788,7 @@ def add_to_curves(run: Run, split: str, point: dict[str, float]) -> None:
 # ========================================================================================================== evaluation
 
 
-def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
+def evaluate(run: TrainingRun, split: str) -> tuple[dict[str, float], list[dict]]:
     """The metrics of a split, and the prediction of each row in order. All processes return the same.
 
     Raises:
@@ -837,7 +825,7 @@ def evaluate(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
     return {"loss": loss, **perplexity, **task.metrics(run.rows[split], predictions)}, predictions
 
 
-def evaluate_between(run: Run, bar) -> bool:
+def evaluate_between(run: TrainingRun, bar) -> bool:
     """Evaluates the validation rows. Returns whether the model is the best so far, and notes it."""
     progress, task = run.progress, run.task
     run.evaluated = evaluate(run, "validation")
@@ -865,7 +853,7 @@ def in_words(metrics: dict[str, float]) -> str:
 # =============================================================================================================== files
 
 
-def finish(run: Run) -> None:
+def finish(run: TrainingRun) -> None:
     """Evaluates the model to save, and writes the files of the run."""
     accelerator, progress = run.accelerator, run.progress
     if progress is not None:
@@ -887,13 +875,13 @@ def finish(run: Run) -> None:
     accelerator.end_training()
 
 
-def check_weights(run: Run) -> None:
+def check_weights(run: TrainingRun) -> None:
     """Raises CommandError if a weight is not finite: the loss of the last update is computed before it."""
     if not all(weight.isfinite().all() for weight in run.model.parameters()):
         raise CommandError("weights are not finite after the last update; train anew with a lower --learning_rate.", 1)
 
 
-def load_best(run: Run) -> int:
+def load_best(run: TrainingRun) -> int:
     """Loads the checkpoint of the best evaluation, if it is not the last one. Returns the step of the model."""
     progress, arguments = run.progress, run.arguments
     if not arguments.load_best_model_at_end or progress.best_step in (None, progress.step):
@@ -909,12 +897,12 @@ def load_best(run: Run) -> int:
     return progress.best_step
 
 
-def evaluated(run: Run, split: str) -> tuple[dict[str, float], list[dict]]:
+def evaluated(run: TrainingRun, split: str) -> tuple[dict[str, float], list[dict]]:
     """The evaluation of the model as it is; that of the last update is not computed twice."""
     return run.evaluated if split == "validation" and run.evaluated else evaluate(run, split)
 
 
-def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
+def write_files(run: TrainingRun, evaluations: dict, state: dict | None) -> None:
     """Writes the model with its code and tokenizer, predictions, metrics, pictures and card."""
     from toolkit.pictures import plot_confusion
     from toolkit.training import merged, plot_curves, write_card
@@ -938,10 +926,10 @@ def write_files(run: Run, evaluations: dict, state: dict | None) -> None:
             plot_confusion(output / "confusion_matrix.png", task.labels, references, found)
         write_card(run, metrics, type(model).__name__.removeprefix("FSDP"))
     report = {split: {**own, "rows": len(run.rows[split])} for split, own in metrics.items()}
-    write_json(output / METRICS, report | run_report(run))  # last: it says that the run is finished
+    write_json(output / METRICS_FILE, report | run_report(run))  # last: it says that the run is finished
 
 
-def run_report(run: Run) -> dict:
+def run_report(run: TrainingRun) -> dict:
     """What metrics.json has besides the metrics."""
     progress, report = run.progress, {"lengths": lengths_of(run)}
     if progress is None:
@@ -958,7 +946,7 @@ def run_report(run: Run) -> dict:
     }
 
 
-def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
+def write_predictions(run: TrainingRun, split: str, predictions: list[dict]) -> None:
     """Writes a line for each row, in order: the columns of the file, and the prediction. A column with the name of a
     field of the prediction is input_NAME. Of labels, also writes a table with the metrics of each."""
     from pandas import DataFrame
@@ -972,7 +960,7 @@ def write_predictions(run: Run, split: str, predictions: list[dict]) -> None:
         DataFrame(table).to_csv(run.output / f"labels_{split}.csv", index=False)
 
 
-def push(run: Run) -> None:
+def push(run: TrainingRun) -> None:
     """Pushes the finished model to the Hub.
 
     Raises:

@@ -248,8 +248,8 @@ def test_each_batch_counts(bert):
 
 def test_the_reference_is_allowed_its_own_error():
     for own_error, difference, excess in ((1e-4, 9e-5, 0.9), (1e-4, 1.1e-4, 1.1), (1e-7, 1.1e-5, 1.1)):
-        assert parity.Row("logits", difference, own_error, False).excess == pytest.approx(excess)
-    assert parity.Row("logits", math.inf, math.inf, False).excess == math.inf
+        assert parity.Comparison("logits", difference, own_error, False).excess == pytest.approx(excess)
+    assert parity.Comparison("logits", math.inf, math.inf, False).excess == math.inf
 
 
 @pytest.mark.parametrize(

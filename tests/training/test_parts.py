@@ -152,7 +152,7 @@ def test_the_metadata_of_a_card(tmp_path):
     arguments = train.TrainingArguments(hub_model_id="ada/reviews", output_dir=str(tmp_path), seed=3)
     task = SimpleNamespace(name="text-classification", labels=["a", "b"], metric_names=["accuracy"])
     rows = {"train": range(1000), "validation": range(5)}
-    this = train.Run(task, ARGUMENTS["classification"](**given), arguments, None, rows, {})
+    this = train.TrainingRun(task, ARGUMENTS["classification"](**given), arguments, None, rows, {})
     this.progress, this.saved_step = SimpleNamespace(best_step=7), 7
     write_card(this, metrics, "ScratchBertForSequenceClassification")
     card = ModelCard.load(tmp_path / "README.md")

@@ -17,7 +17,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils.benchmark import Timer
 
 from toolkit.benchmark import SENTENCES, VARIANTS
-from toolkit.benchmark.variants import Run, open_variant, open_variants, surviving
+from toolkit.benchmark.variants import Encode, open_variant, open_variants, surviving
 from toolkit.benchmark.workloads import Workload
 from toolkit.common import silence_libraries
 
@@ -83,7 +83,7 @@ def in_new_process(function: Callable, *arguments):
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def outputs_of(run: Run, batches: list[dict]) -> tuple[list, list]:
+def outputs_of(run: Encode, batches: list[dict]) -> tuple[list, list]:
     """The hidden states of each batch, zero at padding, and the labels, if the variant has a model head for them."""
     states = [run(batch).double().masked_fill(batch["attention_mask"][..., None] == 0, 0) for batch in batches]
     return states, [run.labels(batch) for batch in batches] if getattr(run, "has_labels", False) else []
@@ -116,7 +116,9 @@ def compare(name: str, outputs: tuple[list, list], reference: tuple[list, list],
     }
 
 
-def run_workload(workload: Workload, runs: dict[str, Run], unavailable: dict[str, str], repetitions: int) -> list[dict]:
+def run_workload(
+    workload: Workload, runs: dict[str, Encode], unavailable: dict[str, str], repetitions: int
+) -> list[dict]:
     """A row for each variant that does not fail."""
     batches, places = workload
     reference = outputs_of(runs["bert"], batches)

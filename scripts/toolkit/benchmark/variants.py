@@ -24,7 +24,7 @@ from toolkit.benchmark.workloads import CALIBRATION
 from toolkit.checkpoint import open_class, read_checkpoint, short_name
 from toolkit.common import described, how_to_install, processor
 
-Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+Encode = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -61,7 +61,7 @@ def load(folder: Path, prefix: str, **options) -> nn.Module:
     return model_class.from_pretrained(folder, **options)
 
 
-class TorchRun:
+class TorchEncoder:
     """A model of torch as a function of a batch."""
 
     def __init__(self, model):
@@ -93,7 +93,7 @@ def to_export(folder: Path) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 # ------------------------------------------------------------------------------------------------------------- openers
 
 
-def open_bert(name: str, folder: Path, threads: int) -> Run:
+def open_bert(name: str, folder: Path, threads: int) -> Encode:
     dtype = torch.bfloat16 if name == "bert-bf16" else torch.float32
     attention = "eager" if name == "bert-eager" else "sdpa"
     model = load(folder, "Bert", dtype=dtype, attn_implementation=attention)
@@ -101,18 +101,18 @@ def open_bert(name: str, folder: Path, threads: int) -> Run:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
         quantize_(model, Int8DynamicActivationInt8WeightConfig())
-    return TorchRun(model)
+    return TorchEncoder(model)
 
 
-def open_zentorch(name: str, folder: Path, threads: int) -> Run:
+def open_zentorch(name: str, folder: Path, threads: int) -> Encode:
     import zentorch  # noqa: F401, adds its backend to torch.compile
 
     model = load(folder, "Bert", dtype=torch.bfloat16 if name == "zentorch-bf16" else torch.float32)
     model.base_model.compile(backend="zentorch", dynamic=True)
-    return TorchRun(model)
+    return TorchEncoder(model)
 
 
-def open_ours(name: str, folder: Path, threads: int) -> Run:
+def open_ours(name: str, folder: Path, threads: int) -> Encode:
     dtype = torch.bfloat16 if name == "ours-bf16" else torch.float32
     model = load(folder, "ScratchBert", dtype=dtype, padding_free=name != "ours-padded")
     if VARIANTS[name].precision == "int8":
@@ -120,10 +120,10 @@ def open_ours(name: str, folder: Path, threads: int) -> Run:
         model.optimize_for_inference("int8", calibration)
     elif name not in ("ours", "ours-padded"):
         model.optimize_for_inference()
-    return TorchRun(model)
+    return TorchEncoder(model)
 
 
-def open_onnx(name: str, folder: Path, threads: int) -> Run:
+def open_onnx(name: str, folder: Path, threads: int) -> Encode:
     import onnxruntime
     from onnxruntime.quantization import quantize_dynamic
 
@@ -152,7 +152,7 @@ def open_onnx(name: str, folder: Path, threads: int) -> Run:
     return run
 
 
-def open_openvino(name: str, folder: Path, threads: int) -> Run:
+def open_openvino(name: str, folder: Path, threads: int) -> Encode:
     import openvino
 
     core, file = openvino.Core(), folder / "openvino.xml"
@@ -191,7 +191,7 @@ def open_openvino(name: str, folder: Path, threads: int) -> Run:
     return run
 
 
-def open_ctranslate2(name: str, folder: Path, threads: int) -> Run:
+def open_ctranslate2(name: str, folder: Path, threads: int) -> Encode:
     import ctranslate2
 
     converted = folder / "ctranslate2"
@@ -226,12 +226,12 @@ OPENERS = {
 }
 
 
-def open_variant(name: str, folder: Path, threads: int) -> Run:
+def open_variant(name: str, folder: Path, threads: int) -> Encode:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
         return OPENERS[VARIANTS[name].runtime](name, folder, threads)
 
 
-def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[str, Run], dict[str, str]]:
+def open_variants(names: list[str], folder: Path, threads: int) -> tuple[dict[str, Encode], dict[str, str]]:
     """The variants that run here, and the reason why each of the others does not."""
     reasons = {name: reason for name in names if (reason := missing(name)) is not None}
     runs = dict(surviving(names, reasons, lambda name: open_variant(name, folder, threads)))

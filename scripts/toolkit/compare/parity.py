@@ -144,7 +144,7 @@ def observe(model, batch: Batch, seed: int) -> tuple[dict[str, torch.Tensor], di
 
 
 @dataclass
-class Row:
+class Comparison:
     """One line of the table."""
 
     what: str  # an output, or the parameter of a gradient
@@ -158,7 +158,7 @@ class Row:
         self.excess = self.difference / max(TOLERANCE, self.own_error) if is_finite else math.inf
 
 
-def compare(model, reference, batches: list[Batch], seed: int = 0) -> list[Row]:
+def compare(model, reference, batches: list[Batch], seed: int = 0) -> list[Comparison]:
     """Compares two models of the same class and size, either of which may be a BERT or a ScratchBert. Of each output
     and gradient, the row has the batch that is closest to the limit, or furthest beyond it.
 
@@ -175,14 +175,14 @@ def compare(model, reference, batches: list[Batch], seed: int = 0) -> list[Row]:
         for side in sides[:2]
         for name, one in side.all_tied_weights_keys.items()
     }
-    worst: dict[tuple, Row] = {}
+    worst: dict[tuple, Comparison] = {}
     for batch in batches:
         values, gradients = zip(*(observe(side, batch, seed) for side in sides), strict=True)
         ours, theirs, exact = values
         if one_sided := ours.keys() ^ theirs.keys():
             raise ValueError(f"Only one model returns {sorted(one_sided)}; expected the same outputs of both.")
         rows = [
-            Row(name, largest(ours[name] - theirs[name]), largest(theirs[name] - exact[name]), is_gradient=False)
+            Comparison(name, largest(ours[name] - theirs[name]), largest(theirs[name] - exact[name]), is_gradient=False)
             for name in theirs
         ]
         # What is tied in one model has the sum of two gradients of the other.
@@ -196,14 +196,14 @@ def compare(model, reference, batches: list[Batch], seed: int = 0) -> list[Row]:
     return list(worst.values())
 
 
-def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Row]:
+def gradient_rows(ours: dict, theirs: dict, exact: dict) -> list[Comparison]:
     whole = norm(torch.stack([gradient.norm() for gradient in exact.values()]))
     rows = []
     for name in dict.fromkeys((*exact, *ours)):
         # A model without the tensor is equal only if no output depends on it.
         our, their, true = (side.get(name, torch.zeros(())) for side in (ours, theirs, exact))
         scale = norm(true) if norm(true) > ZERO_GRADIENT * whole else whole
-        rows.append(Row(name, norm(our - their) / scale, norm(their - true) / scale, is_gradient=True))
+        rows.append(Comparison(name, norm(our - their) / scale, norm(their - true) / scale, is_gradient=True))
     return rows
 
 

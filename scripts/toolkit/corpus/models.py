@@ -25,7 +25,7 @@ TASK_OF_CLASS = {
     "ForCausalLM": "generate",
     "LMHeadModel": "generate",
 }
-CLASSES = {
+MODEL_CLASSES = {
     "embed": "Model",
     "classify": "ForSequenceClassification",
     "rerank": "ForSequenceClassification",
@@ -206,7 +206,7 @@ def open_model(args, usage: Usage, device: str):
             f"--dtype is int8, on {device}; expected a CPU, the library in C++ and a model without code of its own."
         )
     generator = "ForConditionalGeneration" if usage.is_seq2seq else "ForCausalLM"
-    name = CLASSES.get(args.task, generator)
+    name = MODEL_CLASSES.get(args.task, generator)
     options = {"dtype": "auto" if args.dtype in (None, "int8") else getattr(torch, args.dtype)}
     if has_own_code:  # an Auto class would open it with the installed package, which has registered its classes
         auto = AUTO_CLASSES.get(name, f"AutoModel{name.removeprefix('Model')}")

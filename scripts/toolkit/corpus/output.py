@@ -24,7 +24,7 @@ from toolkit.common import CommandError, first_of
 from toolkit.corpus.rows import to_json_text
 
 RUN = "__run__"
-MANIFEST, ERRORS, METRICS, JOINED = (
+MANIFEST, ERRORS, METRICS_FILE, JOINED = (
     f"{RUN}/{name}" for name in ("manifest.json", "errors.jsonl", "metrics.json", "joined.json")
 )
 RECORDS = f"{RUN}/parts"

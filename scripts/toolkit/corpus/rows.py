@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from toolkit.common import CommandError
-from toolkit.data import Row, Source, open_files, usable
+from toolkit.data import File, Row, Source, columns_of, open_files, usable
 
 HUB, STANDARD_INPUT = "hub:", "-"
 TABLES = (".csv", ".tsv")
@@ -35,14 +35,23 @@ class Part:
 
 
 @dataclass
-class Corpus(Source):
+class Corpus:
     """The rows of all inputs, with their columns as of one.
 
     Args:
         sources: one for each file and dataset.
+        limit: use the first rows only.
     """
 
-    sources: Sequence[Source] = ()
+    sources: list[Source]
+    limit: int | None = None
+
+    @property
+    def files(self) -> list[File]:
+        return [file for source in self.sources for file in source.files]
+
+    def columns(self) -> list[str]:
+        return columns_of(self.rows())
 
     def rows(self) -> Iterator[Row]:
         return islice(chain.from_iterable(source.rows() for source in self.sources), self.limit)
@@ -98,7 +107,7 @@ def open_corpus(args, folder: Path) -> Corpus:
     names = list(map(str, sources))
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"INPUT {twice[0]} is given twice; expected each input once.")
-    return Corpus("INPUT", [file for source in sources for file in source.files], limit=args.limit, sources=sources)
+    return Corpus(sources, args.limit)
 
 
 def save_standard_input(folder: Path, format: str | None) -> str:

@@ -29,7 +29,7 @@ READING = {
 }
 # From the name of a task to its module and class. Those of `trained` import `evaluate` and `datasets`, which takes
 # seconds: only when they are used.
-CLASSES = {
+TASK_CLASSES = {
     "embed": "tasks:Embed",
     "classify": "tasks:Classify",
     "rerank": "tasks:Rerank",
@@ -55,7 +55,7 @@ def make_task(args, usage: Usage, columns: list[str]) -> Any:
         name = "tag-words"
     if name == "generate" and not usage.is_seq2seq:
         name = "continue"
-    task = pkgutil.resolve_name(f"toolkit.corpus.{CLASSES[name]}")(args, usage, columns)
+    task = pkgutil.resolve_name(f"toolkit.corpus.{TASK_CLASSES[name]}")(args, usage, columns)
     task.find_inputs(columns)
     if args.label_column is not None:
         task.find_labels(columns)

@@ -251,3 +251,11 @@ class MaskedLMArguments(NewModelArguments):
             self.max_length < 3,
             f"--max_length is {self.max_length}; expected 3 or more, for [CLS], a word and [SEP].",
         )
+
+
+def names_kept_for_evaluation(arguments: type[TaskArguments]) -> set[str]:
+    """The arguments that --evaluate_only takes from the recipe of the model: neither the data, nor what makes a new
+    model."""
+    data = {each.name for each in fields(TaskArguments)} - {"max_length", "encoding", "delimiter", "implementation"}
+    new_model = {"config_name", "config_overrides", "tokenizer_name", "num_decoder_layers", "tie_encoder_decoder"}
+    return {each.name for each in fields(arguments)} - data - new_model - {"null_threshold"}

@@ -9,7 +9,7 @@ from toolkit.tasks.arguments import MaskedLMArguments
 from toolkit.tasks.new_model import new_config, overrides
 from toolkit.tasks.task import IGNORED, Task, encodings, inputs_of
 
-TEXTS = ("text", "sentence", "content", "document")
+UNLABELLED_TEXTS = ("text", "sentence", "content", "document")
 
 # The share of words to predict; and among these, the shares replaced by [MASK] and by a random word. The rest stay
 # unchanged (Devlin et al. 2018, section 3.1).
@@ -45,7 +45,7 @@ class MaskedLM(Task):
     # -- data
 
     def find_inputs(self, columns):
-        self.text = find_column(columns, "--text_column", self.arguments.text_column, TEXTS)
+        self.text = find_column(columns, "--text_column", self.arguments.text_column, UNLABELLED_TEXTS)
         return f"the text is {self.text!r}"
 
     def read_inputs(self, content):

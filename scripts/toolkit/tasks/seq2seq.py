@@ -132,7 +132,7 @@ class Seq2Seq(Task):
             written.setdefault(row["source"], prediction["prediction"])
         values = {}
         for name in self.texts:
-            values |= METRICS[name].of(list(written.values()), list(right.values()))
+            values |= TEXT_METRICS[name].of(list(written.values()), list(right.values()))
         return values
 
 
@@ -182,4 +182,4 @@ class ErrorRate(TextMetric):
         }
 
 
-METRICS: dict[str, type[TextMetric]] = {"rouge": Rouge, "sacrebleu": Sacrebleu, "error_rate": ErrorRate}
+TEXT_METRICS: dict[str, type[TextMetric]] = {"rouge": Rouge, "sacrebleu": Sacrebleu, "error_rate": ErrorRate}
