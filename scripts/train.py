@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -49,7 +49,7 @@ from toolkit.common import (
     write_text,
 )
 from toolkit.tasks import ARGUMENTS, task_class
-from toolkit.tasks.arguments import Problems, TaskArguments, flag, names_kept_for_evaluation, problems_of_numbers
+from toolkit.tasks.arguments import DATA, Problems, TaskArguments, flag, names_kept_for_evaluation, problems_of_numbers
 
 COMMAND = Parser(__file__, __doc__)
 if (rank := os.environ.get("RANK", "0")) != "0":

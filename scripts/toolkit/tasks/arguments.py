@@ -253,9 +253,12 @@ class MaskedLMArguments(NewModelArguments):
         )
 
 
+# The arguments of every task, without those that decide how a row is read.
+DATA = {each.name for each in fields(TaskArguments)} - {"max_length", "encoding", "delimiter", "implementation"}
+
+
 def names_kept_for_evaluation(arguments: type[TaskArguments]) -> set[str]:
     """The arguments that --evaluate_only takes from the recipe of the model: neither the data, nor what makes a new
     model."""
-    data = {each.name for each in fields(TaskArguments)} - {"max_length", "encoding", "delimiter", "implementation"}
     new_model = {"config_name", "config_overrides", "tokenizer_name", "num_decoder_layers", "tie_encoder_decoder"}
-    return {each.name for each in fields(arguments)} - data - new_model - {"null_threshold"}
+    return {each.name for each in fields(arguments)} - DATA - new_model - {"null_threshold"}
