@@ -183,16 +183,6 @@ def test_ids_are_those_of_the_reference(attention, mode, kind, pairs):
         assert torch.equal(pair.of_ours(**options, **cache_options(cache, pair)), expected), cache
 
 
-def test_a_row_that_has_ended_is_padded(pairs):
-    pair = pairs("seq2seq")
-    ids = pair.of_ours(eos_token_id=pair.end)
-    assert torch.equal(ids, pair.of_reference(eos_token_id=pair.end))
-    has_ended = (ids == pair.end).cumsum(dim=1) - (ids == pair.end).long() > 0
-    assert has_ended.any()
-    assert not has_ended.all(dim=0).any()
-    assert (ids[has_ended] == PAD).all()
-
-
 def test_special_tokens_are_those_of_the_configuration():
     """A model that was not loaded has no generation_config.json."""
     fields = {"is_encoder_decoder": True, "decoder_start_token_id": 7, "pad_token_id": 3}

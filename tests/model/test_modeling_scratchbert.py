@@ -13,11 +13,8 @@ from torch.testing import assert_close
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoTokenizer,
     BertConfig,
-    DataCollatorWithPadding,
     DynamicCache,
-    Trainer,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -31,7 +28,6 @@ from modeling_scratchbert.versions import CACHE
 from support.checkpoint_kinds import NOTHING
 from support.comparison import assert_same_tensors, flat
 from support.models import HEADS, NO_DROPOUT, OURS, REFERENCES, TINY, inputs_for, random_scratchbert
-from support.training import sgd_settings
 from support.unpadded import observed_shapes
 from support.versions import checkpoint_activations, since
 
@@ -402,25 +398,3 @@ def test_a_derived_block_is_recorded_checkpointed_and_saved(tmp_path):
     with observed_shapes(FeedForward.forward) as calls:
         assert_close(gradients(model, inputs), expected, rtol=0, atol=1e-7)
     assert len(calls) == 4
-
-
-# Trainer
-
-
-def test_trainer_takes_the_references_steps(minilm, tmp_path):
-    """With the columns and labels that it finds in the signature."""
-    ours, reference = references("ForSequenceClassification")
-    start, losses = copy.deepcopy(reference), []
-    rows = []
-    for number in range(8):
-        ids = torch.randint(1, 99, (3 + number % 3,))
-        rows.append({"input_ids": ids, "attention_mask": ids.ne(0).long(), "label": number % 2, "text": "no argument"})
-    settings = sgd_settings(tmp_path / "runs", max_steps=2, learning_rate=1.0, lr_scheduler_type="constant")
-    for model in (ours, reference):
-        collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(minilm))
-        losses.append(Trainer(model, settings, train_dataset=rows, data_collator=collator).train().training_loss)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    ours.save_as_bert(tmp_path / "exported")
-    exported = type(reference).from_pretrained(tmp_path / "exported")
-    assert_close(exported.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
-    assert not torch.equal(start.classifier.weight, reference.classifier.weight)
