@@ -1,5 +1,5 @@
-"""Losses that add up: a batch in several small ones, each told `num_items_in_batch`, has the loss and the gradient of
-the whole; in direct calls, and as `Trainer` accumulates them."""
+"""Accumulated losses: the parts of a batch, each called with `num_items_in_batch`, add up to the loss and the gradient
+of the whole batch; in direct calls, and under `Trainer`."""
 
 import copy
 from dataclasses import dataclass, field
@@ -9,13 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
-from modeling_scratchbert.attention import MultiHeadAttention
-from modeling_scratchbert.modeling_scratchbert import average
-from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients
 from support.models import NEEDS, NO_DROPOUT, OURS, randomise, tiny_config
 from support.training import sgd_settings
-from support.versions import checkpoint_activations, since
+from support.versions import since
 
 ROWS, T, L = 8, 9, 3
 LENGTHS = torch.tensor([9, 3, 8, 4, 7, 9, 4, 5])[:, None]
@@ -114,7 +111,8 @@ def test_four_batches_of_two_add_up_to_one_of_eight(task):
     model, batch = task.model(), task.batch()
     expected_loss, expected = loss_and_gradients(model, [batch])
     items = task.items(batch)
-    for batches, number in ((in_twos(batch), items), ([batch], torch.tensor(items))):
+    # With several GPUs and one process, each replica is given a tensor of shape (1, 1).
+    for batches, number in ((in_twos(batch), items), ([batch], torch.tensor([[float(items)]]))):
         loss, gradient = loss_and_gradients(model, batches, num_items_in_batch=number)
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert_same_gradients(gradient, expected)
@@ -122,29 +120,21 @@ def test_four_batches_of_two_add_up_to_one_of_eight(task):
     assert twice == pytest.approx(expected_loss / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [20, 20.0, torch.tensor(20), torch.tensor([[20.0]])], ids=str)
-def test_the_number_of_items_may_be_of_any_kind(number):
-    """With several GPUs and one process each replica is given a tensor, (1, 1)."""
-    task = TASKS["masked LM"]
-    model, batch = task.model(), task.batch()
-    assert model(**batch, num_items_in_batch=number).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
-
-
-def test_next_sentences_count_for_their_batch_s_share_of_the_masked_words():
+def test_next_sentences_count_for_the_share_of_masked_words_in_their_batch():
     """Batches of 2, 9, 2 and 7 masked words."""
     task = TASKS["pre-training"]
     model, batch = task.model(), task.batch() | {"labels": word_labels(UNEQUAL, 99)}
-    losses = [model(**part).loss for part in in_twos(batch)]
+    expected = 0
+    for words, part in zip([2, 9, 2, 7], in_twos(batch), strict=True):
+        expected += words / 20 * model(**part).loss.item()
     loss, _ = loss_and_gradients(model, in_twos(batch), num_items_in_batch=20)
-    expected = sum(words / 20 * each.item() for words, each in zip([2, 9, 2, 7], losses, strict=True))
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["pre-training", "masked LM", "token labels", "single label", "next word"])
 def test_a_batch_without_labels_adds_nothing(name):
     """Its mean is 0 / 0."""
-    task = TASKS[name]
-    model, batch = task.model(), task.batch()
+    model, batch = TASKS[name].model(), TASKS[name].batch()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     assert model(**batch).loss.isnan()
     loss, gradient = loss_and_gradients(model, [batch], num_items_in_batch=torch.tensor(20))
@@ -152,38 +142,20 @@ def test_a_batch_without_labels_adds_nothing(name):
     assert all(g is None or not g.any() for g in gradient.values())
 
 
-@pytest.mark.parametrize("fields", [{"sparse_prediction": True}, {"padding_free": True}], ids=lambda f: next(iter(f)))
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("field", ["sparse_prediction", "padding_free"])
 @pytest.mark.parametrize("name", ["pre-training", "masked LM"])
-def test_the_ways_to_compute_less_add_up_too(name, fields, checkpointing):
+def test_batches_add_up_if_less_is_computed(name, field):
     task = TASKS[name]
     batch = task.batch()
     expected_loss, expected = loss_and_gradients(task.model(), [batch])
-    model = task.model(**fields)
-    if checkpointing:
-        checkpoint_activations(model)
+    model = task.model(**{field: True})
     loss, gradient = loss_and_gradients(model, in_twos(batch), num_items_in_batch=torch.tensor(20))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_same_gradients(gradient, expected)
 
 
-@tasks
-def test_blocks_and_attention_are_not_told(task):
-    model, batch = task.model(), task.batch()
-    seen = []
-    for module in model.modules():
-        if isinstance(module, TransformerBlock | MultiHeadAttention):
-            module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.keys()), with_kwargs=True)
-    for padding_free in (False, True):
-        seen.clear()
-        model(**batch, num_items_in_batch=20, padding_free=padding_free)
-        assert seen
-        assert not any("num_items_in_batch" in names for names in seen)
-
-
 def test_compiled_once_for_all_numbers():
-    task = TASKS["masked LM"]
-    model, batch = task.model(), task.batch()
+    model, batch = TASKS["masked LM"].model(), TASKS["masked LM"].batch()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for stance, number in (("default", 20), ("fail_on_recompile", 31)):
         with torch.compiler.set_stance(stance):
@@ -193,8 +165,12 @@ def test_compiled_once_for_all_numbers():
 
 def test_the_sum_of_many_half_precision_losses_is_finite():
     """20,000 losses of 10 are 200,000, and float16 ends at 65,504."""
-    scores = torch.tensor([[0.0, 10.0]]).half().expand(20_000, 2)
-    loss = average(cross_entropy, scores, torch.zeros(20_000, dtype=torch.long), torch.tensor(20_000))
+    model = Task("ForTokenClassification", None, fields={"num_labels": 2, "num_hidden_layers": 0}).model().half()
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.copy_(torch.tensor([0.0, 10.0]))
+    ids = torch.ones(2_000, 10, dtype=torch.long)
+    loss = model(ids, labels=torch.zeros_like(ids), num_items_in_batch=20_000).loss
     assert loss.item() == pytest.approx(10, abs=0.01)
 
 
@@ -209,11 +185,10 @@ class KeepGradients(TrainerCallback):
 
 def one_step(model, batch, folder, **arguments):
     """The loss that `Trainer` reports of one step over the rows of `batch`, in twos, and the gradient of the step."""
-    in_twos = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
-    in_twos |= {"gradient_accumulation_steps": 4, "dataloader_pin_memory": False}
+    arguments |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
+    settings = sgd_settings(folder, gradient_accumulation_steps=4, dataloader_pin_memory=False, **arguments)
     rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(ROWS)]
     kept = KeepGradients()
-    settings = sgd_settings(folder, **in_twos, **arguments)
     result = Trainer(copy.deepcopy(model), settings, train_dataset=rows, callbacks=[kept]).train()
     return result.training_loss, kept.gradients
 
