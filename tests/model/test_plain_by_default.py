@@ -8,11 +8,11 @@ import torch
 import transformers
 from transformers import AttentionInterface, initialization
 
-from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
+from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertModel
 from modeling_scratchbert.attention import MultiHeadAttention
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
 from support.models import NEEDS, OURS, inputs_for
-from support.unpadded import FLASH, LENGTHS, draw, flattened, make, observed_shapes
+from support.unpadded import LENGTHS, draw, flattened, make, observed_shapes
 
 UNPADDED, PADDED = {(1, sum(LENGTHS), 32)}, {(5, 9, 32)}
 
