@@ -12,7 +12,6 @@ ACTIVATIONS = {
     "gelu": lambda x: x / 2 * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_new": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: x.clamp(min=0),
-    "silu": lambda x: x / (1 + torch.exp(-x)),
 }
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import re
 import threading
@@ -253,9 +252,7 @@ CHANGES = [
     ("lm_head.dense", add_hook("forward")),
     (f"{BLOCK}.attention.output", set_attribute("forward", identity)),
     ("model.encoder", set_attribute("forward", identity)),
-    ("lm_head.decoder", set_attribute("forward", identity)),
     (f"{BLOCK}.attention", derive),
-    (f"{BLOCK}.attention.value", derive),
     ("model.encoder", derive),
     (f"{BLOCK}.attention.key", parametrizations.weight_norm),
     (f"{BLOCK}.attention.key", lambda module: prune.random_unstructured(module, "weight", 0.5)),
@@ -398,15 +395,8 @@ def test_gradients_are_refused(tmp_path, rows):
 # Copies and memory
 
 
-def through_torch(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @every_model
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_torch])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 def test_copies(head, fields, way, dtype):
     """A deep copy shares the weights, which never change."""

@@ -61,7 +61,7 @@ def draw_inputs(config, padding="none") -> dict:
         real[:, 0] = True
     ids = torch.randint(2, config.vocab_size, (B, T))
     return {
-        "input_ids": ids.where(real, torch.tensor(config.pad_token_id)),
+        "input_ids": ids.where(real, torch.tensor(config.pad_token_id or 0)),
         "attention_mask": real.long(),
         "token_type_ids": torch.randint(0, config.type_vocab_size, (B, T)),
         "position_ids": (real.cumsum(dim=-1) - 1).clamp(min=0),
@@ -219,9 +219,6 @@ def test_output_classes(task, references):
     ours_fields, fields = ([(f.name, f.default) for f in dataclasses.fields(outputs)] for outputs in (mine, theirs))
     assert ours_fields == fields
     assert type(mine).__name__.removeprefix("Scratch") == type(theirs).__name__
-    options = {"return_dict": False, "output_hidden_states": True, "output_attentions": True}
-    mine, theirs = (model(**inputs, **options) for model in (ours, reference))
-    assert [type(part) for part in mine] == [type(part) for part in theirs]
 
 
 @pytest.mark.parametrize(("task", "name"), [("pre-training", "labels"), ("question answering", "end_positions")])
@@ -237,6 +234,7 @@ FIELDS = [
     {"vocab_size": 1237},
     {"hidden_act": "gelu_new"},
     {"pad_token_id": 1},
+    {"pad_token_id": None},
     {"type_vocab_size": 3},
     {"layer_norm_eps": 0.1},
     {"max_position_embeddings": T},
@@ -401,26 +399,19 @@ crossings = pytest.mark.parametrize("cross", [False, True], ids=["self-attention
 
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForCausalLM"])
-@crossings
+@pytest.mark.parametrize("source", ["none", "encoder_hidden_states", "encoder_hidden_states, encoder_attention_mask"])
 @paddings
 @attentions
-def test_decoder(attention, padding, cross, head, references):
-    ours, reference = references(head, attention, is_decoder=True, add_cross_attention=cross)
-    inputs = draw_inputs(reference.config, padding) | (draw_encoder_output(reference.config) if cross else {})
+def test_decoder(attention, padding, source, head, references):
+    ours, reference = references(head, attention, **DECODER)
+    inputs = draw_inputs(reference.config, padding)
+    encoded = draw_encoder_output(reference.config)
+    inputs |= {name: tensor for name, tensor in encoded.items() if name in source}
     options = {"output_hidden_states": True, "output_attentions": attention == "eager"}
     assert_same_outputs(ours, reference, inputs, **options)
     if head != "Model":
         inputs |= draw_next_words(inputs["attention_mask"].bool())
     assert_same_gradients(ours, reference, inputs)
-
-
-@pytest.mark.parametrize("names", [(), ("encoder_hidden_states",)], ids=["no encoder", "no mask"])
-@attentions
-def test_cross_attention_and_its_mask_are_optional(attention, names, references):
-    ours, reference = references("Model", attention, **DECODER)
-    encoded = draw_encoder_output(reference.config)
-    inputs = draw_inputs(reference.config) | {name: encoded[name] for name in names}
-    assert_same_outputs(ours, reference, inputs)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
@@ -432,6 +423,8 @@ def test_cached_steps(attention, padding, cross, head, references):
     inputs = draw_inputs(reference.config, padding)
     encoded = draw_encoder_output(reference.config) if cross else {}
     real = inputs["attention_mask"].bool()
+    if padding == "none":
+        del inputs["position_ids"]  # which are then counted on from the cache
     with torch.no_grad():
         whole = ours(**inputs, **encoded, use_cache=False)[0]
         caches = [None, None]

@@ -6,8 +6,6 @@ import contextlib
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,7 +15,7 @@ from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
 from support.models import HEADS, NEEDS, OURS, REFERENCES, VOCABULARY, inputs_for
-from support.unpadded import FLASH, LENGTHS, draw, flattened, make, observed_shapes
+from support.unpadded import LENGTHS, draw, flattened, make, observed_shapes
 
 
 @pytest.fixture
@@ -55,28 +53,16 @@ def test_blocks_compute_non_padding_tokens_alone(kind, attention, tmp_path, shap
     ours = make(ScratchBertModel, False, attention=attention)
     ours.save_as_bert(tmp_path)
     reference = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
-    batch = draw(kind)
+    batch = draw(kind) | {"token_type_ids": torch.randint(0, 2, (5, 9))}
+    if kind == "scattered":
+        batch["position_ids"] = torch.randint(0, 30, (1, 9))
+        batch["attention_mask"][2] = 0
     real, seen = batch["attention_mask"].bool(), shapes_seen(ours)
     with torch.no_grad():
         states, expected = ours(**batch).last_hidden_state, reference(**batch).last_hidden_state
     assert seen == [(1, real.sum(), 32)]
     assert_same_tensors({"states": states}, {"states": expected}, real)
     assert not states[~real].any()
-
-
-@settings(max_examples=40)
-@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6), st.booleans())
-def test_any_mask(rows, has_positions):
-    ours = make(ScratchBertModel, False)
-    mask = torch.tensor(rows)
-    mask[0, 3] = True  # some token there is
-    batch = {"input_ids": torch.randint(1, VOCABULARY, mask.shape), "attention_mask": mask.long()}
-    batch["token_type_ids"] = torch.randint(0, 2, mask.shape)
-    if has_positions:
-        batch["position_ids"] = torch.randint(0, 30, (1, 5))
-    with torch.no_grad():
-        outputs, padded = ours(**batch), ours(**batch, padding_free=False)
-    assert_same_tensors(flat(outputs), flat(padded), mask)
 
 
 @pytest.mark.parametrize("has_labels", [False, True], ids=["inference", "training"])
@@ -268,17 +254,7 @@ def test_packed_sequences(kind, attention):
         assert_same_tensors({"": states}, {"": expected_states[real][None]})
 
 
-def test_packed_labels():
-    ours = make(OURS["ForTokenClassification"], num_labels=3)
-    batch = draw()
-    real = batch["attention_mask"].bool()
-    labels = torch.randint(0, 3, (5, 9)).masked_fill(~real, -100)
-    expected = flat(ours(**batch, labels=labels))
-    outputs = ours(**flattened(batch, **FLASH), labels=labels[real][None])
-    assert_same_tensors(flat(outputs), {"loss": expected["loss"], "logits": expected["logits"][real][None]})
-
-
-POSITIONS = {"arbitrary": [3, 0, 7, 1, 0, 2], "zeros": [0] * 6, "one zero": [0], "restarting": [0, 1, 2, 0, 1, 2]}
+POSITIONS = {"arbitrary": [3, 0, 7, 1, 0, 2], "zeros": [0, 0], "one zero": [0], "restarting": [0, 1, 0]}
 
 
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)

@@ -1,7 +1,6 @@
 """What differs between versions of transformers: the name of a cache, and which files loaders copy."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,6 @@ def test_files_that_loaders_open_name_every_copied_file(file):
     source = (PACKAGE / file).read_text("utf-8")
     named = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.level}
     assert copied <= named
-    first, *_ = re.findall(r"^(?:from|import) .*", source, re.MULTILINE)
-    assert first.startswith("from .versions import")
 
 
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM", "Seq2SeqModel", "ForConditionalGeneration"])
@@ -41,7 +38,6 @@ def test_cache_of_either_name(head, name):
     rest = model(**source, **{ids_name: ids[:, 4:], name: cache}, use_cache=True)
     torch.testing.assert_close(rest[0], whole[0][:, 4:], rtol=0, atol=1e-5)
     assert getattr(rest, CACHE) is cache
-    assert CACHE in rest
     with pytest.raises(ValueError, match="cache and past_key_values"):
         model(**source, **{ids_name: ids[:, 4:]}, cache=cache, past_key_values=cache)
 
