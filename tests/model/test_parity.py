@@ -1,10 +1,9 @@
 """Every model against its reference, the `Bert…` class of transformers: the same signatures, and from the same weights
-the same outputs, losses and gradients."""
+the same outputs, losses and gradients, with dropout as well."""
 
 import copy
 import dataclasses
 import inspect
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ import transformers
 from transformers import AutoTokenizer, BertConfig, BertModel
 from transformers.cache_utils import DynamicCache
 
-from modeling_scratchbert import ScratchBertModel
+from modeling_scratchbert import ScratchBertForCausalLM, ScratchBertModel
 from modeling_scratchbert.bert.names import to_scratchbert
 from support import comparison
 from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, at_tokens, flat
@@ -23,7 +22,7 @@ from support.models import BERTS, NEEDS, NO_DROPOUT, OURS, REFERENCES, randomise
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
 
 attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
-paddings = pytest.mark.parametrize("padding", ["none", "right", "left"])
+paddings = pytest.mark.parametrize("padding", ["none", "right", "left", "scattered"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -36,108 +35,101 @@ def our_name(name: str, model) -> str:
     return ours.removeprefix("model.") if isinstance(model, BertModel) else ours
 
 
-def copy_weights(reference, ours) -> None:
-    ours.load_state_dict({our_name(name, reference): tensor for name, tensor in reference.state_dict().items()})
-
-
 @pytest.fixture
 def references():
     """Makes our model and its reference, with the same large random weights, ready for inference."""
 
     def make(head="Model", attention="eager", **fields):
-        fields = {"attn_implementation": attention, **NEEDS.get(head, {}), **fields}
+        defaults = {"attn_implementation": attention, "hidden_dropout_prob": 0.2}  # attention weights: 0.1
+        fields = defaults | NEEDS.get(head, {}) | fields
         reference = randomise(REFERENCES[head](tiny_config(BertConfig, **fields)))
         ours = OURS[head](tiny_config(**fields))
-        copy_weights(reference, ours)
+        ours.load_state_dict({our_name(name, reference): tensor for name, tensor in reference.state_dict().items()})
         return ours.eval(), reference.eval()
 
     return make
 
 
-def draw_inputs(config, padding="none", choices=False) -> dict:
+def draw_inputs(config, padding="none") -> dict:
     """A batch with everything a model takes: ids, mask, token types, positions."""
-    lengths = torch.tensor(LENGTHS if padding != "none" else [T] * B)[:, None]
-    real = torch.arange(T) < lengths if padding != "left" else torch.arange(T) >= T - lengths
+    lengths = torch.tensor([T] * B if padding == "none" else LENGTHS)[:, None]
+    real = torch.arange(T) < lengths
+    if padding == "left":
+        real = real.flip(1)
+    elif padding == "scattered":
+        real = torch.rand(B, T) < 0.5
+        real[:, 0] = True
     ids = torch.randint(2, config.vocab_size, (B, T))
-    inputs = {
-        "input_ids": ids.where(real, torch.tensor(config.pad_token_id)),
+    return {
+        "input_ids": ids.where(real, torch.tensor(config.pad_token_id or 0)),
         "attention_mask": real.long(),
         "token_type_ids": torch.randint(0, config.type_vocab_size, (B, T)),
         "position_ids": (real.cumsum(dim=-1) - 1).clamp(min=0),
     }
-    return {name: tensor.view(2, 2, T) for name, tensor in inputs.items()} if choices else inputs
 
 
-def draw_word_labels(config, real):
-    return torch.randint(0, config.vocab_size, (B, T)).masked_fill(~real | (torch.rand(B, T) < 0.5), -100)
+def draw_encoder_output(config) -> dict:
+    """Another sequence's hidden states, of another length, and which of them are padding."""
+    return {
+        "encoder_hidden_states": torch.randn(B, S, config.hidden_size),
+        "encoder_attention_mask": (torch.arange(S) < torch.tensor([6, 2, 4, 1])[:, None]).long(),
+    }
 
 
-def draw_next_words(config, real):
-    """As `draw_word_labels`, and nothing is to be predicted from padding, before a sequence's first word."""
-    return draw_word_labels(config, real & real.roll(1, dims=1))
+def draw_classes(number, *shape):
+    return {"labels": torch.randint(0, number, shape)}
 
 
-@dataclass
-class Task:
-    """A head, the fields of a configuration it needs, and how to draw its labels, given the configuration and which
-    tokens are real."""
-
-    head: str
-    labels: object
-    fields: dict = field(default_factory=dict)
-
-    def inputs_without_labels(self, config, padding="none") -> dict:
-        return draw_inputs(config, padding, choices=self.head == "ForMultipleChoice")
-
-    def inputs(self, config, padding="none") -> dict:
-        inputs = self.inputs_without_labels(config, padding)
-        return {**inputs, **self.labels(config, inputs["attention_mask"].bool())}
+def draw_words(real):
+    return {"labels": torch.randint(0, 99, (B, T)).masked_fill(~real | (torch.rand(B, T) < 0.5), -100)}
 
 
+def draw_next_words(real):
+    """As `draw_words`, and nothing is to be predicted from padding, before a sequence's first word."""
+    return draw_words(real & real.roll(1, dims=1))
+
+
+def draw_sentence_pairs(real):
+    return draw_words(real) | {"next_sentence_label": torch.randint(0, 2, (B,))}
+
+
+def draw_answers(real):
+    ends = torch.tensor([[T - 1], [4], [T + 3], [5]])  # one lies beyond the text
+    return {"start_positions": torch.tensor([0, 3, 0, 2]), "end_positions": ends}
+
+
+def draw_tags(real):
+    return {"labels": torch.randint(0, 5, (B, T)).masked_fill(~real, -100)}
+
+
+# A head, the fields of a configuration that it needs, and how to draw its labels, given which tokens are real.
+CLASSES = "ForSequenceClassification"
+REGRESSION = {"num_labels": 3, "problem_type": "regression"}
 TASKS = {
-    "encoder": Task("Model", lambda config, real: {}),
-    "pre-training": Task(
-        "ForPreTraining",
-        lambda config, real: {
-            "labels": draw_word_labels(config, real),
-            "next_sentence_label": torch.randint(0, 2, (B,)),
-        },
-    ),
-    "masked LM": Task("ForMaskedLM", lambda config, real: {"labels": draw_word_labels(config, real)}),
-    "next word": Task("ForCausalLM", lambda config, real: {"labels": draw_next_words(config, real)}),
-    "next sentence": Task("ForNextSentencePrediction", lambda config, real: {"labels": torch.randint(0, 2, (B,))}),
-    "regression, 1 target": Task(
-        "ForSequenceClassification", lambda config, real: {"labels": torch.randn(B)}, {"num_labels": 1}
-    ),
-    "regression, 3 targets": Task(
-        "ForSequenceClassification",
-        lambda config, real: {"labels": torch.randn(B, 3)},
-        {"num_labels": 3, "problem_type": "regression"},
-    ),
-    "single label": Task(
-        "ForSequenceClassification", lambda config, real: {"labels": torch.randint(0, 3, (B,))}, {"num_labels": 3}
-    ),
-    "multi label": Task(
-        "ForSequenceClassification",
-        lambda config, real: {"labels": torch.randint(0, 2, (B, 3)).float()},
-        {"num_labels": 3},
-    ),
-    "token labels": Task(
-        "ForTokenClassification",
-        lambda config, real: {"labels": torch.randint(0, 5, (B, T)).masked_fill(~real, -100)},
-        {"num_labels": 5},
-    ),
-    "question answering": Task(
-        "ForQuestionAnswering",
-        lambda config, real: {
-            "start_positions": torch.tensor([0, 3, 0, 2]),
-            "end_positions": torch.tensor([[T - 1], [4], [T + 3], [5]]),  # one lies beyond the text
-        },
-    ),
-    "multiple choice": Task("ForMultipleChoice", lambda config, real: {"labels": torch.randint(0, 2, (2,))}),
+    "encoder": ("Model", {}, lambda real: {}),
+    "pre-training": ("ForPreTraining", {}, draw_sentence_pairs),
+    "masked LM": ("ForMaskedLM", {}, draw_words),
+    "next word": ("ForCausalLM", {}, draw_next_words),
+    "next sentence": ("ForNextSentencePrediction", {}, lambda real: draw_classes(2, B)),
+    "regression, 1 target": (CLASSES, {"num_labels": 1}, lambda real: {"labels": torch.randn(B)}),
+    "regression, 3 targets": (CLASSES, REGRESSION, lambda real: {"labels": torch.randn(B, 3)}),
+    "single label": (CLASSES, {"num_labels": 3, "classifier_dropout": 0.5}, lambda real: draw_classes(3, B)),
+    "multi label": (CLASSES, {"num_labels": 3}, lambda real: {"labels": torch.randint(0, 2, (B, 3)).float()}),
+    "token labels": ("ForTokenClassification", {"num_labels": 5, "classifier_dropout": 0.0}, draw_tags),
+    "question answering": ("ForQuestionAnswering", {}, draw_answers),
+    "multiple choice": ("ForMultipleChoice", {}, lambda real: draw_classes(2, 2)),
 }
 
-tasks = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+tasks = pytest.mark.parametrize("task", TASKS)
+
+
+def task_inputs(task, config, padding="none") -> dict:
+    head, _, draw_labels = TASKS[task]
+    inputs = draw_inputs(config, padding)
+    labels = draw_labels(inputs["attention_mask"].bool())
+    if head == "ForMultipleChoice":
+        inputs = {name: tensor.view(2, 2, T) for name, tensor in inputs.items()}
+    return inputs | labels
 
 
 def of_real_beginnings(pooled, real, config):
@@ -147,7 +139,7 @@ def of_real_beginnings(pooled, real, config):
 
 
 def assert_same_outputs(ours, reference, inputs, **options):
-    """One forward pass of each, on the same inputs: every output is the same."""
+    """One forward pass of each, on the same inputs: every output is the same, of an encoder at padding as well."""
 
     mask = inputs.get("attention_mask")
     # In a decoder, padding before the first token may look at nothing at all; each kernel computes something there.
@@ -177,8 +169,9 @@ def objective(outputs, mask, config):
 
 
 def gradients(model, inputs) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(0)  # for dropout, where there is any
+    """Of a training step with dropout, whose random numbers are the same for every model."""
+    model.train().zero_grad()
+    torch.manual_seed(0)
     objective(model(**inputs), inputs.get("attention_mask"), model.config).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -189,7 +182,7 @@ def assert_same_gradients(ours, reference, inputs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What can be told without running anything
+# Encoders
 
 
 def signature(function):
@@ -204,134 +197,93 @@ def test_signatures(head):
     assert signature(ours.__init__) == signature(reference.__init__)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Outputs and gradients
-
-
 @tasks
 @paddings
 @attentions
-def test_outputs(task, padding, attention, references):
-    ours, reference = references(task.head, attention, **task.fields)
-    inputs = task.inputs(reference.config, padding)
-    # Under sdpa a call for the maps would run another kernel; see test_maps_are_true.
+def test_outputs_and_gradients(task, padding, attention, references):
+    head, fields, _ = TASKS[task]
+    ours, reference = references(head, attention, **fields)
+    inputs = task_inputs(task, reference.config, padding)
+    # Under sdpa a call for the maps would run another kernel; see test_attention_maps.
     assert_same_outputs(ours, reference, inputs, output_hidden_states=True, output_attentions=attention == "eager")
     assert ours.config.problem_type == reference.config.problem_type
+    assert_same_gradients(ours, reference, inputs)
 
 
 @tasks
-@paddings
-@attentions
-def test_gradients(task, padding, attention, references):
-    ours, reference = references(task.head, attention, **task.fields, **NO_DROPOUT)
-    assert_same_gradients(ours.train(), reference.train(), task.inputs(reference.config, padding))
-
-
-@pytest.mark.parametrize("labels", [True, False])
-@tasks
-def test_output_classes(task, labels, references):
-    ours, reference = references(task.head, **task.fields)
-    inputs = task.inputs(reference.config) if labels else task.inputs_without_labels(reference.config)
+def test_output_classes(task, references):
+    head, fields, _ = TASKS[task]
+    ours, reference = references(head, **fields)
+    inputs = task_inputs(task, reference.config)
     mine, theirs = ours(**inputs), reference(**inputs)
-    assert list(mine) == list(theirs)
-    fields = [[(f.name, f.default) for f in dataclasses.fields(outputs)] for outputs in (mine, theirs)]
-    assert fields[0] == fields[1]
-    assert type(mine) is type(theirs) or type(mine).__name__ == f"Scratch{type(theirs).__name__}"
-    options = {"return_dict": False, "output_hidden_states": True, "output_attentions": True}
-    mine, theirs = (model(**inputs, **options) for model in (ours, reference))
-    assert [type(part) for part in mine] == [type(part) for part in theirs]
-    for part, expected in zip(mine, theirs, strict=True):
-        if isinstance(part, tuple | torch.Tensor):
-            torch.testing.assert_close(part, expected, rtol=0, atol=TOLERANCE)
+    ours_fields, fields = ([(f.name, f.default) for f in dataclasses.fields(outputs)] for outputs in (mine, theirs))
+    assert ours_fields == fields
+    assert type(mine).__name__.removeprefix("Scratch") == type(theirs).__name__
 
 
-@pytest.mark.parametrize(
-    ("name", "given"), [("pre-training", "labels"), ("question answering", "end_positions")], ids=lambda value: value
-)
-def test_half_the_labels_give_no_loss(name, given, references):
-    task = TASKS[name]
-    ours, reference = references(task.head, **task.fields)
-    labels = task.labels(reference.config, torch.ones(B, T, dtype=torch.bool))
-    inputs = {**draw_inputs(reference.config), given: labels[given]}
-    assert "loss" not in ours(**inputs)
-    assert_same_outputs(ours, reference, inputs)
+@pytest.mark.parametrize(("task", "name"), [("pre-training", "labels"), ("question answering", "end_positions")])
+def test_half_the_labels_give_no_loss(task, name, references):
+    ours, reference = references(TASKS[task][0])
+    labels = task_inputs(task, reference.config)[name]
+    assert_same_outputs(ours, reference, draw_inputs(reference.config) | {name: labels})
 
 
-SHAPES = {
-    "five heads of 24": {"hidden_size": 120, "num_attention_heads": 5},
-    "one layer": {"num_hidden_layers": 1},
-    "one head": {"num_attention_heads": 1},
-    "vocabulary of 1,237": {"vocab_size": 1237},
-    "gelu_new": {"hidden_act": "gelu_new"},
-    "relu": {"hidden_act": "relu"},
-    "pad id 1": {"pad_token_id": 1},
-    "three token types": {"type_vocab_size": 3},
-    "coarse norms": {"layer_norm_eps": 0.1},
-    "as many tokens as positions": {"max_position_embeddings": T},
-    "untied": {"tie_word_embeddings": False},
-    "chunks of 3": {"chunk_size_feed_forward": 3},
-    "all odd": {
-        "hidden_size": 120,
-        "num_attention_heads": 5,
-        "num_hidden_layers": 1,
-        "intermediate_size": 77,
-        "vocab_size": 1237,
-        "hidden_act": "gelu_new",
-        "pad_token_id": 1,
-    },
-}
+FIELDS = [
+    {"hidden_size": 120, "num_attention_heads": 5},
+    {"num_hidden_layers": 1},
+    {"vocab_size": 1237},
+    {"hidden_act": "gelu_new"},
+    {"pad_token_id": 1},
+    {"pad_token_id": None},
+    {"type_vocab_size": 3},
+    {"layer_norm_eps": 0.1},
+    {"max_position_embeddings": T},
+    {"tie_word_embeddings": False},
+    {"chunk_size_feed_forward": 3, **NO_DROPOUT},
+]
 
 
-@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @attentions
-def test_shapes(fields, attention, references):
-    ours, reference = references("ForPreTraining", attention, **fields, **NO_DROPOUT)
-    inputs = TASKS["pre-training"].inputs(reference.config, "right")
+def test_fields_of_the_configuration(fields, attention, references):
+    ours, reference = references("ForPreTraining", attention, **fields)
+    inputs = task_inputs("pre-training", reference.config, "right")
     assert_same_outputs(ours, reference, inputs, output_hidden_states=True, output_attentions=attention == "eager")
-    assert_same_gradients(ours.train(), reference.train(), inputs)
-
-
-def only(*names):
-    return lambda inputs, reference: {name: inputs[name] for name in names}
-
-
-def embedded(inputs, reference):
-    words = reference.get_input_embeddings()(inputs["input_ids"]).detach()
-    return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": words + 0.1}
-
-
-def shared_positions(inputs, reference):
-    return {"input_ids": inputs["input_ids"], "position_ids": torch.arange(T).flip(0)[None]}
-
-
-def one_token(inputs, reference):
-    return {name: tensor[:, :1] for name, tensor in inputs.items()}
+    assert_same_gradients(ours, reference, inputs)
 
 
 ARGUMENTS = {
-    "ids alone": only("input_ids"),
-    "ids and mask": only("input_ids", "attention_mask"),
-    "ids and token types": only("input_ids", "token_type_ids"),
-    "ids and positions": only("input_ids", "position_ids"),
-    "positions for all": shared_positions,
-    "embeddings": embedded,
-    "one token": one_token,
+    "ids": ["input_ids"],
+    "ids and mask": ["input_ids", "attention_mask"],
+    "ids and token types": ["input_ids", "token_type_ids"],
+    "ids and positions": ["input_ids", "position_ids"],
+    "embeddings": ["inputs_embeds", "attention_mask", "token_type_ids", "position_ids"],
 }
 
 
-@pytest.mark.parametrize("choose", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize("names", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize(
+    ("head", "fields"),
+    [("Model", {}), ("ForCausalLM", {}), ("ForCausalLM", {"is_decoder": False})],
+    ids=["encoder", "decoder", "causal LM that attends to both sides"],
+)
 @attentions
-def test_arguments(choose, attention, references):
-    ours, reference = references("Model", attention)
-    inputs = choose(draw_inputs(reference.config, "left" if choose is not one_token else "none"), reference)
+def test_arguments(names, head, fields, attention, references):
+    ours, reference = references(head, attention, **fields)
+    inputs = draw_inputs(reference.config, "right")
+    inputs["position_ids"] = torch.arange(T).flip(0)[None]  # one row for all sequences
+    inputs["inputs_embeds"] = reference.get_input_embeddings()(inputs["input_ids"]).detach() + 0.1
+    inputs = {name: inputs[name] for name in names}
+    assert_same_outputs(ours, reference, {name: tensor[:, :1] for name, tensor in inputs.items()})
+    if head == "ForCausalLM":
+        inputs["labels"] = torch.randint(0, 99, (B, T))
     assert_same_outputs(ours, reference, inputs, output_hidden_states=True)
     assert_same_gradients(ours, reference, inputs)
 
 
 @attentions
-def test_an_empty_sequence_in_the_batch(attention, references):
-    """A row of padding alone: attention returns zeros, as torch's does; the reference's eager kernel, the mean of the
-    padding."""
+def test_row_of_padding(attention, references):
+    """Attention returns zeros, as torch's does; the reference's eager kernel, the mean of the padding."""
     ours, eager_reference = references("ForPreTraining", attention)
     _, reference = references("ForPreTraining", "sdpa")
     inputs = draw_inputs(reference.config, "right")
@@ -343,29 +295,21 @@ def test_an_empty_sequence_in_the_batch(attention, references):
     assert_same_tensors(*({name: x[others] for name, x in tensors.items()} for tensors in (mine, eager)))
 
 
-def draw_full_mask(heads):
-    """`(B, heads, T, T)`, True where a token may look: at itself, and here and there."""
-    return (torch.rand(B, heads, T, T) < 0.5) | torch.eye(T, dtype=torch.bool)
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("kind", ["boolean", "-inf", "lowest", "bias"])
 @attentions
 def test_full_masks(attention, kind, heads, references):
     ours, reference = references("Model", attention)
-    seen = draw_full_mask(heads)
+    # Each token may look at itself, and here and there.
+    seen = (torch.rand(B, heads, T, T) < 0.5) | torch.eye(T, dtype=torch.bool)
     added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf") if kind == "-inf" else torch.finfo().min)
     if kind == "bias":
         added += torch.randn(seen.shape)
     inputs = draw_inputs(reference.config)
-    theirs = {**inputs, "attention_mask": added}
-    mine = {**inputs, "attention_mask": seen if kind == "boolean" else added}
-    # The reference's eager attention would add True to the scores as 1; what a boolean mask means, the numbers tell it.
-    assert_same_tensors(
-        *(flat(model(**x, output_hidden_states=True)) for model, x in ((ours, mine), (reference, theirs)))
-    )
-    if attention == "sdpa":
-        assert_same_outputs(ours, reference, mine)
+    # The reference's eager attention would add True to the scores as 1.
+    expected = flat(reference(**inputs | {"attention_mask": added}))
+    actual = flat(ours(**inputs | {"attention_mask": seen if kind == "boolean" else added}))
+    assert_same_tensors(actual, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,6 +331,8 @@ def uncompiled():
 flex_warnings = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore::DeprecationWarning"
 )
+DECODER = {"is_decoder": True, "add_cross_attention": True}
+KINDS = pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, DECODER], ids=str)
 
 
 @flex_warnings
@@ -398,40 +344,25 @@ def test_flex_attention(padding, is_decoder, references, uncompiled):
 
 
 @flex_warnings
-@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
-@pytest.mark.parametrize("how", ["argument", "configuration", "configuration from the start"])
-@paddings
+@pytest.mark.parametrize("requested", ["argument", "attribute", "configuration"])
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-def test_maps_are_true(attention, padding, how, head, references, uncompiled):
+@KINDS
+def test_attention_maps(fields, attention, requested, references, uncompiled):
     """If the kernel does not return attention maps, a model that is asked for them computes them. The reference leaves
     them out, or raises."""
-    ours, reference = references(head, attention)
-    _, eager = references(head, "eager")
-    inputs = draw_inputs(reference.config, padding)
-    asked = {}
-    if how == "argument":
-        asked = {"output_attentions": True}
-        assert not reference(**inputs, **asked).attentions
-    elif how == "configuration":
+    ours, eager = references("Model", "eager", **fields)
+    weights = ours.state_dict()
+    options = {"output_attentions": True} if requested == "configuration" else {}
+    ours = ScratchBertModel(tiny_config(attn_implementation=attention, **options, **fields)).eval()
+    ours.load_state_dict(weights)
+    inputs = draw_inputs(eager.config, "right")
+    if "add_cross_attention" in fields:
+        inputs |= draw_encoder_output(eager.config)
+    if requested == "attribute":
         ours.config.output_attentions = True
-        with pytest.raises(ValueError, match="output_attentions"):
-            reference.config.output_attentions = True
-    else:
-        weights = ours.state_dict()
-        ours = OURS[head](tiny_config(attn_implementation=attention, output_attentions=True)).eval()
-        ours.load_state_dict(weights)
-        with pytest.raises(Exception, match="output_attentions"):
-            tiny_config(BertConfig, attn_implementation=attention, output_attentions=True)
-
-    outputs = ours(**inputs, **asked, output_hidden_states=True)
-
-    expected = eager(**inputs, output_attentions=True, output_hidden_states=True)
-    assert_same_tensors(flat(outputs), flat(expected))
-    assert len(outputs.attentions) == 2
-    for weights in outputs.attentions:
-        assert weights.shape == (B, 4, T, T)
-        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(B, 4, T), rtol=0, atol=1e-6)
-        assert not weights[~inputs["attention_mask"].bool()[:, None, None, :].expand_as(weights)].any()
+    options = {"output_attentions": True} if requested == "argument" else {}
+    outputs = ours(**inputs, **options)
+    assert_same_tensors(flat(outputs), flat(eager(**inputs, output_attentions=True)))
     plain = ours(**inputs, output_attentions=False)
     assert "attentions" not in plain
     torch.testing.assert_close(outputs[0], plain[0], rtol=0, atol=TOLERANCE)
@@ -440,12 +371,11 @@ def test_maps_are_true(attention, padding, how, head, references, uncompiled):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cast", ["whole model", "autocast"])
-@paddings
 @attentions
-def test_half_precision(attention, padding, cast, dtype, references):
+def test_half_precision(attention, cast, dtype, references):
     """As close to the reference as the reference is to the exact result."""
     ours, reference = references("ForPreTraining", attention)
-    inputs = draw_inputs(reference.config, padding)
+    inputs = task_inputs("pre-training", reference.config, "left")
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
         exact = flat(copy.deepcopy(reference).double()(**inputs, output_hidden_states=True))
@@ -459,83 +389,46 @@ def test_half_precision(attention, padding, cast, dtype, references):
         assert actual[name].dtype == tensor.dtype
         assert (mine - theirs).abs().max() <= (theirs - best).abs().max(), name
     if cast == "whole model":
-        inputs |= TASKS["pre-training"].labels(reference.config, real)
         assert all(gradient.isfinite().all() for gradient in gradients(ours, inputs).values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoders
 
-
-def draw_encoder_output(config):
-    """Another sequence's hidden states, of another length, and which of them are padding."""
-    return {
-        "encoder_hidden_states": torch.randn(B, S, config.hidden_size),
-        "encoder_attention_mask": (torch.arange(S) < torch.tensor([6, 2, 4, 1])[:, None]).long(),
-    }
-
-
 crossings = pytest.mark.parametrize("cross", [False, True], ids=["self-attention only", "cross-attention"])
 
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForCausalLM"])
-@crossings
+@pytest.mark.parametrize("source", ["none", "encoder_hidden_states", "encoder_hidden_states, encoder_attention_mask"])
 @paddings
 @attentions
-def test_decoder_outputs_and_gradients(attention, padding, cross, head, references):
-    fields = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True}
-    ours, reference = references(head, attention, **fields, add_cross_attention=cross)
-    inputs = draw_inputs(reference.config, padding) | (draw_encoder_output(reference.config) if cross else {})
+def test_decoder(attention, padding, source, head, references):
+    ours, reference = references(head, attention, **DECODER)
+    inputs = draw_inputs(reference.config, padding)
+    encoded = draw_encoder_output(reference.config)
+    inputs |= {name: tensor for name, tensor in encoded.items() if name in source}
     options = {"output_hidden_states": True, "output_attentions": attention == "eager"}
     assert_same_outputs(ours, reference, inputs, **options)
-    if head != "ForMaskedLM":
-        assert_same_outputs(ours, reference, inputs, **options, use_cache=False)
-    as_tuples = [model(**inputs, **options, return_dict=False) for model in (ours, reference)]
-    assert [type(part) for part in as_tuples[0]] == [type(part) for part in as_tuples[1]]
     if head != "Model":
-        inputs |= TASKS["next word"].labels(reference.config, inputs["attention_mask"].bool())
-    assert_same_gradients(ours.train(), reference.train(), inputs)
-
-
-@pytest.mark.parametrize("given", [(), ("encoder_hidden_states",)], ids=["no encoder", "no mask"])
-@attentions
-def test_cross_attention_is_optional_and_so_is_its_mask(attention, given, references):
-    ours, reference = references("Model", attention, is_decoder=True, add_cross_attention=True)
-    encoded = draw_encoder_output(reference.config)
-    inputs = draw_inputs(reference.config) | {name: encoded[name] for name in given}
-    assert_same_outputs(ours, reference, inputs, output_attentions=attention == "eager")
-
-
-@crossings
-@pytest.mark.parametrize("padding", ["none", "right"])
-@attentions
-def test_decoder_maps(attention, padding, cross, references):
-    ours, reference = references("Model", attention, is_decoder=True, add_cross_attention=cross)
-    _, eager = references("Model", "eager", is_decoder=True, add_cross_attention=cross)
-    inputs = draw_inputs(reference.config, padding) | (draw_encoder_output(reference.config) if cross else {})
-    outputs, expected = (model(**inputs, output_attentions=True) for model in (ours, eager))
-    assert_same_tensors(flat(outputs), flat(expected))
-    assert len(outputs.cross_attentions) == (2 if cross else 0)
-    for weights in outputs.cross_attentions:
-        real = inputs["encoder_attention_mask"].bool()[:, None, None, :]
-        assert weights.shape == (B, 4, T, S)
-        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(B, 4, T), rtol=0, atol=1e-6)
-        assert not weights[~real.expand_as(weights)].any()
+        inputs |= draw_next_words(inputs["attention_mask"].bool())
+    assert_same_gradients(ours, reference, inputs)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
 @crossings
 @pytest.mark.parametrize("padding", ["none", "left"])
 @attentions
-def test_cached_steps_equal_the_whole(attention, padding, cross, head, references):
+def test_cached_steps(attention, padding, cross, head, references):
     ours, reference = references(head, attention, is_decoder=True, add_cross_attention=cross)
     inputs = draw_inputs(reference.config, padding)
     encoded = draw_encoder_output(reference.config) if cross else {}
     real = inputs["attention_mask"].bool()
+    if padding == "none":
+        del inputs["position_ids"]  # which are then counted on from the cache
     with torch.no_grad():
         whole = ours(**inputs, **encoded, use_cache=False)[0]
-        caches, ends = [None, None], [0, 4, 5, 6, T]
-        for start, end in pairwise(ends):
+        caches = [None, None]
+        for start, end in pairwise([0, 4, 5, 6, T]):
             step = {name: tensor[:, start:end] for name, tensor in inputs.items()}
             step["attention_mask"] = inputs["attention_mask"][:, :end]
             mine, theirs = (
@@ -552,84 +445,64 @@ def test_cached_steps_equal_the_whole(attention, padding, cross, head, reference
                 encoded["encoder_hidden_states"] = torch.full_like(encoded["encoder_hidden_states"], float("nan"))
 
 
-KEPT = {"all": 0, "the last": 1, "the last four": 4, "some": torch.tensor([0, 3, 8])}
+def chosen(logits, keep):
+    """The logits at the positions that `logits_to_keep` means."""
+    if isinstance(keep, int):
+        return logits[:, -keep:]
+    if keep.dtype == torch.bool:
+        return logits[keep]
+    return logits[:, keep] if keep.ndim == 1 else logits[torch.arange(B)[:, None], keep]
 
 
-@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
-@crossings
-def test_logits_to_keep(kept, cross, references):
-    ours, reference = references("ForCausalLM", add_cross_attention=cross)
-    inputs = draw_inputs(reference.config) | (draw_encoder_output(reference.config) if cross else {})
+@pytest.mark.parametrize(
+    "keep",
+    [0, 1, 4, torch.tensor([0, 3, 8]), torch.tensor([[0, 3], [2, 5], [1, 1], [8, 7]]), torch.eye(B, T).bool()],
+    ids=str,
+)
+def test_logits_to_keep(keep, references):
+    ours, reference = references("ForCausalLM")
+    inputs = draw_inputs(reference.config)
     with torch.no_grad():
-        mine, theirs = (flat(model(**inputs, logits_to_keep=kept)) for model in (ours, reference))
-        whole = ours(**inputs).logits
-    assert_same_tensors(mine, theirs)
-    chosen = kept if not isinstance(kept, int) else slice(-kept or None, None)
-    torch.testing.assert_close(mine["logits"], whole[:, chosen], rtol=0, atol=TOLERANCE)
+        expected = chosen(reference(**inputs).logits, keep)
+        torch.testing.assert_close(ours(**inputs, logits_to_keep=keep).logits, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("is_decoder", [False, True], ids=["both ways", "looks back only"])
-@pytest.mark.parametrize("choose", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_of_a_causal_model(choose, is_decoder, references):
-    ours, reference = references("ForCausalLM", is_decoder=is_decoder)
-    inputs = choose(draw_inputs(reference.config), reference)
-    assert_same_outputs(ours, reference, inputs, output_hidden_states=True, use_cache=False)
-    labels = torch.randint(0, reference.config.vocab_size, (B, T))
-    if choose is not one_token:  # after which there is nothing left to predict
-        assert_same_gradients(ours, reference, inputs | {"labels": labels})
-
-
-def test_the_loss_is_that_of_the_next_word(references):
-    ours, _ = references("ForCausalLM")
-    inputs = draw_inputs(ours.config)
-    labels = inputs["input_ids"].masked_fill(torch.rand(B, T) < 0.3, -100)
-    outputs = ours(**inputs, labels=labels, use_cache=True)
-    predicted, words = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    expected = -predicted.log_softmax(dim=-1)[torch.arange(len(words)), words.clamp(min=0)][words != -100].mean()
-    torch.testing.assert_close(outputs.loss, expected)
-    assert "past_key_values" not in outputs  # training has no use for one
-
-
-def test_a_causal_model_that_sees_what_it_is_to_predict_is_warned_of(caplog):
-    OURS["ForCausalLM"](tiny_config(is_decoder=True))
+def test_causal_model_that_attends_to_both_sides_is_warned_of(caplog):
+    ScratchBertForCausalLM(tiny_config(is_decoder=True))
     assert not caplog.records
-    OURS["ForCausalLM"](tiny_config())
-    assert "is_decoder=True" in caplog.text
+    ScratchBertForCausalLM(tiny_config())
+    assert "is_decoder" in caplog.text
 
 
 @pytest.mark.parametrize("is_decoder", [False, True], ids=["encoder", "decoder"])
 @pytest.mark.parametrize("use_cache", [None, False, True])
-@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
+@pytest.mark.parametrize("is_given", [False, True], ids=["new", "given"])
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
-def test_who_returns_a_cache(head, given, use_cache, is_decoder, references):
+def test_which_calls_return_a_cache(head, is_given, use_cache, is_decoder, references):
     """A decoder does, unless told not to. An encoder does not, even if told to."""
-    ours, reference = references(head, is_decoder=is_decoder)
-    inputs = draw_inputs(reference.config)
-    returned = []
-    for model in (ours, reference):
-        cache = DynamicCache(config=model.config) if given and is_decoder else None
+    for model in references(head, is_decoder=is_decoder):
+        cache = DynamicCache(config=model.config) if is_given and is_decoder else None
+        inputs = draw_inputs(model.config)
         outputs = model(**inputs, use_cache=use_cache, past_key_values=cache)
-        returned.append("past_key_values" in outputs)
+        assert ("past_key_values" in outputs) == (is_decoder and use_cache is not False)
         if cache is not None:
             assert cache.get_seq_length() == T
-    assert returned == [is_decoder and use_cache is not False] * 2
+    if head == "ForCausalLM":  # training has no use for one
+        ours, _ = references(head, is_decoder=is_decoder)
+        assert "past_key_values" not in ours(**inputs, labels=inputs["input_ids"], use_cache=use_cache)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Real weights, real text
 
 
-@pytest.fixture(scope="module")
-def real_references(real_bert):
-    return ScratchBertModel.from_pretrained(real_bert).eval(), BertModel.from_pretrained(real_bert).eval()
-
-
 @pytest.mark.parametrize("padding", ["right", "left"])
 @attentions
-def test_real_weights_and_text(attention, padding, real_references, real_bert, reviews):
-    ours, reference = real_references
-    for model in real_references:
-        model.set_attn_implementation(attention)
+def test_real_weights_and_text(attention, padding, real_bert, reviews):
+    ours, reference = (
+        model_class.from_pretrained(real_bert, attn_implementation=attention).eval()
+        for model_class in (ScratchBertModel, BertModel)
+    )
     tokenizer = AutoTokenizer.from_pretrained(real_bert, padding_side=padding)
     texts = [review["text"] for review in reviews]
     pairs = tokenizer(texts[:6], ["", *texts[6:11]], padding=True, return_tensors="pt")
@@ -637,23 +510,3 @@ def test_real_weights_and_text(attention, padding, real_references, real_bert, r
     assert_same_outputs(ours, reference, pairs, output_hidden_states=True, output_attentions=attention == "eager")
     if padding == "right":
         assert_same_gradients(ours, reference, pairs)
-
-
-@pytest.mark.parametrize("classifier_dropout", [None, 0.0, 0.5])
-@tasks
-@attentions
-def test_dropout_with_the_same_seed(attention, task, classifier_dropout, references):
-    """A model and its reference draw the same random numbers in the same order, and so drop the same, forward and
-    backward."""
-    ours, reference = references(task.head, attention, **task.fields, classifier_dropout=classifier_dropout)
-    inputs = task.inputs(reference.config, "right")
-
-    def run(model, seed):
-        torch.manual_seed(seed)
-        tensors = flat(model(**inputs, output_hidden_states=True))
-        return {**tensors, "next random number": torch.rand(1)}
-
-    results = run(ours.train(), 1)
-    assert_same_tensors(results, run(reference.train(), 1))
-    assert not torch.equal(run(ours, 2)["hidden_states.0"], results["hidden_states.0"])
-    assert_same_gradients(ours, reference, inputs)
