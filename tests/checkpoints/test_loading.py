@@ -23,11 +23,10 @@ from support.checkpoint_kinds import (
     FORMS,
     NOTHING,
     OUTPUT_BIAS,
+    assert_loads,
     assert_same_outputs,
     bert_tensors,
-    change_config,
-    config_json,
-    logged_warnings,
+    load,
     two_bert_tensors,
     write_bert,
     write_hub_cache,
@@ -39,23 +38,6 @@ from support.models import BERTS, OURS, REFERENCES, TINY, random_bert, random_en
 pytestmark = pytest.mark.usefixtures("offline")
 
 CROSS_ATTENTION = {"is_decoder": True, "add_cross_attention": True}
-
-
-def load(source, head="ForPreTraining", **kwargs):
-    """The model, what it reports of the loading, and what it warns of."""
-    with logged_warnings() as warnings:
-        model, info = OURS[head].from_pretrained(source, output_loading_info=True, **kwargs)
-    return model, info, "\n".join(warnings)
-
-
-def assert_loads(source, expected, head="ForPreTraining", **kwargs):
-    """`from_pretrained` finds and uses every tensor, warns of nothing, and the model computes what `expected` does."""
-    model, info, warnings = load(source, head, **kwargs)
-    assert info == NOTHING
-    assert not warnings
-    assert not model.training
-    assert_same_outputs(model, expected, tolerance=1e-5)
-    return model
 
 
 # --- one BERT
@@ -137,8 +119,6 @@ def test_missing_tensors_are_initialised_and_named(tmp_path, lost, kwargs, missi
     assert info["missing_keys"]
     assert "MISSING" in warnings
     assert re.search(missing, warnings)
-    for name in info["missing_keys"]:
-        assert ours.get_parameter(name).std() < 0.03  # of the checkpoint's it is 0.2
 
 
 def test_sizes_that_differ(tmp_path):
@@ -175,10 +155,13 @@ def test_the_output_matrix_and_its_bias(tmp_path, prefix, left_out, tied):
     if prefix:
         bert, head = random_encoder_decoder(decoder=untied), "ForConditionalGeneration"
         write_two_berts(tmp_path, bert)
-        change_config(tmp_path, decoder={**config_json(tmp_path)["decoder"], "tie_word_embeddings": tied})
     else:
         bert, head = random_bert(**untied), "ForPreTraining"
-        write_bert(tmp_path, bert, fields={"tie_word_embeddings": tied})
+        write_bert(tmp_path, bert)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(
+        config.replace('"tie_word_embeddings": false', f'"tie_word_embeddings": {str(tied).lower()}')
+    )
     tensors = {**bert.state_dict(), prefix + OUTPUT_BIAS: torch.randn(TINY["vocab_size"])}
     stored = {name: tensor for name, tensor in tensors.items() if name.removeprefix(prefix) not in left_out}
     write_weights(tmp_path, stored)
@@ -205,18 +188,19 @@ def test_the_output_matrix_and_its_bias(tmp_path, prefix, left_out, tied):
 @pytest.mark.parametrize(
     ("stored", "kwargs", "expected"),
     [
-        ({}, {}, torch.bfloat16),
-        ({"torch_dtype": "float32"}, {}, torch.float32),
-        ({"dtype": "bfloat16"}, {"dtype": "auto"}, torch.bfloat16),
-        ({"dtype": "bfloat16"}, {"dtype": torch.float16}, torch.float16),
-        ({"dtype": "bfloat16"}, {"torch_dtype": "float32"}, torch.float32),
+        ({"dtype": None}, {}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float32"}, {}, torch.float32),
+        ({}, {"dtype": "auto"}, torch.bfloat16),
+        ({}, {"dtype": torch.float16}, torch.float16),
+        ({}, {"torch_dtype": "float32"}, torch.float32),
     ],
 )
 def test_dtype(tmp_path, stored, kwargs, expected):
-    write_bert(tmp_path, dtype=torch.bfloat16, fields={"dtype": None, **stored})
-    reference = REFERENCES["ForPreTraining"].from_pretrained(tmp_path, **kwargs)
-    ours = assert_loads(tmp_path, reference, **kwargs)
-    assert {tensor.dtype for tensor in ours.state_dict().values()} == {reference.dtype} == {expected}
+    write_bert(tmp_path, dtype=torch.bfloat16, fields=stored)
+    ours = assert_loads(tmp_path, random_bert().to(torch.bfloat16).to(expected), **kwargs)
+    seq2seq = ScratchBertForConditionalGeneration.from_bert(tmp_path, **kwargs)
+    for model in (ours, seq2seq):
+        assert {tensor.dtype for tensor in model.state_dict().values()} == {expected}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ import transformers
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration
 from support.checkpoint_kinds import (
     FORMS,
-    NOTHING,
+    assert_loads,
     assert_same_outputs,
     change_config,
     config_json,
-    logged_warnings,
     two_bert_tensors,
     write_two_berts,
     write_weights,
@@ -34,23 +33,13 @@ def change_part(folder, part, **fields):
     change_config(folder, **{part: {name: value for name, value in changed.items() if value is not None}})
 
 
-def assert_loads(folder, expected):
-    """`from_pretrained` finds and uses every tensor, warns of nothing, and the model computes what `expected` does."""
-    with logged_warnings() as warnings:
-        model, info = ScratchBertForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
-    assert info == NOTHING
-    assert not warnings
-    assert not model.training
-    assert_same_outputs(model, expected, tolerance=1e-5)
-    return model
-
-
 @pytest.mark.parametrize(("form", "layers"), [*((form, 2) for form in FORMS), ("today's", 1), ("today's", 3)])
 def test_forms(tmp_path, form, layers):
-    reference, dtype = random_encoder_decoder(decoder={"num_hidden_layers": layers}), FORMS[form].get("dtype")
+    reference = random_encoder_decoder(decoder={"num_hidden_layers": layers})
+    dtype = FORMS[form].get("dtype", torch.float32)
     write_two_berts(tmp_path, reference, **FORMS[form])
-    model = assert_loads(tmp_path, reference.to(dtype or torch.float32))
-    assert model.dtype == reference.dtype
+    model = assert_loads(tmp_path, reference.to(dtype), "ForConditionalGeneration")
+    assert model.dtype == dtype
     assert model.lm_head.decoder.weight is model.get_decoder().get_input_embeddings().weight
     assert model.get_encoder().get_input_embeddings() is not model.get_decoder().get_input_embeddings()
 
@@ -84,7 +73,7 @@ def test_two_berts_that_transformers_4_tied(tmp_path, kept):
     write_two_berts(tmp_path, reference)
     write_weights(tmp_path, {name: tensor for name, tensor in tensors.items() if name not in dropped})
     change_config(tmp_path, tie_encoder_decoder=True)
-    model = assert_loads(tmp_path, reference)
+    model = assert_loads(tmp_path, reference, "ForConditionalGeneration")
     decoder = dict(model.get_decoder().named_parameters())
     assert all(weight is decoder[name] for name, weight in model.get_encoder().named_parameters())
 

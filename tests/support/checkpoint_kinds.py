@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import modeling_scratchbert
-from support.models import random_bert, random_encoder_decoder
+from support.models import OURS, random_bert, random_encoder_decoder
 
 DECODER_WEIGHT, DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 OUTPUT_BIAS = "cls.predictions.bias"
@@ -98,6 +97,23 @@ def assert_same_outputs(ours, theirs, only: str = "", tolerance: float = 1e-6) -
     """Of two models, or results of `outputs`."""
     ours, theirs = (result if isinstance(result, dict) else outputs(result) for result in (ours, theirs))
     assert largest_difference(ours, theirs, only) <= tolerance
+
+
+def load(source, head="ForPreTraining", **kwargs):
+    """The model that `from_pretrained` opens, what it reports of the loading, and what it warns of."""
+    with logged_warnings() as warnings:
+        model, info = OURS[head].from_pretrained(source, output_loading_info=True, **kwargs)
+    return model, info, "\n".join(warnings)
+
+
+def assert_loads(source, expected, head="ForPreTraining", **kwargs):
+    """`from_pretrained` finds and uses every tensor, warns of nothing, and the model computes what `expected` does."""
+    model, info, warnings = load(source, head, **kwargs)
+    assert info == NOTHING
+    assert not warnings
+    assert not model.training
+    assert_same_outputs(model, expected, tolerance=1e-5)
+    return model
 
 
 # --- how a checkpoint is written
@@ -234,7 +250,10 @@ def logged_warnings():
         def emit(self, record):
             messages.append(record.getMessage())
 
-    listener, loggers = Listener(logging.WARNING), [logging.getLogger(n) for n in ("transformers", OURS_LOGGER)]
+    listener, loggers = (
+        Listener(logging.WARNING),
+        [logging.getLogger(n) for n in ("transformers", "modeling_scratchbert")],
+    )
     for logger in loggers:
         logger.addHandler(listener)
     try:
@@ -242,6 +261,3 @@ def logged_warnings():
     finally:
         for logger in loggers:
             logger.removeHandler(listener)
-
-
-OURS_LOGGER = modeling_scratchbert.__name__
