@@ -9,25 +9,24 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 from support.checkpoint_kinds import assert_same_outputs, config_json, logged_warnings, write_bert
-from support.models import OURS, REFERENCES, random_bert, random_scratchbert, tiny_config
+from support.models import OURS, REFERENCES, random_scratchbert, tiny_config
 from support.versions import since
 
 # Inputs have eight tokens, and the fifth is the last one of the second row.
 LAST = 4
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUERY, KEY = (f"model.encoder.blocks.1.attention.{name}.weight" for name in ("query", "key"))
 
 
-def probe_of(folder, name="probe.json") -> dict:
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+def probe_of(folder) -> dict:
+    return json.loads((folder / "probe.json").read_text(encoding="utf-8"))
 
 
-def saved(folder, head="ForPreTraining", seed=0, **fields):
-    model = random_scratchbert(head, seed, **fields)
+def saved(folder, head="ForPreTraining", **fields):
+    model = random_scratchbert(head, **fields)
     model.save_pretrained(folder)
     return model
 
@@ -50,6 +49,10 @@ def change_probe(folder, **fields) -> None:
     (folder / "probe.json").write_text(json.dumps(probe))
 
 
+def to_earlier_version(folder) -> None:
+    change_probe(folder, tied=None, custom_modules=None)
+
+
 def rewrite_weights(folder, change) -> None:
     """Save what is in the file again, after `change` was called with it."""
     tensors = load_file(folder / "model.safetensors")
@@ -57,14 +60,14 @@ def rewrite_weights(folder, change) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def stored_bytes(path) -> dict[str, tuple[int, bytes]]:
-    """Of each tensor in a file of safetensors, its place in the file and its bytes, without the library."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header.pop("__metadata__")
-    offsets = {name: [start + place for place in entry["data_offsets"]] for name, entry in header.items()}
-    return {name: (begin, content[begin:end]) for name, (begin, end) in offsets.items()}
+def bytes_of(tensor) -> torch.Tensor:
+    """A view of its bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def flip_bit(tensor) -> None:
+    """The lowest of its first number, which no output shows."""
+    bytes_of(tensor)[0] ^= 1
 
 
 # --- what is written
@@ -73,8 +76,8 @@ def stored_bytes(path) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_digests_are_those_of_the_bytes_in_the_file(tmp_path, dtype):
     random_scratchbert().to(dtype).save_pretrained(tmp_path)
-    stored = stored_bytes(tmp_path / "model.safetensors")
-    expected = {name: hashlib.sha256(held).hexdigest() for name, (_, held) in stored.items()}
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = {name: hashlib.sha256(bytes_of(tensor).numpy()).hexdigest() for name, tensor in tensors.items()}
     tied = {"lm_head.decoder.weight": expected["model.embeddings.word_embeddings.weight"]}
     assert probe_of(tmp_path)["tensors"] == expected | tied
 
@@ -87,8 +90,7 @@ def test_outputs_are_those_of_the_reference(tmp_path, head, fields):
     reference = model = saved(tmp_path, head, **fields)
     if head in REFERENCES:
         model.save_as_bert(tmp_path / "bert")
-        assert not (tmp_path / "bert" / "probe.json").exists()
-        reference = REFERENCES[head].from_pretrained(tmp_path / "bert").eval()
+        reference = REFERENCES[head].from_pretrained(tmp_path / "bert")
     probe = probe_of(tmp_path)
     rows = {name: torch.tensor(numbers) for name, numbers in probe["inputs"].items()}
     assert rows["attention_mask"].tolist() == [[1] * 8, [1] * (LAST + 1) + [0] * 3]
@@ -103,44 +105,34 @@ def test_outputs_are_those_of_the_reference(tmp_path, head, fields):
         torch.testing.assert_close(torch.tensor(numbers), table[:, : LAST + 1], rtol=0, atol=1e-5)
 
 
-def test_saving_and_verifying_say_nothing(tmp_path):
-    with logged_warnings() as warnings:
-        saved(tmp_path)
-        config = verified(tmp_path).config
-    assert not warnings
-    assert not {"verify", "probe"} & {*config_json(tmp_path), *config.to_dict()}
-
-
 def blocks_of(model) -> list:
     return [module for module in model.modules() if type(module).__name__ == "TransformerBlock"]
 
 
+def state_of(model) -> tuple:
+    """All that saving might change."""
+    parameters = [(id(p), p.requires_grad, p.tolist(), p.grad.tolist()) for p in model.parameters()]
+    modules = [(set(vars(module)), module.training) for module in model.modules()]
+    return parameters, modules, torch.get_rng_state().tolist()
+
+
 @pytest.mark.parametrize("head", OURS)
-def test_saving_a_model_in_training_observes_and_changes_nothing(tmp_path, head, monkeypatch):
-    model = random_scratchbert(head)
-    model.save_pretrained(tmp_path / "at rest")
+def test_saving_a_model_in_training_observes_and_changes_nothing(tmp_path, head):
+    model = saved(tmp_path / "at rest", head)
     model.train()
     model.base_model.get_input_embeddings().eval()
     calls: list = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append(args))
+        module.register_forward_pre_hook(lambda *args: calls.append(args))
+    blocks_of(model)[0].__dict__["parent"] = model
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    for module in model.modules():
-        for register in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
-            getattr(module, f"register_{register}")(lambda *args: calls.append(args))
-    monkeypatch.setitem(nn.modules.module._global_forward_hooks, 0, lambda *args: calls.append(args))
-    blocks_of(model)[0].__dict__["parent"] = model
-    attributes = [(set(vars(module)), module.training) for module in model.modules()]
-    parameters, tensors = list(model.parameters()), {name: t.clone() for name, t in model.state_dict().items()}
-    random_state = torch.get_rng_state()
+    before = state_of(model)
     with torch.autocast("cpu", torch.bfloat16):
         model.save_pretrained(tmp_path / "in training")
-    assert calls == []
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert [(set(vars(module)), module.training) for module in model.modules()] == attributes
-    assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in parameters)
-    assert all(parameter.requires_grad for parameter in parameters)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+    assert not calls
+    assert state_of(model) == before
     assert probe_of(tmp_path / "in training") == probe_of(tmp_path / "at rest")
 
 
@@ -149,11 +141,16 @@ def test_saving_a_model_in_training_observes_and_changes_nothing(tmp_path, head,
 
 @pytest.mark.parametrize("fields", [{}, {"norm_first": True, "position_embedding_type": "sinusoidal"}], ids=str)
 @pytest.mark.parametrize("head", OURS)
-@pytest.mark.parametrize(("at_save", "at_load"), [(a, b) for a in DTYPES[:2] for b in DTYPES], ids=str)
-def test_every_class_in_every_dtype(tmp_path, head, fields, at_save, at_load):
+@pytest.mark.parametrize("at_save", DTYPES[:2], ids=str)
+def test_every_class_in_every_dtype(tmp_path, head, fields, at_save):
     """Tensors are rounded to another dtype; what is computed is compared in float32, before they are."""
-    random_scratchbert(head, **fields).to(at_save).save_pretrained(tmp_path)
-    assert verified(tmp_path, head, dtype=at_load).dtype == at_load
+    with logged_warnings() as warnings:
+        random_scratchbert(head, **fields).to(at_save).save_pretrained(tmp_path)
+        for at_load in DTYPES:
+            model = verified(tmp_path, head, dtype=at_load)
+            assert model.dtype == at_load
+    assert not warnings
+    assert not {"verify", "probe"} & {*config_json(tmp_path), *model.config.to_dict()}
 
 
 @pytest.mark.parametrize(
@@ -163,8 +160,7 @@ def test_every_class_in_every_dtype(tmp_path, head, fields, at_save, at_load):
         {"tie_encoder_decoder": True, "share_embeddings": True},
         {"tie_encoder_decoder": False, "share_embeddings": False},
         pytest.param(
-            {"num_decoder_layers": 1, "pad_token_id": -1},
-            marks=since("5.23", "a negative pad_token_id can be saved"),
+            {"num_decoder_layers": 1, "pad_token_id": -1}, marks=since("5.23", "a negative pad_token_id can be saved")
         ),
         {"vocab_size": 5, "max_position_embeddings": 3, "type_vocab_size": 1},
         {"vocab_size": 1, "num_hidden_layers": 0, "decoder_start_token_id": 0, "eos_token_id": 0},
@@ -174,42 +170,39 @@ def test_every_class_in_every_dtype(tmp_path, head, fields, at_save, at_load):
     ],
     ids=str,
 )
-def test_ties_sizes_and_chunks(tmp_path, fields):
-    for head in ("ForConditionalGeneration", "ForMaskedLM", "Model"):
-        model = saved(tmp_path / head, head, **fields)
-        assert probe_of(tmp_path / head)["outputs"]
-        again, info = verified(tmp_path / head, head, output_loading_info=True)
-        assert not info["missing_keys"]
-        assert len(list(again.parameters())) == len(list(model.parameters()))  # tied ones count once
+@pytest.mark.parametrize("head", ["ForConditionalGeneration", "ForMaskedLM", "Model"])
+def test_ties_sizes_and_chunks(tmp_path, head, fields):
+    model = saved(tmp_path, head, **fields)
+    assert probe_of(tmp_path)["outputs"]
+    again = verified(tmp_path, head)
+    assert len(list(again.parameters())) == len(list(model.parameters()))  # tied ones count once
 
 
-@pytest.mark.parametrize("head", ["Model", "ForConditionalGeneration"])
-def test_what_does_not_change_a_model(tmp_path, head):
-    model = random_scratchbert(head).double()
+def change_attributes(model):
+    model.double()
     for block in blocks_of(model):
         block.compile(backend="eager")
         block.attention.query.weight = nn.Parameter(block.attention.query.weight.detach().t())
         block.attention.forward = None  # Accelerate replaces it for mixed precision
+
+
+CHANGES = {
+    "attributes": change_attributes,
+    "a smaller vocabulary": lambda model: model.set_input_embeddings(nn.Embedding(5, 32)),
+    "values that are not finite": lambda model: nn.init.constant_(blocks_of(model)[0].attention.query.bias, torch.nan),
+}
+
+
+@pytest.mark.parametrize("head", ["Model", "ForConditionalGeneration"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_models(tmp_path, head, change):
+    model = random_scratchbert(head)
+    CHANGES[change](model)
     model.save_pretrained(tmp_path)
     assert probe_of(tmp_path)["outputs"]
-    verified(tmp_path, head)
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_parametrisations(tmp_path, name):
-    model = random_scratchbert("ForMaskedLM")
-    getattr(nn.utils.parametrizations, name)(model.model.encoder.blocks[0].attention.query)
-    model.save_pretrained(tmp_path)
-    assert probe_of(tmp_path)["outputs"]
-    assert refused(tmp_path, "ForMaskedLM").startswith("model.encoder.blocks.0.attention.query.weight is not in")
-
-
-def test_a_smaller_table_of_words(tmp_path):
-    for head in ("ForMaskedLM", "ForConditionalGeneration"):
-        model = random_scratchbert(head)
-        model.set_input_embeddings(nn.Embedding(5, 32))
-        model.save_pretrained(tmp_path)
-        assert max(map(max, probe_of(tmp_path)["inputs"]["input_ids"])) < 5
+    if change != "a smaller vocabulary":  # which the configuration does not know of
+        verified(tmp_path, head)
+        verified(tmp_path, head, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("version", ["this one", "an earlier one"])
@@ -222,30 +215,12 @@ def test_tensors_of_the_same_bytes(tmp_path, head, version):
             nn.init.zeros_(parameter)
     model.save_pretrained(tmp_path)
     if version == "an earlier one":
-        change_probe(tmp_path, tied=None, custom_modules=None)
-    verified(tmp_path, head)
-    verified(tmp_path, head, dtype=torch.bfloat16)
+        to_earlier_version(tmp_path)
+    for dtype in DTYPES[:2]:
+        verified(tmp_path, head, dtype=dtype)
     if version == "this one":  # the name is missed, although a tensor of the same bytes is there
         rewrite_weights(tmp_path, lambda tensors: tensors.pop(min(n for n in tensors if n.endswith("query.bias"))))
-        assert "query.bias in the files" in refused(tmp_path, head)
-
-
-def test_classes_of_the_copied_code(tmp_path):
-    saved(tmp_path, "ForMaskedLM")
-    copied = get_class_from_dynamic_module("modeling_scratchbert.ScratchBertForMaskedLM", tmp_path)
-    assert copied is not ScratchBertForMaskedLM
-    copied.from_pretrained(tmp_path, verify=True).save_pretrained(tmp_path / "again")
-    assert probe_of(tmp_path / "again") == probe_of(tmp_path)
-
-
-def test_in_shards(tmp_path):
-    model = random_scratchbert("ForMaskedLM")
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, verify=True)
-    assert type(again) is ScratchBertForMaskedLM
-    assert not again.training
-    assert_same_outputs(again, model)
+        assert "query.bias" in refused(tmp_path, head)
 
 
 def test_the_base_model_of_another_class(tmp_path):
@@ -254,17 +229,7 @@ def test_the_base_model_of_another_class(tmp_path):
     assert type(transformers.AutoModel.from_pretrained(tmp_path, verify=True)) is ScratchBertModel
     verified(tmp_path, "Model", add_pooling_layer=False).save_pretrained(tmp_path)
     verified(tmp_path, "Model", add_pooling_layer=False)
-    message = refused(tmp_path, "Model")
-    assert message.startswith(f"pooler.dense.weight, pooler.dense.bias are not in {tmp_path}, and random")
-
-
-def test_weights_that_are_not_finite(tmp_path):
-    """A diverged model is saved as it is."""
-    model = random_scratchbert()
-    nn.init.constant_(model.model.pooler.dense.bias, torch.nan)
-    model.save_pretrained(tmp_path)
-    verified(tmp_path)
-    verified(tmp_path, dtype=torch.bfloat16)
+    assert "pooler.dense.weight" in refused(tmp_path, "Model")
 
 
 class Gated(ScratchBertForMaskedLM):
@@ -274,7 +239,7 @@ class Gated(ScratchBertForMaskedLM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.gate = nn.Parameter(torch.ones(()))
+        self.gate = nn.Parameter(torch.ones(1))
         self.post_init()
 
 
@@ -285,82 +250,64 @@ def test_a_derived_class_has_digests_alone(tmp_path, version):
     assert "gate" in probe["tensors"]
     assert (probe["outputs"], probe["custom_modules"]) == ({}, ["Gated"])
     if version == "an earlier one":
-        change_probe(tmp_path, tied=None, custom_modules=None)
+        to_earlier_version(tmp_path)
     for model_class in (Gated, ScratchBertForMaskedLM):
         with logged_warnings() as warnings:
             model_class.from_pretrained(tmp_path, verify=True)
         assert "verify=True compared the tensors" in warnings[-1]
-    flip_bit(tmp_path / "model.safetensors", "gate")
-    with pytest.raises(ValueError, match=r"^gate in the files"):
+    rewrite_weights(tmp_path, lambda tensors: flip_bit(tensors["gate"]))
+    with pytest.raises(ValueError, match="gate"):
         Gated.from_pretrained(tmp_path, verify=True)
-
-
-def test_a_custom_module_that_the_loaded_model_lacks(tmp_path):
-    model = random_scratchbert("Model")
-    model.encoder.blocks[0].feed_forward.activation = type("Swish", (nn.SiLU,), {})()
-    model.save_pretrained(tmp_path)
-    assert "has custom modules []; expected ['Swish']" in refused(tmp_path, "Model")
-
-
-def test_a_variant_has_its_own(tmp_path):
-    models = {variant: random_scratchbert(seed=seed) for seed, variant in enumerate([None, "ema"])}
-    for variant, model in models.items():
-        model.save_pretrained(tmp_path, variant=variant)
-    for variant, model in models.items():
-        assert_same_outputs(verified(tmp_path, variant=variant), model)
-    assert probe_of(tmp_path)["tensors"] != probe_of(tmp_path, "probe.ema.json")["tensors"]
-    models[None].save_pretrained(tmp_path, state_dict=models[None].state_dict())
-    assert not (tmp_path / "probe.json").exists()
-    assert_same_outputs(verified(tmp_path, variant="ema"), models["ema"])
 
 
 # --- what is refused
 
 
-def flip_bit(path, name, byte=0):
-    """The lowest bit of a byte of one tensor in a file of safetensors."""
-    place, _ = stored_bytes(path)[name]
-    content = bytearray(path.read_bytes())
-    content[place + byte] ^= 1
-    path.write_bytes(content)
-
-
-def test_one_bit_of_any_tensor(tmp_path):
-    """The lowest of a number in float32, which no output shows."""
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_one_bit_of_any_tensor(tmp_path, dtype):
     model = saved(tmp_path)
-    names = sorted(stored_bytes(tmp_path / "model.safetensors"))[::4]
-    assert len(names) >= 10
     intact = (tmp_path / "model.safetensors").read_bytes()
-    for name in names:
-        flip_bit(tmp_path / "model.safetensors", name)
+    for name in sorted(load_file(tmp_path / "model.safetensors"))[::4]:
+        rewrite_weights(tmp_path, lambda tensors, name=name: flip_bit(tensors[name]))
         assert_same_outputs(type(model).from_pretrained(tmp_path), model, tolerance=1e-4)
-        for dtype in DTYPES[:2]:
-            message = refused(tmp_path, dtype=dtype)
-            assert message.startswith(f"{name} in the files of {tmp_path} differs from probe.json; expected")
+        assert name in refused(tmp_path, dtype=dtype)
         (tmp_path / "model.safetensors").write_bytes(intact)
-    verified(tmp_path)
 
 
-def test_two_tensors_under_each_other_s_names(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda tensors: tensors.update({QUERY: tensors[KEY], KEY: tensors[QUERY]}), [QUERY, KEY]),
+        (lambda tensors: tensors.pop(QUERY), [QUERY]),
+        (lambda tensors: tensors.update({"model.pooler.dense.scale": torch.ones(32)}), ["model.pooler.dense.scale"]),
+    ],
+    ids=["exchanged", "missing", "more"],
+)
+def test_files_of_other_tensors(tmp_path, change, names):
     saved(tmp_path)
-    query, key = (f"model.encoder.blocks.1.attention.{name}.weight" for name in ("query", "key"))
-    rewrite_weights(tmp_path, lambda tensors: tensors.update({query: tensors[key], key: tensors[query]}))
+    rewrite_weights(tmp_path, change)
     message = refused(tmp_path)
-    assert query in message
-    assert key in message
+    assert all(name in message for name in names)
 
 
-def test_a_file_with_other_names(tmp_path):
-    saved(tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors.pop("model.pooler.dense.weight"))
-    assert refused(tmp_path).startswith("model.pooler.dense.weight in the files")
-    saved(tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors.update({"model.pooler.dense.scale": torch.ones(32)}))
-    assert refused(tmp_path).startswith("model.pooler.dense.scale in the files")
+LOADING_ERRORS = [
+    # What a version of transformers might do to a model that it loads, and what the message names
+    ({}, lambda model: nn.init.normal_(model.get_parameter(QUERY)), QUERY),
+    ({}, lambda model: setattr(model.lm_head.decoder, "weight", nn.Parameter(torch.randn(99, 32))), "lm_head.decoder"),
+    (
+        {"position_embedding_type": "sinusoidal"},
+        lambda model: model.model.embeddings.position_embeddings.table.zero_(),
+        "last_hidden_state",
+    ),
+]
 
 
-def broken_load(monkeypatch, damage):
-    """`from_pretrained` of transformers as a faulty version may be: `damage` changes the model that it returns."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("fields", "damage", "mentioned"), LOADING_ERRORS, ids=["a random tensor", "an untied matrix", "a lost buffer"]
+)
+def test_errors_of_loading(tmp_path, monkeypatch, fields, damage, mentioned, dtype):
+    saved(tmp_path, **fields)
     load = transformers.PreTrainedModel.from_pretrained.__func__
 
     def from_pretrained(cls, *args, **kwargs):
@@ -370,28 +317,9 @@ def broken_load(monkeypatch, damage):
         return model, info
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_left_random_by_the_loader(tmp_path, monkeypatch, dtype):
-    saved(tmp_path)
-    broken_load(monkeypatch, lambda model: nn.init.normal_(model.model.encoder.blocks[1].feed_forward_norm.bias))
     message = refused(tmp_path, dtype=dtype)
-    assert message.startswith("model.encoder.blocks.1.feed_forward_norm.bias differs in the loaded model")
+    assert mentioned in message
     assert transformers.__version__ in message
-
-
-def test_an_output_matrix_that_the_loader_does_not_tie(tmp_path, monkeypatch):
-    saved(tmp_path)
-    broken_load(monkeypatch, lambda model: setattr(model.lm_head.decoder, "weight", nn.Parameter(torch.randn(99, 32))))
-    assert refused(tmp_path).startswith("lm_head.decoder.weight differs in the loaded model")
-
-
-@pytest.mark.parametrize("at_load", DTYPES, ids=str)
-def test_a_buffer_that_is_not_saved(tmp_path, monkeypatch, at_load):
-    saved(tmp_path, position_embedding_type="sinusoidal")
-    broken_load(monkeypatch, lambda model: model.model.embeddings.position_embeddings.table.zero_())
-    assert refused(tmp_path, dtype=at_load).startswith("last_hidden_state of the loaded")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -399,45 +327,55 @@ def test_a_buffer_that_is_not_saved(tmp_path, monkeypatch, at_load):
 def test_the_same_tensors_that_compute_something_else(tmp_path, head, dtype):
     saved(tmp_path, head)
     message = refused(tmp_path, head, hidden_act="relu", dtype=dtype)
-    assert "hidden_state of the loaded" in message or "logits of the loaded" in message
-    assert transformers.__version__ in message
+    assert "hidden_state" in message or "logits" in message
 
 
-def test_a_head_that_computes_something_else(tmp_path, monkeypatch):
-    saved(tmp_path, "ForQuestionAnswering")
-    logits = {"start_logits": torch.zeros(2, 8), "end_logits": torch.zeros(2, 8)}
-    monkeypatch.setattr(OURS["ForQuestionAnswering"], "forward", lambda self, **kwargs: logits)
-    assert "_logits of the loaded ScratchBertForQuestionAnswering" in refused(tmp_path, "ForQuestionAnswering")
+@pytest.mark.parametrize("head", ["Model", "ForPreTraining", "ForQuestionAnswering", "ForConditionalGeneration"])
+def test_the_tolerance_of_every_output(tmp_path, head):
+    saved(tmp_path, head)
+    probe = probe_of(tmp_path)
+    for name in probe["outputs"]:
+        for difference in (5e-4, 5e-3):
+            outputs = {name: [list(row) for row in table] for name, table in probe["outputs"].items()}
+            outputs[name][1][-1] += difference
+            change_probe(tmp_path, outputs=outputs)
+            if difference < 1e-3:
+                verified(tmp_path, head)
+        assert name in refused(tmp_path, head)
 
 
-def test_the_tolerance(tmp_path):
-    saved(tmp_path)
-    for difference in (5e-4, 2e-3):
-        verified(tmp_path)
-        outputs = probe_of(tmp_path)["outputs"]
-        outputs["pooler_output"][1][3] += difference
-        change_probe(tmp_path, outputs=outputs)
-    assert refused(tmp_path).startswith("pooler_output")
+@pytest.mark.parametrize(
+    ("change", "mentioned"),
+    [
+        (lambda block: nn.utils.parametrizations.weight_norm(block.attention.query), "query.weight"),
+        (lambda block: setattr(block.feed_forward, "activation", type("Swish", (nn.SiLU,), {})()), "Swish"),
+    ],
+    ids=["parametrisations", "modules of other code"],
+)
+def test_models_that_the_class_does_not_make(tmp_path, change, mentioned):
+    model = random_scratchbert("Model")
+    change(model.encoder.blocks[0])
+    model.save_pretrained(tmp_path)
+    assert mentioned in refused(tmp_path, "Model")
 
 
 def test_without_a_probe(tmp_path):
-    write_bert(tmp_path / "bert", random_bert())
     model = saved(tmp_path)
     (tmp_path / "probe.json").unlink()
-    for folder in (tmp_path / "bert", tmp_path):
-        assert "has no probe.json; verify=True expects" in refused(folder, error=OSError)
-    with pytest.raises(OSError, match=r"has no probe\.json"):
+    for folder in (tmp_path, write_bert(tmp_path / "bert")):
+        assert "probe.json" in refused(folder, error=OSError)
+    with pytest.raises(OSError, match=r"probe\.json"):
         verified(None, config=model.config, state_dict=model.state_dict())
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "[1]", "\x00", '{"class": "ScratchBertModel"}'),
+        *("", "[1]", '{"class": "ScratchBertModel"}'),
         *({"tensors": []}, {"tensors": {"a": []}}, {"tied": []}, {"class": None}, {"custom_modules": ["Gated"]}),
-        *({"outputs": {}}, {"inputs": {}}, {"inputs": {}, "outputs": {}}, {"outputs": {"pooler_output": 1}}),
+        *({"inputs": {}}, {"inputs": {}, "outputs": {}}, {"outputs": {"pooler_output": 1}}),
         *({"inputs": {"input_ids": [[1], [1, 2]]}}, {"outputs": {"logits": [["a"]]}}, {"outputs": {"logits": [[1]]}}),
-        *({"inputs": {"input_ids": [[999]]}}, {"inputs": {"input_ids": [[0.5]]}}, {"inputs": {"ids": [[1]]}}),
+        *({"inputs": {"input_ids": [[999]]}}, {"inputs": {"ids": [[1]]}}),
     ],
     ids=str,
 )
@@ -447,8 +385,7 @@ def test_a_damaged_probe(tmp_path, content):
         (tmp_path / "probe.json").write_text(content)
     else:
         change_probe(tmp_path, **content)
-    message = refused(tmp_path, error=OSError)
-    assert f"{tmp_path / 'probe.json'} is damaged" in message or "does not fit ScratchBertForPreTraining" in message
+    assert "probe.json" in refused(tmp_path, error=OSError)
 
 
 # --- where none is written
@@ -465,36 +402,29 @@ def test_weights_of_the_caller_s(tmp_path):
     assert not (tmp_path / "not the main process" / "probe.json").exists()
 
 
-def saved_without_a_probe(model, folder) -> str:
-    """The warning of a save that writes everything else."""
+def assert_saved_without_a_probe(model, folder, reason) -> None:
+    """A save writes everything else, and of any number of saves the first warns."""
     logging.Logger.warning_once.cache_clear()
     with logged_warnings() as warnings:
         for _ in range(2):
             model.save_pretrained(folder)
     assert (folder / "model.safetensors").exists()
     assert not (folder / "probe.json").exists()
-    (warning,) = [each for each in warnings if "without probe.json" in each]
-    return warning
-
-
-def test_offloaded_weights(tmp_path):
-    saved(tmp_path, "Model")
-    device_map = {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}
-    options = {"device_map": device_map, "offload_folder": tmp_path / "disk"}
-    with pytest.raises(ValueError, match="is offloaded"):
-        verified(tmp_path, "Model", **options)
-    model = ScratchBertModel.from_pretrained(tmp_path, **options)
-    assert "is offloaded" in saved_without_a_probe(model, tmp_path / "again")
+    assert [reason in warning for warning in warnings if "probe.json" in warning] == [True]
 
 
 class PartOfATensor(torch.Tensor):
     """As a quantised or a distributed tensor, it is of a class of its own."""
 
 
-def test_models_that_cannot_have_one(tmp_path):
+def test_models_that_cannot_have_a_probe(tmp_path):
+    saved(tmp_path, "Model")
+    options = {"device_map": {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}, "offload_folder": tmp_path}
+    with pytest.raises(ValueError, match="offloaded"):
+        verified(tmp_path, "Model", **options)
+    assert_saved_without_a_probe(ScratchBertModel.from_pretrained(tmp_path, **options), tmp_path / "1", "offloaded")
     model = random_scratchbert("Model")
     model.encoder.blocks[0].feed_forward.activation = nn.Bilinear(2, 2, 2)
-    assert "raises TypeError(" in saved_without_a_probe(model, tmp_path)
-    bias = model.pooler.dense.bias
-    model.pooler.dense.bias = nn.Parameter(bias.detach().as_subclass(PartOfATensor))
-    assert "is quantised or sharded" in saved_without_a_probe(model, tmp_path)
+    assert_saved_without_a_probe(model, tmp_path / "2", "TypeError")
+    model.pooler.dense.bias = nn.Parameter(model.pooler.dense.bias.detach().as_subclass(PartOfATensor))
+    assert_saved_without_a_probe(model, tmp_path / "3", "sharded")

@@ -4,20 +4,16 @@ import copy
 import json
 import logging
 import os
-import random
 import shutil
 from collections import OrderedDict
 from contextlib import contextmanager
-from itertools import combinations, product
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import modeling_scratchbert
-from support.models import random_bert, random_encoder_decoder
+from support.models import OURS, random_bert, random_encoder_decoder
 
 DECODER_WEIGHT, DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 OUTPUT_BIAS = "cls.predictions.bias"
@@ -34,6 +30,28 @@ CONTAINERS = (
     "sharded bin",
     "sharded legacy bin",
 )
+
+
+# The forms of BERT checkpoints: arguments of `write_bert` and `write_two_berts`.
+FORMS = {
+    "today's": {},
+    "without metadata": {
+        "container": "safetensors without metadata",
+        "dtype": torch.float16,
+        "layer_norm": "gamma",
+        "decoder": "weight",
+    },
+    "shards": {"container": "sharded safetensors", "dtype": torch.bfloat16, "decoder": "weight and bias"},
+    "converted from TensorFlow": {
+        "container": "bin",
+        "layer_norm": "gamma",
+        "position_ids": True,
+        "decoder": "weight and bias",
+    },
+    "before torch 1.6": {"container": "legacy bin", "dtype": torch.float16, "decoder": "weight"},
+    "pickled shards": {"container": "sharded bin", "dtype": torch.bfloat16, "position_ids": True},
+    "pickled shards before torch 1.6": {"container": "sharded legacy bin", "layer_norm": "gamma"},
+}
 
 
 # --- what a model computes
@@ -79,6 +97,23 @@ def assert_same_outputs(ours, theirs, only: str = "", tolerance: float = 1e-6) -
     """Of two models, or results of `outputs`."""
     ours, theirs = (result if isinstance(result, dict) else outputs(result) for result in (ours, theirs))
     assert largest_difference(ours, theirs, only) <= tolerance
+
+
+def load(source, head="ForPreTraining", **kwargs):
+    """The model that `from_pretrained` opens, what it reports of the loading, and what it warns of."""
+    with logged_warnings() as warnings:
+        model, info = OURS[head].from_pretrained(source, output_loading_info=True, **kwargs)
+    return model, info, "\n".join(warnings)
+
+
+def assert_loads(source, expected, head="ForPreTraining", **kwargs):
+    """`from_pretrained` finds and uses every tensor, warns of nothing, and the model computes what `expected` does."""
+    model, info, warnings = load(source, head, **kwargs)
+    assert info == NOTHING
+    assert not warnings
+    assert not model.training
+    assert_same_outputs(model, expected, tolerance=1e-5)
+    return model
 
 
 # --- how a checkpoint is written
@@ -150,35 +185,23 @@ def _write_file(path: Path, tensors: dict, container: str) -> None:
         torch.save(OrderedDict(tensors), path)
 
 
-def write_bert(folder: Path, model=None, container="safetensors", variant=None, fields=None, **form) -> Path:
+def write_bert(folder: Path, model=None, container="safetensors", fields=None, dtype=torch.float32, **form) -> Path:
     """A BERT checkpoint of `model`, a random one if left out; `form` as in `bert_tensors`. Returns `folder`."""
     model = random_bert() if model is None else model
-    write_weights(folder, bert_tensors(model, **form), container, variant)
-    (folder / "config.json").write_text(json.dumps(bert_fields(model, **(fields or {}))))
+    write_weights(folder, bert_tensors(model, dtype=dtype, **form), container)
+    fields = {"dtype": str(dtype).removeprefix("torch."), **(fields or {})}
+    (folder / "config.json").write_text(json.dumps(bert_fields(model, **fields)))
     return folder
 
 
-def write_two_berts(folder: Path, model=None, container="safetensors", fields=None, **form) -> Path:
+def write_two_berts(folder: Path, model=None, container="safetensors", dtype=torch.float32, **form) -> Path:
     """An `EncoderDecoderModel` of two BERTs, random ones if left out; `form` as in `bert_tensors`."""
     model = random_encoder_decoder() if model is None else model
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    write_weights(folder, two_bert_tensors(model, **form), container)
-    change_config(folder, **(fields or {}))
+    write_weights(folder, two_bert_tensors(model, dtype=dtype, **form), container)
+    change_config(folder, dtype=str(dtype).removeprefix("torch."))
     return folder
-
-
-def every_form(**more):
-    """Parametrises a test with `form`: these and `more` properties of a BERT checkpoint, any two values together."""
-    forms = pairwise(
-        container=CONTAINERS,
-        dtype=(torch.float32, torch.float16, torch.bfloat16),
-        layer_norm=("weight", "gamma"),
-        decoder=("left out", "weight", "weight and bias"),
-        position_ids=(False, True),
-        **more,
-    )
-    return pytest.mark.parametrize("form", forms, ids=lambda form: "-".join(map(str, form.values())).replace(" ", "_"))
 
 
 def write_hub_cache(cache: Path, repo_id: str, folder: Path, revisions=("main",)) -> None:
@@ -227,7 +250,10 @@ def logged_warnings():
         def emit(self, record):
             messages.append(record.getMessage())
 
-    listener, loggers = Listener(logging.WARNING), [logging.getLogger(n) for n in ("transformers", OURS_LOGGER)]
+    listener, loggers = (
+        Listener(logging.WARNING),
+        [logging.getLogger(n) for n in ("transformers", "modeling_scratchbert")],
+    )
     for logger in loggers:
         logger.addHandler(listener)
     try:
@@ -235,27 +261,3 @@ def logged_warnings():
     finally:
         for logger in loggers:
             logger.removeHandler(listener)
-
-
-OURS_LOGGER = modeling_scratchbert.__name__
-
-
-def pairwise(**options) -> list[dict]:
-    """A few combinations of `options`, in which any two values of any two options meet at least once."""
-    chance = random.Random(0)
-    missing = {
-        pair
-        for (one, ones), (other, others) in combinations(options.items(), 2)
-        for pair in product(product([one], ones), product([other], others))
-    }
-    rows = []
-    while missing:
-        # The rest of the row, around one pair that is still missing, is the best of a few random ones.
-        fixed = dict(min(missing, key=repr))
-        candidates = [
-            {name: fixed.get(name, chance.choice(values)) for name, values in options.items()} for _ in range(30)
-        ]
-        best = max(candidates, key=lambda row: len(missing.intersection(combinations(row.items(), 2))))
-        missing.difference_update(combinations(best.items(), 2))
-        rows.append(best)
-    return rows

@@ -174,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def create(self):
         asked = json.loads(self.body)
-        owner = asked.get("organization")
+        owner = asked.get("organization") or min(self.names() or [None])
         if owner not in (self.names() or ()):
             raise Refused(403, message=f"you cannot create a repository in {owner}")
         repo = f"{owner}/{asked['name']}"
