@@ -21,52 +21,36 @@ WRITTEN = ["[CLS]", "a", "cat", "[SEP]"]
 # ------------------------------------------------------------------------------------------------------------ bertviz
 
 
-@pytest.fixture(params=["head_view", "model_view"])
-def view(request):
-    """A view of bertviz; returns what it was made of: the attentions by name, as its page holds them."""
+@pytest.mark.parametrize("view", ["head_view", "model_view"])
+@pytest.mark.parametrize("is_seq2seq", [False, True], ids=["encoder", "seq2seq"])
+def test_bertviz_shows_the_attention_weights(view, is_seq2seq):
+    """Its page has the weights to the last digit, `(layers, heads, left, right)`, and the tokens."""
     bertviz = pytest.importorskip("bertviz", reason="the package bertviz is not installed")
-
-    def make(**arguments) -> dict:
-        page = getattr(bertviz, request.param)(**arguments, html_action="return").data
-        _, _, rest = page.partition("const params = ")
-        parameters, _ = json.JSONDecoder().raw_decode(rest)
-        return {one["name"]: one for one in parameters["attention"]}
-
-    return make
-
-
-def assert_shows(shown: dict, maps: tuple[torch.Tensor, ...], left: list[str], right: list[str]) -> None:
-    """The page has these weights to the last digit, `(layers, heads, left, right)`, and these tokens."""
-    assert torch.equal(torch.tensor(shown["attn"]), torch.cat(maps))
-    assert (shown["left_text"], shown["right_text"]) == (left, right)
-
-
-def test_bertviz_shows_the_attentions_of_an_encoder(view):
-    model = randomise(ScratchBertModel(tiny_config())).eval()
+    source, target = torch.randint(99, (1, len(WORDS))), torch.randint(99, (1, len(WRITTEN)))
+    config = tiny_config(is_encoder_decoder=is_seq2seq, decoder_start_token_id=1)
+    model_class = ScratchBertForConditionalGeneration if is_seq2seq else ScratchBertModel
+    target_inputs = {"decoder_input_ids": target} if is_seq2seq else {}
     with torch.no_grad():
-        maps = model(torch.randint(99, (1, len(WORDS))), output_attentions=True).attentions
-    shown = view(attention=maps, tokens=WORDS)
-    assert shown.keys() == {None}
-    assert_shows(shown[None], maps, WORDS, WORDS)
-
-
-def test_bertviz_shows_the_attentions_of_two_halves(view):
-    config = tiny_config(is_encoder_decoder=True, decoder_start_token_id=1)
-    model = randomise(ScratchBertForConditionalGeneration(config)).eval()
-    source, target = (torch.randint(99, (1, len(tokens))) for tokens in (WORDS, WRITTEN))
-    with torch.no_grad():
-        outputs = model(source, decoder_input_ids=target, output_attentions=True)
-    shown = view(
-        encoder_attention=outputs.encoder_attentions,
-        decoder_attention=outputs.decoder_attentions,
-        cross_attention=outputs.cross_attentions,
-        encoder_tokens=WORDS,
-        decoder_tokens=WRITTEN,
-    )
-    assert shown.keys() == {"Encoder", "Decoder", "Cross"}
-    assert_shows(shown["Encoder"], outputs.encoder_attentions, WORDS, WORDS)
-    assert_shows(shown["Decoder"], outputs.decoder_attentions, WRITTEN, WRITTEN)
-    assert_shows(shown["Cross"], outputs.cross_attentions, WRITTEN, WORDS)
+        outputs = randomise(model_class(config)).eval()(source, **target_inputs, output_attentions=True)
+    if is_seq2seq:
+        names = ("encoder_attention", "decoder_attention", "cross_attention")
+        arguments = {name: outputs[f"{name}s"] for name in names}
+        arguments |= {"encoder_tokens": WORDS, "decoder_tokens": WRITTEN}
+        expected = {
+            "Encoder": (outputs.encoder_attentions, WORDS, WORDS),
+            "Decoder": (outputs.decoder_attentions, WRITTEN, WRITTEN),
+            "Cross": (outputs.cross_attentions, WRITTEN, WORDS),
+        }
+    else:
+        arguments = {"attention": outputs.attentions, "tokens": WORDS}
+        expected = {None: (outputs.attentions, WORDS, WORDS)}
+    page = getattr(bertviz, view)(**arguments, html_action="return").data
+    parameters, _ = json.JSONDecoder().raw_decode(page.partition("const params = ")[2])
+    shown = {each["name"]: each for each in parameters["attention"]}
+    assert shown.keys() == expected.keys()
+    for name, (weights, left, right) in expected.items():
+        assert torch.equal(torch.tensor(shown[name]["attn"]), torch.cat(weights))
+        assert (shown[name]["left_text"], shown[name]["right_text"]) == (left, right)
 
 
 # ------------------------------------------------------------------------------------------------------------- Captum
@@ -112,32 +96,31 @@ def integrated(attr, model, batch, **options) -> torch.Tensor:
     )
 
 
-@torch.no_grad()
-def assert_complete(attributions: torch.Tensor, model, batch) -> None:
-    """They add up to the difference of the scores (Sundararajan et al. 2017, section 3)."""
-    difference = score(model)(batch["ids"], batch["mask"]) - score(model)(batch["baseline"], batch["mask"])
-    assert difference.abs().min() > 0.01
-    torch.testing.assert_close(attributions.sum((1, 2)), difference, atol=1e-4, rtol=0)
+def given_embeddings(attr, model, batch) -> torch.Tensor:
+    """The same, with embeddings that are an argument: these need no hook, so padding may be removed."""
+    embed = model.get_input_embeddings()
+
+    def score_of_embeddings(embeddings, mask):
+        return model(inputs_embeds=embeddings, attention_mask=mask, padding_free=True).logits[:, TARGET]
+
+    return attr.IntegratedGradients(score_of_embeddings).attribute(
+        embed(batch["ids"]).detach(),
+        embed(batch["baseline"]).detach(),
+        additional_forward_args=(batch["mask"],),
+        n_steps=STEPS,
+    )
 
 
-def assert_as_the_references(attributions: torch.Tensor, expected: torch.Tensor) -> None:
+@pytest.mark.parametrize("attribute", [integrated, given_embeddings])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["no padding", "padding"])
+def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, batch, attribute, is_padded):
+    model, reference = classifiers
+    if not is_padded:
+        batch["mask"] = torch.ones_like(batch["mask"])
+    attributions = attribute(attr, model, batch)
+    expected = integrated(attr, reference, batch)
     assert expected.abs().max() > 0.05
     torch.testing.assert_close(attributions, expected, atol=1e-4, rtol=0)
-
-
-def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, batch):
-    model, reference = classifiers
-    batch["mask"] = torch.ones_like(batch["mask"])
-    attributions = integrated(attr, model, batch)
-    assert_as_the_references(attributions, integrated(attr, reference, batch))
-    assert_complete(attributions, model, batch)
-
-
-def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch):
-    model, reference = classifiers
-    attributions = integrated(attr, model, batch)
-    assert_as_the_references(attributions, integrated(attr, reference, batch))
-    assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()
 
 
@@ -147,22 +130,6 @@ def test_captum_stops_at_a_batch_that_is_unpadded_by_request(attr, classifiers, 
     model, _ = classifiers
     with pytest.raises(RuntimeError, match="size of"):
         integrated(attr, model, batch, padding_free=True)
-
-
-def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, batch):
-    """Embeddings that are an argument need no hook, and so padding may be removed."""
-    model, reference = classifiers
-
-    def score_of_embeddings(embeddings, mask):
-        return model(inputs_embeds=embeddings, attention_mask=mask).logits[:, TARGET]
-
-    given = (model.get_input_embeddings()(batch[name]).detach() for name in ("ids", "baseline"))
-    attributions = attr.IntegratedGradients(score_of_embeddings).attribute(
-        *given, additional_forward_args=(batch["mask"],), n_steps=STEPS
-    )
-    assert_as_the_references(attributions, integrated(attr, reference, batch))
-    assert_complete(attributions, model, batch)
-    assert not attributions[batch["mask"] == 0].any()
 
 
 # ------------------------------------------------------------------------------------------------------- activations
