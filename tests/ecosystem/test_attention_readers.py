@@ -1,7 +1,9 @@
 """Tools that look into a model read ours as they read BERT: bertviz its attentions, Captum its word embeddings, hooks
 and nnsight its activations."""
 
+import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import (
     ScratchBertForConditionalGeneration,
     ScratchBertForSequenceClassification,
-    ScratchBertModel,
 )
 from support.models import randomise, tiny_config
 
@@ -22,31 +23,29 @@ WRITTEN = ["[CLS]", "a", "cat", "[SEP]"]
 
 
 @pytest.mark.parametrize("view", ["head_view", "model_view"])
-@pytest.mark.parametrize("is_seq2seq", [False, True], ids=["encoder", "seq2seq"])
-def test_bertviz_shows_the_attention_weights(view, is_seq2seq):
+def test_bertviz_shows_the_attention_weights_of_an_encoder_and_a_decoder(view):
     """Its page has the weights to the last digit, `(layers, heads, left, right)`, and the tokens."""
     bertviz = pytest.importorskip("bertviz", reason="the package bertviz is not installed")
+    config = tiny_config(is_encoder_decoder=True, decoder_start_token_id=1)
+    model = randomise(ScratchBertForConditionalGeneration(config)).eval()
     source, target = torch.randint(99, (1, len(WORDS))), torch.randint(99, (1, len(WRITTEN)))
-    config = tiny_config(is_encoder_decoder=is_seq2seq, decoder_start_token_id=1)
-    model_class = ScratchBertForConditionalGeneration if is_seq2seq else ScratchBertModel
-    target_inputs = {"decoder_input_ids": target} if is_seq2seq else {}
     with torch.no_grad():
-        outputs = randomise(model_class(config)).eval()(source, **target_inputs, output_attentions=True)
-    if is_seq2seq:
-        names = ("encoder_attention", "decoder_attention", "cross_attention")
-        arguments = {name: outputs[f"{name}s"] for name in names}
-        arguments |= {"encoder_tokens": WORDS, "decoder_tokens": WRITTEN}
-        expected = {
-            "Encoder": (outputs.encoder_attentions, WORDS, WORDS),
-            "Decoder": (outputs.decoder_attentions, WRITTEN, WRITTEN),
-            "Cross": (outputs.cross_attentions, WRITTEN, WORDS),
-        }
-    else:
-        arguments = {"attention": outputs.attentions, "tokens": WORDS}
-        expected = {None: (outputs.attentions, WORDS, WORDS)}
-    page = getattr(bertviz, view)(**arguments, html_action="return").data
+        outputs = model(source, decoder_input_ids=target, output_attentions=True)
+    page = getattr(bertviz, view)(
+        encoder_attention=outputs.encoder_attentions,
+        decoder_attention=outputs.decoder_attentions,
+        cross_attention=outputs.cross_attentions,
+        encoder_tokens=WORDS,
+        decoder_tokens=WRITTEN,
+        html_action="return",
+    ).data
     parameters, _ = json.JSONDecoder().raw_decode(page.partition("const params = ")[2])
     shown = {each["name"]: each for each in parameters["attention"]}
+    expected = {
+        "Encoder": (outputs.encoder_attentions, WORDS, WORDS),
+        "Decoder": (outputs.decoder_attentions, WRITTEN, WRITTEN),
+        "Cross": (outputs.cross_attentions, WRITTEN, WORDS),
+    }
     assert shown.keys() == expected.keys()
     for name, (weights, left, right) in expected.items():
         assert torch.equal(torch.tensor(shown[name]["attn"]), torch.cat(weights))
@@ -134,32 +133,28 @@ def test_captum_stops_at_a_batch_that_is_unpadded_by_request(attr, classifiers, 
 
 # ------------------------------------------------------------------------------------------------------- activations
 
-# A module of ours, and the same module of BERT, in the order in which they run.
-ACTIVATIONS = {
-    "model.embeddings": "bert.embeddings",
-    "model.encoder.blocks.0": "bert.encoder.layer.0",
-    "model.encoder.blocks.1": "bert.encoder.layer.1",
-    "model.pooler": "bert.pooler",
-    "classifier": "classifier",
-}
+# Modules of ours and the same modules of BERT, in the order in which they run.
+ACTIVATIONS = (
+    ("model.embeddings", "model.encoder.blocks.0", "model.encoder.blocks.1", "model.pooler", "classifier"),
+    ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler", "classifier"),
+)
+
+
+def record(i: int, activations: list, module, arguments, output) -> None:
+    activations.append((i, output))
 
 
 def test_hooks_read_the_activations_of_bert_in_its_order(classifiers, batch):
-    seen = []
-    for model, paths in zip(classifiers, (ACTIVATIONS, ACTIVATIONS.values()), strict=True):
-        seen.append([])
-        handles = [
-            model.get_submodule(path).register_forward_hook(
-                lambda module, args, output, seen=seen[-1], place=place: seen.append((place, output))
-            )
-            for place, path in enumerate(paths)
-        ]
+    recorded = []
+    for model, paths in zip(copy.deepcopy(classifiers), ACTIVATIONS, strict=True):
+        activations = []
+        for i, path in enumerate(paths):
+            model.get_submodule(path).register_forward_hook(partial(record, i, activations))
         with torch.no_grad():
             score(model)(batch["ids"], batch["mask"])
-        for handle in handles:
-            handle.remove()
-    assert [place for place, _ in seen[0]] == list(range(len(ACTIVATIONS)))
-    torch.testing.assert_close(*seen, rtol=0, atol=1e-5)
+        recorded.append(activations)
+    assert [i for i, _ in recorded[0]] == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(*recorded, rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Module .* has a submodule named 'output'")

@@ -37,8 +37,6 @@ def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):
         default_root_dir=tmp_path,
     )
     trainer.fit(Classifiers(models), torch.utils.data.DataLoader(rows, batch_size=2))
-    losses = [loss.item() for loss in trainer.callback_metrics.values()]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     with torch.no_grad():
         ours, reference = (model.eval()(**batch) for model in models)
     torch.testing.assert_close(ours.logits, reference.logits, rtol=0, atol=1e-4)
@@ -48,8 +46,6 @@ def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):
 def test_setfit_trains_as_bert_and_reloads(pair, tokenizer, tmp_path):
     setfit = pytest.importorskip("setfit", reason="SetFit is not installed")
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     rows = Dataset.from_dict({"text": TEXTS, "label": [int("bad" in text) for text in TEXTS]})
     settings = setfit.TrainingArguments(tmp_path, batch_size=4, max_steps=3, report_to="none", save_strategy="no")
@@ -58,9 +54,6 @@ def test_setfit_trains_as_bert_and_reloads(pair, tokenizer, tmp_path):
         folder = str(tmp_path / type(model).__name__)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        trust = {f"{part}_kwargs": {"trust_remote_code": True} for part in ("model", "processor", "config")}
-        body = SentenceTransformer(modules=[Transformer(folder, **trust), Pooling(32, "mean")], device="cpu")
-        body.save_pretrained(folder)
         classifier = setfit.SetFitModel.from_pretrained(folder, trust_remote_code=True)
         setfit.Trainer(classifier, settings, train_dataset=rows).train()
         results.append(classifier.predict_proba(TEXTS, as_numpy=True))

@@ -1,5 +1,6 @@
 """PEFT's methods on our models beside BERT; and of LoRA what is trained, saved, opened again and merged."""
 
+from functools import partial
 from inspect import signature
 
 import pytest
@@ -40,30 +41,18 @@ TASKS = {
 }
 
 
-def lora(task, **options) -> LoraConfig:
-    return LoraConfig(task_type=task, r=4, **options)
-
-
 @torch.no_grad()
 def scores(model, head: str) -> torch.Tensor:
     torch.manual_seed(1)
     inputs = inputs_for(head)
-    if head == "ForQuestionAnswering":
-        del inputs["token_type_ids"]  # PeftModelForQuestionAnswering does not hand them on
-    outputs = model.eval()(**inputs)
-    return outputs[next(name for name in ("logits", "start_logits", "last_hidden_state") if name in outputs)]
+    del inputs["token_type_ids"]  # PeftModelForQuestionAnswering does not hand them on
+    return model.eval()(**inputs)[0]
 
 
-@pytest.fixture
-def base(tmp_path):
-    """The folder of a checkpoint by its head."""
-
-    def save(head: str):
-        fields = SPECIAL if head == SEQ2SEQ else {}
-        random_scratchbert(head, **fields, **NO_DROPOUT).save_pretrained(tmp_path / "base")
-        return tmp_path / "base"
-
-    return save
+def save(folder, head: str):
+    """Saves one of our models. Returns the folder."""
+    random_scratchbert(head, **SPECIAL, **NO_DROPOUT).save_pretrained(folder)
+    return folder
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -71,10 +60,10 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("head", TASKS)
-def test_adapters_are_saved_opened_and_merged(head, base, tmp_path):
-    folder, own = base(head), OURS[head]
+def test_adapters_are_saved_opened_and_merged(head, tmp_path):
+    folder, own = save(tmp_path / "base", head), OURS[head]
     before = scores(own.from_pretrained(folder), head)
-    adapted = get_peft_model(own.from_pretrained(folder), lora(TASKS[head], init_lora_weights=False))
+    adapted = get_peft_model(own.from_pretrained(folder), LoraConfig(task_type=TASKS[head], init_lora_weights=False))
     expected = scores(adapted, head)
     assert (expected - before).abs().max() > 0.1
     adapted.save_pretrained(tmp_path / "adapter")
@@ -84,9 +73,9 @@ def test_adapters_are_saved_opened_and_merged(head, base, tmp_path):
     assert_same(scores(own.from_pretrained(tmp_path / "merged"), head), expected)
 
 
-def test_a_trained_adapter_and_its_head_open_in_every_way(base, tmp_path):
-    folder, own, adapter = base(CLASSIFIER), OURS[CLASSIFIER], tmp_path / "adapter"
-    config = lora("SEQ_CLS", modules_to_save=["classifier"])
+def test_a_trained_adapter_and_its_head_open_in_every_way(tmp_path):
+    folder, own, adapter = save(tmp_path / "base", CLASSIFIER), OURS[CLASSIFIER], tmp_path / "adapter"
+    config = LoraConfig(task_type="SEQ_CLS", modules_to_save=["classifier"])
     model, losses = train(own.from_pretrained(folder), config, labelled(CLASSIFIER), steps=8)
     assert losses[-1] < losses[0] - 0.1
     model.save_pretrained(adapter)
@@ -122,45 +111,34 @@ def test_prefix_tuning_of_a_seq2seq_model_with_labels_alone():
 
 # Each with a configuration that names no layers, and no sizes of the model.
 METHODS = {
-    "LoRA": lambda **options: LoraConfig(r=4, init_lora_weights=False, **options),
-    "DoRA": lambda **options: LoraConfig(r=4, use_dora=True, **options),
+    "LoRA": partial(LoraConfig, r=4, init_lora_weights=False),
+    "DoRA": partial(LoraConfig, r=4, use_dora=True),
     "IA3": peft.IA3Config,
-    "OFT": lambda **options: peft.OFTConfig(oft_block_size=4, **options),
-    "AdaLoRA": lambda **options: peft.AdaLoraConfig(
-        init_r=6, target_r=5, total_step=3, tinit=0, tfinal=1, deltaT=1, **options
-    ),
-    "VeRA": lambda **options: peft.VeraConfig(r=4, **options),
-    "prefix": lambda **options: peft.PrefixTuningConfig(num_virtual_tokens=3, **options),
-    "prompt": lambda **options: peft.PromptTuningConfig(num_virtual_tokens=3, **options),
-    "p-tuning": lambda **options: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **options),
+    "OFT": partial(peft.OFTConfig, oft_block_size=4),
+    "AdaLoRA": partial(peft.AdaLoraConfig, init_r=6, target_r=5, total_step=3, tinit=0, tfinal=1, deltaT=1),
+    "VeRA": partial(peft.VeraConfig, r=4),
+    "prefix": partial(peft.PrefixTuningConfig, num_virtual_tokens=3),
+    "prompt": partial(peft.PromptTuningConfig, num_virtual_tokens=3),
+    "p-tuning": partial(peft.PromptEncoderConfig, num_virtual_tokens=3, encoder_hidden_size=8),
 }
-OF_PROMPTS = ("prefix", "prompt", "p-tuning")
-
-
-def reference_options(head: str, method: str) -> dict:
-    """What PEFT requires for the reference: nothing for a BERT, but it does not look into an `EncoderDecoderModel`."""
-    if head == CLASSIFIER:
-        return {}
-    if method in OF_PROMPTS:
-        return {
-            "token_dim": TINY["hidden_size"],
-            "num_layers": TINY["num_hidden_layers"],
-            "num_attention_heads": TINY["num_attention_heads"],
-        }
-    if method == "IA3":
-        return {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]}
-    return {"target_modules": ["query", "value"]}
-
-
-def reference_for(head: str):
-    return random_encoder_decoder(**NO_DROPOUT) if head == SEQ2SEQ else random_bert(head, **NO_DROPOUT)
+SIZES = {
+    "token_dim": TINY["hidden_size"],
+    "num_layers": TINY["num_hidden_layers"],
+    "num_attention_heads": TINY["num_attention_heads"],
+}
+TARGETS = {"target_modules": ["query", "value"]}
+# What PEFT requires for an `EncoderDecoderModel`, into which it does not look.
+REFERENCE_OPTIONS = {
+    **dict.fromkeys(METHODS, TARGETS),
+    **dict.fromkeys(("prefix", "prompt", "p-tuning"), SIZES),
+    "IA3": {"target_modules": ["key", "value", "output.dense"], "feedforward_modules": ["output.dense"]},
+}
 
 
 def labelled(head: str) -> dict:
     torch.manual_seed(1)
     batch = inputs_for(head, labels=True)
-    if head == SEQ2SEQ:
-        del batch["token_type_ids"]  # EncoderDecoderModel does not accept them beside prompts
+    del batch["token_type_ids"]  # EncoderDecoderModel does not accept them beside prompts
     return batch
 
 
@@ -190,18 +168,20 @@ def train(model, config, batch, steps=3) -> tuple[PeftModel, list[float]]:
 @pytest.mark.parametrize("head", [CLASSIFIER, SEQ2SEQ])
 @pytest.mark.parametrize("method", METHODS)
 def test_trains_as_bert_does_and_reloads(method, head, tmp_path):
-    reference = reference_for(head)
+    is_seq2seq = head == SEQ2SEQ
+    reference = random_encoder_decoder(**NO_DROPOUT) if is_seq2seq else random_bert(head, **NO_DROPOUT)
     if (method, head) == ("prefix", CLASSIFIER) and "past_key_values" not in signature(BertModel.forward).parameters:
         pytest.skip("PEFT looks for a parameter past_key_values, which BertModel does not have since transformers 5.24")
     reference.save_pretrained(tmp_path / "bert")
     ours, again = (OURS[head].from_pretrained(tmp_path / "bert") for _ in range(2))
     batch = labelled(head)
-    given = decoder_inputs(ours, batch["labels"]) if head == SEQ2SEQ else {}
+    given = decoder_inputs(ours, batch["labels"]) if is_seq2seq else {}
     if method == "prefix":  # from labels alone, EncoderDecoderModel makes a mask that is too short for prefixes
         batch |= given
     config, task = METHODS[method], TASKS[head]
     adapted, losses = train(ours, config(task_type=task), batch)
-    _, expected = train(reference, config(task_type=task, **reference_options(head, method)), batch)
+    options = REFERENCE_OPTIONS[method] if is_seq2seq else {}
+    _, expected = train(reference, config(task_type=task, **options), batch)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert losses[2] < losses[0] - 0.02
 

@@ -13,12 +13,11 @@ pytest.importorskip("sentence_transformers", reason="sentence-transformers is no
 
 import sentence_transformers
 from datasets import Dataset
-from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
-from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
 from sentence_transformers.cross_encoder import losses as cross_encoder_losses
 from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from sentence_transformers.sparse_encoder import losses as sparse_losses
 from torch.testing import assert_close
 from transformers import BertTokenizer
@@ -29,32 +28,18 @@ from support.processes import run_python
 from support.tiny import SPECIAL, TEXTS, WORDS
 
 OPTIONS = {"device": "cpu", "trust_remote_code": True}
-REMOTE = {f"{part}_kwargs": {"trust_remote_code": True} for part in ("model", "processor", "config")}
 FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64, **NO_DROPOUT}
 PAIRS = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The folders of a BERT and of the same model as ours, by head, each with a tokenizer; made once."""
-    made = {}
-
-    def make(head: str) -> list[Path]:
-        if head not in made:
-            bert, ours = made[head] = [tmp_path_factory.mktemp(name) for name in ("bert", "ours")]
-            labels = {"num_labels": 1} if head == "ForSequenceClassification" else {}
-            random_bert(head, **FIELDS, **labels).save_pretrained(bert)
-            OURS[head].from_pretrained(bert).save_pretrained(ours)
-            for folder in (bert, ours):
-                BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(folder)
-        return made[head]
-
-    return make
-
-
-def pooled(folder) -> SentenceTransformer:
-    modules = [Transformer(str(folder), **REMOTE), Pooling(32, "mean"), Normalize()]
-    return SentenceTransformer(modules=modules, device="cpu")
+def save(head: str, folder: Path) -> list[Path]:
+    """Saves a BERT and the same model as ours, each with a tokenizer. Returns their folders."""
+    labels = {"num_labels": 1} if head == "ForSequenceClassification" else {}
+    random_bert(head, **FIELDS, **labels).save_pretrained(folder / "bert")
+    OURS[head].from_pretrained(folder / "bert").save_pretrained(folder / "ours")
+    for each in folder.iterdir():
+        BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(each)
+    return [folder / "bert", folder / "ours"]
 
 
 # An empty text, and one that is longer than the 256 tokens that the configuration of MiniLM for the library allows.
@@ -80,24 +65,12 @@ def test_a_converted_folder_gives_the_embeddings_of_the_original(kind, minilm, t
     assert_close(embeddings, expected, rtol=0, atol=1e-5)
 
 
-# For each kind of model its head, how it is made, and what it computes.
+# For each kind of model its head, and what it computes.
 KINDS = {
-    "SentenceTransformer": ("Model", pooled, lambda model: model.encode(TEXTS, convert_to_tensor=True)),
-    "CrossEncoder": (
-        "ForSequenceClassification",
-        lambda folder: CrossEncoder(str(folder), **OPTIONS),
-        lambda model: model.predict(PAIRS, convert_to_tensor=True),
-    ),
-    "SparseEncoder": (
-        "ForMaskedLM",
-        lambda folder: SparseEncoder(str(folder), **OPTIONS),
-        lambda model: model.encode(TEXTS, convert_to_sparse_tensor=False),
-    ),
-    "MultiVectorEncoder": (
-        "Model",
-        lambda folder: MultiVectorEncoder(str(folder), **OPTIONS),
-        lambda model: torch.cat(model.encode_document(TEXTS)),
-    ),
+    "SentenceTransformer": ("Model", lambda model: model.encode(TEXTS, convert_to_tensor=True)),
+    "CrossEncoder": ("ForSequenceClassification", lambda model: model.predict(PAIRS, convert_to_tensor=True)),
+    "SparseEncoder": ("ForMaskedLM", lambda model: model.encode(TEXTS, convert_to_sparse_tensor=False)),
+    "MultiVectorEncoder": ("Model", lambda model: torch.cat(model.encode_document(TEXTS))),
 }
 RANKING = losses.MultipleNegativesRankingLoss
 LOSSES = {
@@ -118,38 +91,38 @@ LOSSES = {
 }
 
 
-def both(folders, kind: str) -> list:
+def both(kind: str, folder: Path) -> list:
     """The model of this kind of a BERT, and of ours."""
-    head, make, _ = KINDS[kind]
+    head, _ = KINDS[kind]
     models = []
-    for folder in folders(head):
+    for each in save(head, folder):
         torch.manual_seed(0)  # MultiVectorEncoder draws a projection
-        models.append(make(folder))
+        models.append(getattr(sentence_transformers, kind)(str(each), **OPTIONS))
     assert [type(model[0].auto_model).__name__ for model in models] == [f"Bert{head}", f"ScratchBert{head}"]
     return models
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_computes_as_bert_and_reloads(kind, folders, tmp_path):
-    compute = KINDS[kind][2]
-    bert, ours = both(folders, kind)
+def test_computes_as_bert_and_reloads(kind, tmp_path):
+    _, compute = KINDS[kind]
+    bert, ours = both(kind, tmp_path)
     expected = compute(bert)
     assert expected.std() > 1e-3
     assert_close(compute(ours), expected, rtol=0, atol=1e-5)
-    ours.save_pretrained(str(tmp_path))
-    again = type(ours)(str(tmp_path), **OPTIONS)
+    ours.save_pretrained(str(tmp_path / "again"))
+    again = type(ours)(str(tmp_path / "again"), **OPTIONS)
     assert type(again[0].auto_model) is type(ours[0].auto_model)
     assert torch.equal(compute(again), compute(ours))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_trains_as_bert(loss, folders, tmp_path):
+def test_trains_as_bert(loss, tmp_path):
     kind, make_loss = LOSSES[loss]
     columns = {"query": TEXTS, "answer": [answer for _, answer in PAIRS]}
     if kind == "CrossEncoder":
         columns["label"] = [float(i % 2) for i in range(len(TEXTS))]
     recorded = []
-    for model in both(folders, kind):
+    for model in both(kind, tmp_path):
         settings = getattr(sentence_transformers, f"{kind}TrainingArguments")(
             tmp_path,
             max_steps=3,
@@ -188,9 +161,9 @@ if __name__ == "__main__":
 """
 
 
-def test_without_the_package_a_router_and_two_processes_encode_as_bert(folders, tmp_path):
+def test_without_the_package_a_router_and_two_processes_encode_as_bert(tmp_path):
     """A `Router` looks for the code in the root of its folder, and saves it in a subfolder for each of its modules."""
-    bert, ours = both(folders, "SentenceTransformer")
+    bert, ours = both("SentenceTransformer", tmp_path)
     numpy.save(tmp_path / "expected.npy", bert.encode(TEXTS))
     ours.save_pretrained(str(tmp_path / "pooled"))
     router = Router.for_query_document(query_modules=list(ours), document_modules=list(ours))

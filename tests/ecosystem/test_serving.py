@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -37,24 +38,22 @@ def test_the_kernel_is_found_in_the_source():
     assert attention.is_causal is False
 
 
-class Served(torch.nn.Module):
+def attention_of_vllm(attention: MultiHeadAttention, heads: int):
     """The attention that vLLM puts into each of a model's: tokens of all requests in one row, `(N, C)`, no mask."""
 
-    def __init__(self, heads: int, scaling: float, is_causal: bool):
-        super().__init__()
-        self.heads, self.scaling, self.is_causal = heads, scaling, is_causal
-
-    def forward(self, *heads):
-        parts = [each.unflatten(-1, (self.heads, -1)).transpose(0, 1).split(LENGTHS, dim=1) for each in heads]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        results = [attend(*part, scale=self.scaling, is_causal=self.is_causal) for part in zip(*parts, strict=True)]
+    def attend(*projections: torch.Tensor) -> torch.Tensor:
+        parts = [each.unflatten(-1, (heads, -1)).transpose(0, 1).split(LENGTHS, dim=1) for each in projections]
+        options = {"scale": attention.scaling, "is_causal": attention.is_causal}
+        results = [scaled_dot_product_attention(*part, **options) for part in zip(*parts, strict=True)]
         return torch.cat(results, dim=1).transpose(0, 1).flatten(1)
+
+    return attend
 
 
 def served_attention(module, query, key, value, attention_mask, **kwargs):
     assert attention_mask is None
-    heads = [each.transpose(1, 2).flatten(2)[0] for each in (query, key, value)]
-    return module.attn(*heads), None
+    rows = [each.transpose(1, 2).flatten(2)[0] for each in (query, key, value)]
+    return module.attn(*rows), None
 
 
 @pytest.mark.parametrize(
@@ -78,8 +77,7 @@ def test_requests_of_all_lengths_in_one_row(monkeypatch, tmp_path, fields):
     assert type(model).is_backend_compatible()
     model.load_state_dict(reference.state_dict())
     for block in model.encoder.blocks:
-        attention = block.attention
-        attention.attn = Served(config.num_attention_heads, attention.scaling, attention.is_causal)
+        block.attention.attn = attention_of_vllm(block.attention, config.num_attention_heads)
 
     ids = torch.randint(config.vocab_size, (sum(LENGTHS),))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]

@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 # Written by `test_remote_code`: auto_map, code, openings, batch and outputs.
@@ -99,6 +102,9 @@ def models_are_saved_again() -> None:
 
 def models_are_made_from_a_configuration() -> None:
     config = transformers.AutoConfig.from_pretrained("configuration", num_labels=5, trust_remote_code=True)
+    own_code = f"{type(config).__module__.rpartition('.')[0]}."
+    files = {name.removeprefix(own_code) for name in sys.modules if name.startswith(own_code)}
+    assert files == {"checkpoints", "configuration_scratchbert", "installed", "versions"}
     config.save_pretrained("configuration again")
     assert {path.name for path in Path("configuration again").glob("*.py")} == set(given["code"])
     config = transformers.AutoConfig.from_pretrained("configuration again", trust_remote_code=True)
@@ -134,46 +140,58 @@ def earlier_versions_open_by_their_own_code() -> None:
         assert_recorded_outputs(folder, again.optimize_for_inference())
 
 
-def trust_is_required() -> None:
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load("AutoModel", "saved/Model", trust_remote_code=False)
-
-
 def other_methods_require_the_package() -> None:
     model, _ = load("AutoModelForMaskedLM", "saved/ForMaskedLM")
     seq2seq, _ = load("AutoModelForSeq2SeqLM", "saved/ForConditionalGeneration")
     bert_config = transformers.BertConfig.from_pretrained("bert")
-    state_dict = model.state_dict()
     calls = (
-        (model.optimize_for_inference, {}),
-        (model.optimize_for_inference, {"dtype": "int8"}),
-        (model.save_calibration, {"path": "calibration"}),
-        (model.save_as_bert, {"save_directory": "bert again"}),
-        (model.config_class.from_bert, {"config": bert_config}),
-        (partial(model.config_class.from_pretrained, "bert"), {}),
-        (partial(model.from_pretrained, "bert"), {}),
-        (partial(model.from_pretrained, None), {"config": model.config, "state_dict": state_dict}),
-        (partial(model.from_pretrained, "saved/ForMaskedLM"), {"config": bert_config}),
-        (partial(model.from_pretrained, "saved/ForMaskedLM"), {"verify": True}),
-        (partial(seq2seq.from_bert, "bert"), {"decoder_start_token_id": 2}),
+        model.optimize_for_inference,
+        partial(model.save_calibration, "calibration"),
+        partial(model.save_as_bert, "bert again"),
+        partial(model.config_class.from_bert, bert_config),
+        partial(model.config_class.from_pretrained, "bert"),
+        partial(model.from_pretrained, "bert"),
+        partial(model.from_pretrained, None, config=model.config, state_dict=model.state_dict()),
+        partial(model.from_pretrained, "saved/ForMaskedLM", config=bert_config),
+        partial(model.from_pretrained, "saved/ForMaskedLM", verify=True),
+        partial(seq2seq.from_bert, "bert", decoder_start_token_id=2),
     )
-    for call, options in calls:
+    for call in calls:
         with pytest.raises(ImportError, match="pip install scratchbert"):
-            call(**options)
+            call()
     assert not Path("bert again").exists()
     assert_close(outputs_of(model, given["batch"]), given["outputs"]["ForMaskedLM"])
 
 
+def registries() -> dict[str, list[str]]:
+    """Return what is registered with torch and transformers."""
+    return {
+        "operators": sorted(torch._C._dispatch_get_all_op_names()),
+        "names of weights": [str(get_checkpoint_conversion_mapping("scratchbert"))],
+        "attention": sorted(ALL_ATTENTION_FUNCTIONS.keys()),
+        "masks": sorted(ALL_MASK_ATTENTION_FUNCTIONS.keys()),
+    }
+
+
 def the_package_is_imported_later() -> None:
-    """As in a notebook that has opened a model by its own code before."""
+    """As in a notebook that has opened a model by its own code before. The import registers the Auto classes alone, and
+    the first optimisation the operators."""
     copy, _ = load("AutoModelForMaskedLM", "saved/ForMaskedLM")
     del sys.modules["modeling_scratchbert"]
+    before = registries()
     import modeling_scratchbert
 
+    assert not any(name.startswith("modeling_scratchbert.cpu") for name in sys.modules)
     opened, info = load("AutoModelForMaskedLM", "saved/ForMaskedLM")
     assert type(opened) is modeling_scratchbert.ScratchBertForMaskedLM
     assert type(opened) is not type(copy)
     assert info == NOTHING
+    outputs_of(opened, given["batch"])
+    assert registries() == before
+    opened.optimize_for_inference()
+    operators = set(registries()["operators"]) - set(before["operators"])
+    assert operators
+    assert all(name.startswith("scratchbert_cpu::") for name in operators)
     copy.save_pretrained("saved by the copy")
     again = modeling_scratchbert.ScratchBertForMaskedLM.from_pretrained("saved by the copy", verify=True)
     assert_close(outputs_of(again, given["batch"]), given["outputs"]["ForMaskedLM"])
@@ -185,7 +203,6 @@ CHECKS = (
     models_are_made_from_a_configuration,
     code_changed_in_a_folder_runs_and_is_saved,
     earlier_versions_open_by_their_own_code,
-    trust_is_required,
     other_methods_require_the_package,
     the_package_is_imported_later,
 )

@@ -21,11 +21,6 @@ class ScaledConfig(ScratchBertConfig):
 
 
 class ScaledModel(ScratchBertModel):
-    """An encoder that multiplies its last hidden states."""
+    """An encoder with this configuration."""
 
     config: ScaledConfig
-
-    def forward(self, *args, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        outputs["last_hidden_state"] = outputs["last_hidden_state"] * self.config.scale
-        return outputs
