@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from exercises import GAP, SOLUTIONS, WITH_GAPS, solve
 from transformers import BertConfig, BertModel
 
 import course
 from modeling_scratchbert import ScratchBertModel
-from support.exercises import GAP, SOLUTIONS, WITH_GAPS, solve
 from support.models import tiny_config
 from toolkit.course import FILES, grading
 from toolkit.course.run import CHECKS, verdicts

@@ -58,7 +58,7 @@ def test_killed_before_any_write(is_update, model, here):
         write_rows(here / "rows.jsonl", [*ROWS[3:9], {"id": 7, "text": "a new film"}, *ROWS[:1]])
     assert run(*argv, "--output", "expected") == 0
     argv += ["--update" if is_update else "--resume", "--output", "out"]
-    command = [sys.executable, ROOT / "tests" / "support" / "killed_predict.py"]
+    command = [sys.executable, ROOT / "tests" / "commands" / "killed_predict.py"]
     command += ["before" if is_update else "-", *argv]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     codes = json.loads(done.stdout.splitlines()[-1])

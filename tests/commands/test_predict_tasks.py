@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoTokenizer, EncoderDecoderModel, pipeline
 
 import train
 from modeling_scratchbert.cpu.library import find_library
-from support.corpora import HEADS, errors_of, read_output, reference_of, results, rows_for, run, texts, write_rows
+from support.corpora import HEADS, errors_of, read_output, results, rows_for, run, texts, write_rows
+from support.models import REFERENCES
 from support.tiny import flags, reset_accelerate
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
@@ -26,6 +27,12 @@ def rows_file(rows: list[dict] | None = None) -> str:
 
 def close(found, expected, atol=5e-5):
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=0, atol=atol)
+
+
+def reference_of(folder: str, task: str):
+    """BERT's own class, from a folder of the kind bert."""
+    cls = EncoderDecoderModel if task == "generate" else REFERENCES[HEADS[task]]
+    return cls.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def encoded(folder: str, *given, **options) -> dict:

@@ -1,7 +1,9 @@
 """Tools that look into a model read ours as they read BERT: bertviz its attentions, Captum its word embeddings, hooks
 and nnsight its activations."""
 
+import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from transformers import BertForSequenceClassification
 from modeling_scratchbert import (
     ScratchBertForConditionalGeneration,
     ScratchBertForSequenceClassification,
-    ScratchBertModel,
 )
 from support.models import randomise, tiny_config
 
@@ -21,52 +22,34 @@ WRITTEN = ["[CLS]", "a", "cat", "[SEP]"]
 # ------------------------------------------------------------------------------------------------------------ bertviz
 
 
-@pytest.fixture(params=["head_view", "model_view"])
-def view(request):
-    """A view of bertviz; returns what it was made of: the attentions by name, as its page holds them."""
+@pytest.mark.parametrize("view", ["head_view", "model_view"])
+def test_bertviz_shows_the_attention_weights_of_an_encoder_and_a_decoder(view):
+    """Its page has the weights to the last digit, `(layers, heads, left, right)`, and the tokens."""
     bertviz = pytest.importorskip("bertviz", reason="the package bertviz is not installed")
-
-    def make(**arguments) -> dict:
-        page = getattr(bertviz, request.param)(**arguments, html_action="return").data
-        _, _, rest = page.partition("const params = ")
-        parameters, _ = json.JSONDecoder().raw_decode(rest)
-        return {one["name"]: one for one in parameters["attention"]}
-
-    return make
-
-
-def assert_shows(shown: dict, maps: tuple[torch.Tensor, ...], left: list[str], right: list[str]) -> None:
-    """The page has these weights to the last digit, `(layers, heads, left, right)`, and these tokens."""
-    assert torch.equal(torch.tensor(shown["attn"]), torch.cat(maps))
-    assert (shown["left_text"], shown["right_text"]) == (left, right)
-
-
-def test_bertviz_shows_the_attentions_of_an_encoder(view):
-    model = randomise(ScratchBertModel(tiny_config())).eval()
-    with torch.no_grad():
-        maps = model(torch.randint(99, (1, len(WORDS))), output_attentions=True).attentions
-    shown = view(attention=maps, tokens=WORDS)
-    assert shown.keys() == {None}
-    assert_shows(shown[None], maps, WORDS, WORDS)
-
-
-def test_bertviz_shows_the_attentions_of_two_halves(view):
     config = tiny_config(is_encoder_decoder=True, decoder_start_token_id=1)
     model = randomise(ScratchBertForConditionalGeneration(config)).eval()
-    source, target = (torch.randint(99, (1, len(tokens))) for tokens in (WORDS, WRITTEN))
+    source, target = torch.randint(99, (1, len(WORDS))), torch.randint(99, (1, len(WRITTEN)))
     with torch.no_grad():
         outputs = model(source, decoder_input_ids=target, output_attentions=True)
-    shown = view(
+    page = getattr(bertviz, view)(
         encoder_attention=outputs.encoder_attentions,
         decoder_attention=outputs.decoder_attentions,
         cross_attention=outputs.cross_attentions,
         encoder_tokens=WORDS,
         decoder_tokens=WRITTEN,
-    )
-    assert shown.keys() == {"Encoder", "Decoder", "Cross"}
-    assert_shows(shown["Encoder"], outputs.encoder_attentions, WORDS, WORDS)
-    assert_shows(shown["Decoder"], outputs.decoder_attentions, WRITTEN, WRITTEN)
-    assert_shows(shown["Cross"], outputs.cross_attentions, WRITTEN, WORDS)
+        html_action="return",
+    ).data
+    parameters, _ = json.JSONDecoder().raw_decode(page.partition("const params = ")[2])
+    shown = {each["name"]: each for each in parameters["attention"]}
+    expected = {
+        "Encoder": (outputs.encoder_attentions, WORDS, WORDS),
+        "Decoder": (outputs.decoder_attentions, WRITTEN, WRITTEN),
+        "Cross": (outputs.cross_attentions, WRITTEN, WORDS),
+    }
+    assert shown.keys() == expected.keys()
+    for name, (weights, left, right) in expected.items():
+        assert torch.equal(torch.tensor(shown[name]["attn"]), torch.cat(weights))
+        assert (shown[name]["left_text"], shown[name]["right_text"]) == (left, right)
 
 
 # ------------------------------------------------------------------------------------------------------------- Captum
@@ -112,32 +95,31 @@ def integrated(attr, model, batch, **options) -> torch.Tensor:
     )
 
 
-@torch.no_grad()
-def assert_complete(attributions: torch.Tensor, model, batch) -> None:
-    """They add up to the difference of the scores (Sundararajan et al. 2017, section 3)."""
-    difference = score(model)(batch["ids"], batch["mask"]) - score(model)(batch["baseline"], batch["mask"])
-    assert difference.abs().min() > 0.01
-    torch.testing.assert_close(attributions.sum((1, 2)), difference, atol=1e-4, rtol=0)
+def given_embeddings(attr, model, batch) -> torch.Tensor:
+    """The same, with embeddings that are an argument: these need no hook, so padding may be removed."""
+    embed = model.get_input_embeddings()
+
+    def score_of_embeddings(embeddings, mask):
+        return model(inputs_embeds=embeddings, attention_mask=mask, padding_free=True).logits[:, TARGET]
+
+    return attr.IntegratedGradients(score_of_embeddings).attribute(
+        embed(batch["ids"]).detach(),
+        embed(batch["baseline"]).detach(),
+        additional_forward_args=(batch["mask"],),
+        n_steps=STEPS,
+    )
 
 
-def assert_as_the_references(attributions: torch.Tensor, expected: torch.Tensor) -> None:
+@pytest.mark.parametrize("attribute", [integrated, given_embeddings])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["no padding", "padding"])
+def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, batch, attribute, is_padded):
+    model, reference = classifiers
+    if not is_padded:
+        batch["mask"] = torch.ones_like(batch["mask"])
+    attributions = attribute(attr, model, batch)
+    expected = integrated(attr, reference, batch)
     assert expected.abs().max() > 0.05
     torch.testing.assert_close(attributions, expected, atol=1e-4, rtol=0)
-
-
-def test_captum_attributes_to_word_embeddings_as_with_bert(attr, classifiers, batch):
-    model, reference = classifiers
-    batch["mask"] = torch.ones_like(batch["mask"])
-    attributions = integrated(attr, model, batch)
-    assert_as_the_references(attributions, integrated(attr, reference, batch))
-    assert_complete(attributions, model, batch)
-
-
-def test_captum_attributes_in_a_padded_batch(attr, classifiers, batch):
-    model, reference = classifiers
-    attributions = integrated(attr, model, batch)
-    assert_as_the_references(attributions, integrated(attr, reference, batch))
-    assert_complete(attributions, model, batch)
     assert not attributions[batch["mask"] == 0].any()
 
 
@@ -149,50 +131,30 @@ def test_captum_stops_at_a_batch_that_is_unpadded_by_request(attr, classifiers, 
         integrated(attr, model, batch, padding_free=True)
 
 
-def test_captum_attributes_to_given_embeddings_in_any_batch(attr, classifiers, batch):
-    """Embeddings that are an argument need no hook, and so padding may be removed."""
-    model, reference = classifiers
-
-    def score_of_embeddings(embeddings, mask):
-        return model(inputs_embeds=embeddings, attention_mask=mask).logits[:, TARGET]
-
-    given = (model.get_input_embeddings()(batch[name]).detach() for name in ("ids", "baseline"))
-    attributions = attr.IntegratedGradients(score_of_embeddings).attribute(
-        *given, additional_forward_args=(batch["mask"],), n_steps=STEPS
-    )
-    assert_as_the_references(attributions, integrated(attr, reference, batch))
-    assert_complete(attributions, model, batch)
-    assert not attributions[batch["mask"] == 0].any()
-
-
 # ------------------------------------------------------------------------------------------------------- activations
 
-# A module of ours, and the same module of BERT, in the order in which they run.
-ACTIVATIONS = {
-    "model.embeddings": "bert.embeddings",
-    "model.encoder.blocks.0": "bert.encoder.layer.0",
-    "model.encoder.blocks.1": "bert.encoder.layer.1",
-    "model.pooler": "bert.pooler",
-    "classifier": "classifier",
-}
+# Modules of ours and the same modules of BERT, in the order in which they run.
+ACTIVATIONS = (
+    ("model.embeddings", "model.encoder.blocks.0", "model.encoder.blocks.1", "model.pooler", "classifier"),
+    ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler", "classifier"),
+)
+
+
+def record(i: int, activations: list, module, arguments, output) -> None:
+    activations.append((i, output))
 
 
 def test_hooks_read_the_activations_of_bert_in_its_order(classifiers, batch):
-    seen = []
-    for model, paths in zip(classifiers, (ACTIVATIONS, ACTIVATIONS.values()), strict=True):
-        seen.append([])
-        handles = [
-            model.get_submodule(path).register_forward_hook(
-                lambda module, args, output, seen=seen[-1], place=place: seen.append((place, output))
-            )
-            for place, path in enumerate(paths)
-        ]
+    recorded = []
+    for model, paths in zip(copy.deepcopy(classifiers), ACTIVATIONS, strict=True):
+        activations = []
+        for i, path in enumerate(paths):
+            model.get_submodule(path).register_forward_hook(partial(record, i, activations))
         with torch.no_grad():
             score(model)(batch["ids"], batch["mask"])
-        for handle in handles:
-            handle.remove()
-    assert [place for place, _ in seen[0]] == list(range(len(ACTIVATIONS)))
-    torch.testing.assert_close(*seen, rtol=0, atol=1e-5)
+        recorded.append(activations)
+    assert [i for i, _ in recorded[0]] == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(*recorded, rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Module .* has a submodule named 'output'")

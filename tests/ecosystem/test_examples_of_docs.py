@@ -1,6 +1,5 @@
 """The Python of docs/ that uses other packages: the blocks with the mark `ecosystem`, and all of embeddings.md."""
 
-import os
 import re
 import shlex
 import shutil
@@ -41,7 +40,7 @@ def test_the_trainings_of_the_page_on_embeddings_raise_the_scores(minilm, tmp_pa
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         file.write_text("".join(lines[: rows + 1]), encoding="utf-8")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     namespace = {"__name__": "__main__"}
     for match, language, _, _ in fenced_blocks((ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")):
         if language == "python":
@@ -49,7 +48,7 @@ def test_the_trainings_of_the_page_on_embeddings_raise_the_scores(minilm, tmp_pa
         elif language == "":
             for command in re.findall("^python (scripts/.*)$", match["text"], re.MULTILINE):
                 command = command.replace("sentence-transformers/all-MiniLM-L6-v2", minilm)
-                subprocess.run([sys.executable, *shlex.split(command)], check=True, env=environment)
+                subprocess.run([sys.executable, *shlex.split(command)], check=True)
     assert namespace["after"][0]["recall@1"] > namespace["before"]["recall@1"]
     assert namespace["after"][0]["MRR@10"] > namespace["before"]["MRR@10"]
     assert abs(namespace["vectors"] - namespace["optimised"]).max() < 1e-5

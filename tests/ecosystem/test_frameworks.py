@@ -1,9 +1,6 @@
 """Frameworks around a model train, save and open it as the same BERT: Lightning, SetFit, MLflow."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy
 import pytest
@@ -11,6 +8,7 @@ import torch
 from transformers import BertTokenizer, pipeline
 
 from support.models import inputs_for
+from support.processes import run_python
 from support.tiny import SPECIAL, TEXTS, WORDS
 
 FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64}
@@ -23,7 +21,7 @@ def tokenizer() -> BertTokenizer:
 
 def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):
     lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
-    from support.lightning_classifier import Classifiers
+    from lightning_classifier import Classifiers
 
     models = pair("ForSequenceClassification")
     batch = inputs_for("ForSequenceClassification", batch=12, labels=True)
@@ -34,16 +32,11 @@ def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):
         devices=2,
         strategy="ddp_spawn",
         max_epochs=1,
-        log_every_n_steps=1,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     trainer.fit(Classifiers(models), torch.utils.data.DataLoader(rows, batch_size=2))
-    losses = [loss.item() for loss in trainer.callback_metrics.values()]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     with torch.no_grad():
         ours, reference = (model.eval()(**batch) for model in models)
     torch.testing.assert_close(ours.logits, reference.logits, rtol=0, atol=1e-4)
@@ -53,8 +46,6 @@ def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):
 def test_setfit_trains_as_bert_and_reloads(pair, tokenizer, tmp_path):
     setfit = pytest.importorskip("setfit", reason="SetFit is not installed")
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     rows = Dataset.from_dict({"text": TEXTS, "label": [int("bad" in text) for text in TEXTS]})
     settings = setfit.TrainingArguments(tmp_path, batch_size=4, max_steps=3, report_to="none", save_strategy="no")
@@ -63,9 +54,6 @@ def test_setfit_trains_as_bert_and_reloads(pair, tokenizer, tmp_path):
         folder = str(tmp_path / type(model).__name__)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        trust = {f"{part}_kwargs": {"trust_remote_code": True} for part in ("model", "processor", "config")}
-        body = SentenceTransformer(modules=[Transformer(folder, **trust), Pooling(32, "mean")], device="cpu")
-        body.save_pretrained(folder)
         classifier = setfit.SetFitModel.from_pretrained(folder, trust_remote_code=True)
         setfit.Trainer(classifier, settings, train_dataset=rows).train()
         results.append(classifier.predict_proba(TEXTS, as_numpy=True))
@@ -96,11 +84,7 @@ def test_mlflow_opens_in_a_fresh_process(pair, tokenizer, tmp_path):
         task="text-classification",
         pip_requirements=[],
     )
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN_WITH_MLFLOW, *TEXTS], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    answers = json.loads(run_python("-c", OPEN_WITH_MLFLOW, *TEXTS, cwd=tmp_path).splitlines()[-1])
     expected = pipeline("text-classification", model=reference, tokenizer=tokenizer, device="cpu")(TEXTS)
-    for ours, theirs in zip(json.loads(done.stdout.splitlines()[-1]), expected, strict=True):
+    for ours, theirs in zip(answers, expected, strict=True):
         assert ours == {"label": theirs["label"], "score": pytest.approx(theirs["score"], abs=1e-5)}

@@ -1,18 +1,16 @@
-"""What only a process of its own shows: memory, pickles, `datasets.map` in processes, the permissions of new files."""
+"""What only other processes show: memory, pickles, and `datasets.map` in processes."""
 
-import importlib
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from support.folders import ROOT
 from support.models import inputs_for, random_scratchbert
+from support.processes import run_python
 
 RAGGED_BATCHES = """
 import sys, torch
@@ -38,55 +36,23 @@ for call in range(1, 601):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc/self/status")
 def test_ragged_batches_do_not_fill_memory():
     grown = {}
-    for kind in ("optimised", "dense"):
-        command = [sys.executable, "-c", RAGGED_BATCHES, kind]
-        lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    for kind in ("optimised", "plain"):
+        lines = run_python("-c", RAGGED_BATCHES, kind, cwd=ROOT).split()
         grown[kind] = (int(lines[-1]) - int(lines[-2])) / 1024
-    assert grown["optimised"] < grown["dense"] + 40, grown  # MiB; 280 more without rounding
-
-
-LOAD_WITHOUT_THE_MODULE = """
-import sys, dill
-
-with open(sys.argv[1], "rb") as file:
-    mixin, refusal = dill.load(file)
-assert "modeling_scratchbert" not in sys.modules and "remote_code.inference" not in sys.modules
-assert "optimised for inference" in str(refusal("saving")) and "optimize_for_inference" in vars(mixin)
-print("same")
-"""
-
-
-def test_dill_pickles_the_module_by_value(monkeypatch, tmp_path):
-    """What cannot be imported, as code from a checkpoint's folder."""
-    dill = pytest.importorskip("dill")
-    package = ModuleType("remote_code")
-    package.__path__ = [str(ROOT / "modeling_scratchbert")]
-    monkeypatch.setitem(sys.modules, "remote_code", package)
-    module = importlib.import_module("remote_code.inference")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "remote_code"]:
-        monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "module.dill").write_bytes(dill.dumps((module.InferenceMixin, module.refusal)))
-    command = [sys.executable, "-c", LOAD_WITHOUT_THE_MODULE, str(tmp_path / "module.dill")]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.stdout == "same\n", run.stderr
+    assert grown["optimised"] < grown["plain"] + 40, grown  # MiB; 280 more without rounding
 
 
 WRITE_PICKLES = """
 import pickle, sys
-import cloudpickle, torch
+import cloudpickle
 sys.modules["modeling_scratchbert"] = None
 from transformers import AutoModel
 
-model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
-assert type(model).__module__.startswith("transformers_modules.")
-inputs, expected = torch.load("inputs.pt")
-with torch.no_grad():
-    assert torch.equal(model(**inputs).last_hidden_state, expected)
+model = AutoModel.from_pretrained("model", trust_remote_code=True)
 for pickler in (pickle, cloudpickle):
     with open(f"{pickler.__name__}-of-remote-code", "wb") as file:
         pickler.dump(model, file)
 """
-
 READ_PICKLES = """
 import pickle, sys
 import torch
@@ -110,55 +76,33 @@ def test_pickles_open_in_a_fresh_process(tmp_path):
     model.save_pretrained(tmp_path / "model")
     for pickler in (pickle, cloudpickle):
         (tmp_path / f"{pickler.__name__}-of-package").write_bytes(pickler.dumps(model))
-    modules = str(tmp_path / "modules")
-
-    def run(code, *arguments, path) -> str:
-        environment = {**os.environ, "HF_MODULES_CACHE": modules, "PYTHONPATH": os.pathsep.join(path)}
-        command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run(WRITE_PICKLES, "model", path=[])
+    run_python("-c", WRITE_PICKLES, cwd=tmp_path)
     origins = {"of-package": "modeling_scratchbert", "of-remote-code": "transformers_modules"}
     expected = {f"{name}-{kind}": origin for kind, origin in origins.items() for name in ("pickle", "cloudpickle")}
-    found = run(READ_PICKLES, *expected, path=[str(ROOT), modules])
+    path = os.pathsep.join([str(ROOT), str(tmp_path / "modules")])
+    found = run_python("-c", READ_PICKLES, *expected, cwd=tmp_path, PYTHONPATH=path)
     assert dict(line.split() for line in found.splitlines()) == expected
 
 
-def test_datasets_map_a_function_over_the_model_in_two_processes(pair):
+def test_dill_and_datasets_map_pickle_a_model_as_bert(pair, tmp_path):
+    """Models of the package, and of the code in a folder."""
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    import dill
     from datasets.fingerprint import Hasher
 
+    ours, reference = pair()
+    ours.save_pretrained(tmp_path / "saved")
+    copied_class = get_class_from_dynamic_module("modeling_scratchbert.ScratchBertModel", str(tmp_path / "saved"))
     rows = datasets.Dataset.from_dict({"ids": torch.randint(1, 99, (6, 5)).tolist()})
     pooled = []
-    for model in pair():
+    for model in (ours, copied_class.from_pretrained(tmp_path / "saved").eval(), reference):
 
         def embed(row, model=model):
             with torch.no_grad():
                 return {"pooled": model(torch.tensor([row["ids"]])).pooler_output[0].tolist()}
 
+        assert type(dill.loads(dill.dumps(model))) is type(model)
         Hasher.hash(embed)  # `map` warns where this raises
         pooled.append(torch.tensor(rows.map(embed, num_proc=2)["pooled"][:]))
-    torch.testing.assert_close(*pooled, rtol=0, atol=1e-5)
-
-
-WRITE_UNDER_A_UMASK = """
-import os, sys
-from pathlib import Path
-import torch
-from safetensors.torch import save_file
-from modeling_scratchbert.checkpoints import staged
-
-os.umask(0o027)
-with staged(sys.argv[1]) as folder:
-    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-print({path.name: oct(path.stat().st_mode & 0o777) for path in sorted(Path(sys.argv[1]).iterdir())})
-"""
-
-
-def test_files_have_the_mode_that_the_umask_gives(tmp_path):
-    command = [sys.executable, "-c", WRITE_UNDER_A_UMASK, str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == str({"config.json": "0o640", "model.safetensors": "0o640"})
+    torch.testing.assert_close(pooled[0], pooled[2], rtol=0, atol=1e-5)
+    torch.testing.assert_close(pooled[1], pooled[2], rtol=0, atol=1e-5)

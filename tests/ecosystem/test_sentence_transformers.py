@@ -1,147 +1,176 @@
-"""sentence-transformers opens what `convert.py` writes, and computes and trains as with the original."""
+"""Every kind of model and of training of sentence-transformers: the results, the losses and the saved folder are those
+of the same BERT; also of real weights that `convert.py` converted."""
 
-import json
-import os
-import subprocess
-import sys
+import shutil
+from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
+import sentence_transformers
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
+from sentence_transformers.cross_encoder import losses as cross_encoder_losses
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sparse_encoder import losses as sparse_losses
+from torch.testing import assert_close
+from transformers import BertTokenizer
 
 import convert
-from modeling_scratchbert import ScratchBertModel
+from support.models import NO_DROPOUT, OURS, random_bert
+from support.processes import run_python
+from support.tiny import SPECIAL, TEXTS, WORDS
 
-PARAPHRASES = [
-    ("A man is playing a guitar.", "Someone is strumming a guitar."),
-    ("How do I reset my password?", "I forgot my password, how can I change it?"),
-    ("The company's profits fell last year.", "Last year the firm earned less money."),
-]
-# An empty text, and one that is longer than the 256 tokens that MiniLM's sentence_bert_config.json allows.
-TEXTS = ["Yes.", *(text for pair in PARAPHRASES for text in pair), "", "a long story " * 200]
-
-# In a process that has the folder and not the package.
-ALONE = """
-import json, sys
-sys.modules["modeling_scratchbert"] = None
-from sentence_transformers import SentenceTransformer
-folder, target = sys.argv[1:]
-model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
-assert type(model[0].auto_model).__module__.startswith("transformers_modules."), type(model[0].auto_model)
-with open(target, "w") as file:
-    json.dump(model.encode(json.load(sys.stdin)).tolist(), file)
-"""
+OPTIONS = {"device": "cpu", "trust_remote_code": True}
+FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64, **NO_DROPOUT}
+PAIRS = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))
 
 
-def opened(folder, **kwargs) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), device="cpu", trust_remote_code=True, **kwargs)
+def save(head: str, folder: Path) -> list[Path]:
+    """Saves a BERT and the same model as ours, each with a tokenizer. Returns their folders."""
+    labels = {"num_labels": 1} if head == "ForSequenceClassification" else {}
+    random_bert(head, **FIELDS, **labels).save_pretrained(folder / "bert")
+    OURS[head].from_pretrained(folder / "bert").save_pretrained(folder / "ours")
+    for each in folder.iterdir():
+        BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(each)
+    return [folder / "bert", folder / "ours"]
 
 
-def embeddings(model: SentenceTransformer) -> torch.Tensor:
-    return model.encode(TEXTS, convert_to_tensor=True, batch_size=4)
+# An empty text, and one that is longer than the 256 tokens that the configuration of MiniLM for the library allows.
+REAL_TEXTS = ["Yes.", "A man is playing a guitar.", "How do I reset my password?", "", "a long story " * 200]
 
 
-@pytest.fixture(scope="module")
-def converted(minilm, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sentences") / "minilm"
-    assert convert.main([minilm, str(folder)]) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def original(minilm) -> torch.Tensor:
-    """The embeddings of the original, `(texts, 384)`."""
-    model = SentenceTransformer(minilm, device="cpu")
-    assert type(model[0].auto_model).__name__ == "BertModel"
-    return embeddings(model)
-
-
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
-
-def test_the_folder_alone_gives_the_embeddings_of_the_original(converted, original, tmp_path):
-    target = tmp_path / "embeddings.json"
-    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, converted, target],
-        input=json.dumps(TEXTS),
-        text=True,
-        capture_output=True,
-        env={**os.environ, **environment},
-        cwd=tmp_path,
-        timeout=240,
+@pytest.mark.parametrize("kind", ["plain", "padding_free", "optimised", "saved again"])
+def test_a_converted_folder_gives_the_embeddings_of_the_original(kind, minilm, tmp_path):
+    original = SentenceTransformer(minilm, device="cpu")
+    assert convert.main([minilm, str(tmp_path / "converted")]) == 0
+    model = SentenceTransformer(
+        str(tmp_path / "converted"), **OPTIONS, config_kwargs={"padding_free": kind == "padding_free"}
     )
-    assert done.returncode == 0, done.stderr
-    assert_same(torch.tensor(json.loads(target.read_text())), original)
+    encoder = model[0].auto_model
+    assert type(encoder) is OURS["Model"]
+    assert encoder.config.padding_free == (kind == "padding_free")
+    if kind == "optimised":
+        encoder.optimize_for_inference()
+    elif kind == "saved again":
+        model.save(str(tmp_path / "again"))
+        model = SentenceTransformer(str(tmp_path / "again"), **OPTIONS)
+    embeddings, expected = (each.encode(REAL_TEXTS, convert_to_tensor=True) for each in (model, original))
+    assert_close(embeddings, expected, rtol=0, atol=1e-5)
 
 
-def test_the_conversion_carries_pooling_and_limits(converted, original):
-    """Without them sentence-transformers builds other embeddings, and says nothing."""
-    model = opened(converted)
-    assert isinstance(model[0].auto_model, ScratchBertModel)
-    assert [type(module).__name__ for module in model] == ["Transformer", "Pooling", "Normalize"]
-    assert model.max_seq_length == 256
-    assert model[1].pooling_mode == "mean"
-    assert_same(embeddings(model), original)
-    (converted / "modules.json").rename(converted / "modules.json.away")
-    try:
-        assert not torch.allclose(embeddings(opened(converted)), original, atol=1e-2)
-    finally:
-        (converted / "modules.json.away").rename(converted / "modules.json")
+# For each kind of model its head, and what it computes.
+KINDS = {
+    "SentenceTransformer": ("Model", lambda model: model.encode(TEXTS, convert_to_tensor=True)),
+    "CrossEncoder": ("ForSequenceClassification", lambda model: model.predict(PAIRS, convert_to_tensor=True)),
+    "SparseEncoder": ("ForMaskedLM", lambda model: model.encode(TEXTS, convert_to_sparse_tensor=False)),
+    "MultiVectorEncoder": ("Model", lambda model: torch.cat(model.encode_document(TEXTS))),
+}
+RANKING = losses.MultipleNegativesRankingLoss
+LOSSES = {
+    "ranking": ("SentenceTransformer", RANKING),
+    "cached ranking": ("SentenceTransformer", partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2)),
+    "Matryoshka": (
+        "SentenceTransformer",
+        lambda model: losses.MatryoshkaLoss(model, RANKING(model), matryoshka_dims=[32, 16, 8]),
+    ),
+    "cross-entropy": ("CrossEncoder", cross_encoder_losses.BinaryCrossEntropyLoss),
+    "SPLADE": (
+        "SparseEncoder",
+        lambda model: sparse_losses.SpladeLoss(
+            model, sparse_losses.SparseMultipleNegativesRankingLoss(model), document_regularizer_weight=0.1
+        ),
+    ),
+    "late interaction": ("MultiVectorEncoder", multi_vector_losses.MultiVectorMultipleNegativesRankingLoss),
+}
 
 
-def test_packed_matrices(converted, original):
-    model = opened(converted)
-    model[0].auto_model.optimize_for_inference()
-    assert_same(embeddings(model), original)
+def both(kind: str, folder: Path) -> list:
+    """The model of this kind of a BERT, and of ours."""
+    head, _ = KINDS[kind]
+    models = []
+    for each in save(head, folder):
+        torch.manual_seed(0)  # MultiVectorEncoder draws a projection
+        models.append(getattr(sentence_transformers, kind)(str(each), **OPTIONS))
+    assert [type(model[0].auto_model).__name__ for model in models] == [f"Bert{head}", f"ScratchBert{head}"]
+    return models
 
 
-def test_saves_and_opens_again(converted, original, tmp_path):
-    opened(converted).save(str(tmp_path))
-    assert (tmp_path / "modeling_scratchbert.py").exists()
-    assert_same(embeddings(opened(tmp_path)), original)
+@pytest.mark.parametrize("kind", KINDS)
+def test_computes_as_bert_and_reloads(kind, tmp_path):
+    _, compute = KINDS[kind]
+    bert, ours = both(kind, tmp_path)
+    expected = compute(bert)
+    assert expected.std() > 1e-3
+    assert_close(compute(ours), expected, rtol=0, atol=1e-5)
+    ours.save_pretrained(str(tmp_path / "again"))
+    again = type(ours)(str(tmp_path / "again"), **OPTIONS)
+    assert type(again[0].auto_model) is type(ours[0].auto_model)
+    assert torch.equal(compute(again), compute(ours))
 
 
-def test_trains_as_the_original_does(minilm, converted, tmp_path):
-    """With dropout 0 the losses are the original's step by step, and they fall."""
-    without_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    questions, answers = zip(*PARAPHRASES, strict=True)
-    losses = {}
-    for folder in (minilm, converted):
-        model = opened(folder, config_kwargs=without_dropout)
-        before = embeddings(model)
-        settings = SentenceTransformerTrainingArguments(
+@pytest.mark.parametrize("loss", LOSSES)
+def test_trains_as_bert(loss, tmp_path):
+    kind, make_loss = LOSSES[loss]
+    columns = {"query": TEXTS, "answer": [answer for _, answer in PAIRS]}
+    if kind == "CrossEncoder":
+        columns["label"] = [float(i % 2) for i in range(len(TEXTS))]
+    recorded = []
+    for model in both(kind, tmp_path):
+        settings = getattr(sentence_transformers, f"{kind}TrainingArguments")(
             tmp_path,
-            max_steps=5,
-            per_device_train_batch_size=3,
-            learning_rate=1e-4,
+            max_steps=3,
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
             logging_steps=1,
-            seed=0,
             report_to="none",
             save_strategy="no",
             use_cpu=True,
-            disable_tqdm=True,
         )
-        data = Dataset.from_dict({"anchor": questions, "positive": answers})
-        # The higher the scale, the smaller the loss: at 2 there is something left to learn.
-        loss = MultipleNegativesRankingLoss(model, scale=2.0)
-        trainer = SentenceTransformerTrainer(model, settings, train_dataset=data, loss=loss)
+        trainer = getattr(sentence_transformers, f"{kind}Trainer")(
+            model, settings, train_dataset=Dataset.from_dict(columns), loss=make_loss(model)
+        )
         trainer.train()
-        losses[folder] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert not torch.allclose(embeddings(model), before, atol=1e-3)
-    assert losses[converted] == pytest.approx(losses[minilm], abs=1e-4)
-    assert losses[converted][-1] < losses[converted][0]
+        recorded.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(recorded[0]) == 3
+    assert recorded[1] == pytest.approx(recorded[0], abs=1e-4)
+    assert recorded[0][2] != pytest.approx(recorded[0][0], abs=1e-3)
 
 
-def test_padding_is_removed_on_request(converted, original):
-    model = opened(converted, config_kwargs={"padding_free": True})
-    assert model[0].auto_model.config.padding_free
-    assert not opened(converted)[0].auto_model.config.padding_free
-    torch.testing.assert_close(embeddings(model), original, rtol=0, atol=1e-5)
+ALONE = """
+import sys
+import numpy
+from sentence_transformers import SentenceTransformer
+
+if __name__ == "__main__":
+    sys.modules["modeling_scratchbert"] = None
+    expected = numpy.load("expected.npy")
+    for folder in ("pooled", "routed"):
+        model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+        numpy.testing.assert_allclose(model.encode_query(sys.argv[1:]), expected, rtol=0, atol=1e-5)
+    pool = model.start_multi_process_pool(["cpu"] * 2)
+    found = model.encode_query(sys.argv[1:], pool=pool, chunk_size=2)
+    numpy.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    model.stop_multi_process_pool(pool)
+"""
+
+
+def test_without_the_package_a_router_and_two_processes_encode_as_bert(tmp_path):
+    """A `Router` looks for the code in the root of its folder, and saves it in a subfolder for each of its modules."""
+    bert, ours = both("SentenceTransformer", tmp_path)
+    numpy.save(tmp_path / "expected.npy", bert.encode(TEXTS))
+    ours.save_pretrained(str(tmp_path / "pooled"))
+    router = Router.for_query_document(query_modules=list(ours), document_modules=list(ours))
+    SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(tmp_path / "routed"))
+    again = SentenceTransformer(str(tmp_path / "routed"), **OPTIONS)  # with the package, the root needs no code
+    numpy.testing.assert_array_equal(again.encode_query(TEXTS), ours.encode(TEXTS))
+    for path in (tmp_path / "routed" / "query_0_Transformer").glob("*.py"):
+        shutil.copy(path, tmp_path / "routed")
+    (tmp_path / "alone.py").write_text(ALONE)  # a file, which the processes of the pool import
+    run_python("alone.py", *TEXTS, cwd=tmp_path)

@@ -53,7 +53,6 @@ def test_sixteen_clients_get_the_bits_of_one(folder, port):
 
         with ThreadPoolExecutor(CLIENTS) as pool:
             assert list(pool.map(ask, TEXTS)) == expected
-        assert [ask(text) for text in TEXTS[:8]] == expected[:8]
-        for wrong in ({"txt": "A joy."}, {"text": ["A joy."]}, []):
-            assert Client(port).request("POST", "/predict", wrong)[0] == 422
+        for invalid in ({"txt": "A joy."}, {"text": ["A joy."]}, []):
+            assert Client(port).request("POST", "/predict", invalid)[0] == 422
         assert ask("") == classify("")[0]

@@ -1,5 +1,5 @@
-"""What vLLM's Transformers backend asks of a custom model. vLLM, which wants a GPU, is played: the same calls, as vLLM
-0.33 makes them, with an attention that is told the lengths from outside in place of its own."""
+"""What vLLM's Transformers backend asks of a custom model. vLLM requires a GPU, so a stand-in makes the same calls, as
+vLLM 0.33 does, with an attention in place of the model's own that has the lengths from outside."""
 
 import ast
 import inspect
@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,18 +22,13 @@ def test_the_kernel_is_found_in_the_source():
     """vLLM reads the source of `forward` for the one call of a kernel out of the interface, and for its `scaling`,
     which must be an attribute."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(MultiHeadAttention.forward)))
-    looked_up = {
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    kernels = [
         node.targets[0].id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func) == "ALL_ATTENTION_FUNCTIONS.get_interface"
-    }
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in looked_up
+        for node in assigned
+        if ast.unparse(node.value.func) == "ALL_ATTENTION_FUNCTIONS.get_interface"
     ]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in kernels]
     assert len(calls) == 1
     [scaling] = [ast.unparse(keyword.value) for keyword in calls[0].keywords if keyword.arg == "scaling"]
     attention = random_scratchbert("Model").encoder.blocks[1].attention
@@ -42,30 +38,22 @@ def test_the_kernel_is_found_in_the_source():
     assert attention.is_causal is False
 
 
-class Served(torch.nn.Module):
+def attention_of_vllm(attention: MultiHeadAttention, heads: int):
     """The attention that vLLM puts into each of a model's: tokens of all requests in one row, `(N, C)`, no mask."""
 
-    def __init__(self, heads: int, scaling: float, is_causal: bool):
-        super().__init__()
-        self.heads, self.scaling, self.is_causal = heads, scaling, is_causal
-
-    def forward(self, *heads):
-        parts = [each.unflatten(-1, (self.heads, -1)).transpose(0, 1).split(LENGTHS, dim=1) for each in heads]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        results = [attend(*part, scale=self.scaling, is_causal=self.is_causal) for part in zip(*parts, strict=True)]
+    def attend(*projections: torch.Tensor) -> torch.Tensor:
+        parts = [each.unflatten(-1, (heads, -1)).transpose(0, 1).split(LENGTHS, dim=1) for each in projections]
+        options = {"scale": attention.scaling, "is_causal": attention.is_causal}
+        results = [scaled_dot_product_attention(*part, **options) for part in zip(*parts, strict=True)]
         return torch.cat(results, dim=1).transpose(0, 1).flatten(1)
+
+    return attend
 
 
 def served_attention(module, query, key, value, attention_mask, **kwargs):
     assert attention_mask is None
-    tokens = query.shape[-2]
-    context = module.attn(*(each.transpose(1, 2).reshape(tokens, -1) for each in (query, key, value)))
-    return context, None
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, served_attention)
+    rows = [each.transpose(1, 2).flatten(2)[0] for each in (query, key, value)]
+    return module.attn(*rows), None
 
 
 @pytest.mark.parametrize(
@@ -78,9 +66,10 @@ def registered(monkeypatch):
     ],
     ids=str,
 )
-def test_requests_of_all_lengths_in_one_row(registered, tmp_path, fields):
+def test_requests_of_all_lengths_in_one_row(monkeypatch, tmp_path, fields):
     """Without padding, masks, or a limit to how many tokens all requests have together."""
-    reference = random_scratchbert("Model", **fields).eval()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, served_attention)
+    reference = random_scratchbert("Model", **fields)
     reference.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     config._attn_implementation = NAME
@@ -88,30 +77,23 @@ def test_requests_of_all_lengths_in_one_row(registered, tmp_path, fields):
     assert type(model).is_backend_compatible()
     model.load_state_dict(reference.state_dict())
     for block in model.encoder.blocks:
-        attention = block.attention
-        attention.attn = Served(config.num_attention_heads, attention.scaling, attention.is_causal)
+        block.attention.attn = attention_of_vllm(block.attention, config.num_attention_heads)
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (sum(LENGTHS),), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    ids = torch.randint(config.vocab_size, (sum(LENGTHS),))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     assert sum(LENGTHS) > config.max_position_embeddings
     with torch.no_grad():
-        states = model(
-            input_ids=ids[None], inputs_embeds=None, use_cache=False, position_ids=positions[None], return_dict=False
-        )[0][0]
         expected = torch.cat([reference(part[None]).last_hidden_state[0] for part in ids.split(LENGTHS)])
-        from_embeddings = model(
-            inputs_embeds=model.get_input_embeddings()(ids)[None], position_ids=positions[None], return_dict=False
-        )[0][0]
-    torch.testing.assert_close(states, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(from_embeddings, expected, rtol=0, atol=1e-5)
+        embeddings = model.get_input_embeddings()(ids)[None]
+        for inputs in ({"input_ids": ids[None]}, {"inputs_embeds": embeddings}):
+            states = model(**inputs, use_cache=False, position_ids=positions, return_dict=False)[0][0]
+            torch.testing.assert_close(states, expected, rtol=0, atol=1e-5)
 
 
-def test_the_plan_cuts_every_matrix_of_a_block_in_a_way_that_vllm_knows():
+def test_the_plan_divides_every_matrix_of_a_block_in_a_way_that_vllm_knows():
     model = random_scratchbert("Model")
-    styles = {
-        name.removeprefix("encoder.blocks.*."): style for name, style in model.tp_plan.items() if "blocks" in name
-    }
-    linear = {name for name, module in model.encoder.blocks[0].named_modules() if isinstance(module, torch.nn.Linear)}
-    assert styles.keys() == linear
+    start = "encoder.blocks.*."
+    styles = {name.removeprefix(start): style for name, style in model.tp_plan.items() if name.startswith(start)}
+    modules = model.encoder.blocks[0].named_modules()
+    assert styles.keys() == {name for name, module in modules if isinstance(module, torch.nn.Linear)}
     assert set(styles.values()) == {"colwise", "rowwise"}

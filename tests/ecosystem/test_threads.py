@@ -1,5 +1,5 @@
-"""One model, many threads: sixteen callers of a prepacked model, and sixteen clients of a FastAPI server, get what one
-caller gets."""
+"""One prepacked model, many threads: sixteen callers, and sixteen clients of a FastAPI server, get what one caller
+gets."""
 
 import json
 import threading
@@ -15,34 +15,34 @@ THREADS = 16
 LENGTHS = (3, 9, 5, 21, 7, 14, 33, 2)
 
 
-@pytest.fixture
-def classifiers(pair):
-    """A prepacked classifier, and its reference."""
-    ours, reference = pair("ForSequenceClassification", num_labels=3)
-    return ours.optimize_for_inference(), reference
-
-
 @torch.inference_mode()
 def logits(model, batch: dict) -> torch.Tensor:
     return model(**batch).logits
 
 
-def test_sixteen_threads_compute_with_one_prepacked_model(classifiers):
-    model, reference = classifiers
+def assert_same_in_threads(pair, make_ask) -> None:
+    """What `make_ask(model)` returns computes in many threads the bits that it computes alone, as the reference does.
+    The model is prepacked."""
+    model, reference = pair("ForSequenceClassification", num_labels=3)
+    ask = make_ask(model.optimize_for_inference())
     batches = [inputs_for(length=length) for length in LENGTHS] * 8
-    serial = [logits(model, batch) for batch in batches]
+    alone = [ask(batch) for batch in batches]
     together = threading.Barrier(THREADS)
 
-    def compute(share: list[dict]) -> list[torch.Tensor]:
+    def ask_for(share: list[dict]) -> list[torch.Tensor]:
         together.wait()
-        return [logits(model, batch) for batch in share]
+        return [ask(batch) for batch in share]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        shares = list(pool.map(compute, (batches[i::THREADS] for i in range(THREADS))))
+        shares = list(pool.map(ask_for, (batches[i::THREADS] for i in range(THREADS))))
     for i, share in enumerate(shares):
-        assert all(map(torch.equal, share, serial[i::THREADS]))
-    for ours, batch in zip(serial[: len(LENGTHS)], batches, strict=False):
-        torch.testing.assert_close(ours, logits(reference, batch), rtol=0, atol=1e-5)
+        assert all(map(torch.equal, share, alone[i::THREADS]))
+    for found, batch in zip(alone[: len(LENGTHS)], batches, strict=False):
+        torch.testing.assert_close(found, logits(reference, batch), rtol=0, atol=1e-5)
+
+
+def test_sixteen_threads_compute_with_one_prepacked_model(pair):
+    assert_same_in_threads(pair, lambda model: lambda batch: logits(model, batch))
 
 
 @pytest.fixture
@@ -67,34 +67,26 @@ def serve():
         thread.join()
 
 
-def test_sixteen_clients_of_a_fastapi_server(classifiers, serve):
+def test_sixteen_clients_of_a_fastapi_server(pair, serve):
     fastapi = pytest.importorskip("fastapi", reason="FastAPI is not installed")
-    model, reference = classifiers
-    application, computing, most = fastapi.FastAPI(), set(), []
+    threads = set()
 
-    @application.post("/classify")
-    def classify(batch: dict) -> list:  # not `async`, so each request is computed in a thread of its own
-        computing.add(threading.get_ident())
-        most.append(len(computing))
-        try:
+    def make_ask(model):
+        application = fastapi.FastAPI()
+
+        @application.post("/classify")
+        def classify(batch: dict) -> list:  # not `async`, so each request is computed in a thread of its own
+            threads.add(threading.get_ident())
             return logits(model, {name: torch.tensor(rows) for name, rows in batch.items()}).tolist()
-        finally:
-            computing.discard(threading.get_ident())
 
-    address = serve(application)
-    batches = [{name: tensor.tolist() for name, tensor in inputs_for(length=n).items()} for n in LENGTHS] * 8
-    together = threading.Barrier(THREADS)
+        address = serve(application)
 
-    def ask(share: list[dict]) -> list[list]:
-        together.wait()
-        headers = {"Content-Type": "application/json"}
-        requests = [Request(f"{address}/classify", json.dumps(batch).encode(), headers) for batch in share]
-        return [json.load(urlopen(request)) for request in requests]
+        def ask(batch: dict) -> torch.Tensor:
+            body = json.dumps({name: tensor.tolist() for name, tensor in batch.items()}).encode()
+            request = Request(f"{address}/classify", body, {"Content-Type": "application/json"})
+            return torch.tensor(json.load(urlopen(request)))
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        answers = list(pool.map(ask, (batches[i::THREADS] for i in range(THREADS))))
-    assert max(most) > 1
-    for share, batch in zip(answers, batches, strict=False):
-        given = {name: torch.tensor(rows) for name, rows in batch.items()}
-        assert share[0] == logits(model, given).tolist()
-        torch.testing.assert_close(torch.tensor(share[0]), logits(reference, given), rtol=0, atol=1e-5)
+        return ask
+
+    assert_same_in_threads(pair, make_ask)
+    assert len(threads) > 1

@@ -5,12 +5,11 @@ import json
 import random
 from pathlib import Path
 
-import torch
 from pyarrow import parquet
-from transformers import BertTokenizer, EncoderDecoderModel
+from transformers import BertTokenizer
 
 import predict
-from support.models import NEEDS, NO_DROPOUT, OURS, REFERENCES, SPECIAL, random_encoder_decoder, randomise, tiny_config
+from support.models import NEEDS, NO_DROPOUT, OURS, SPECIAL, random_encoder_decoder, randomise, tiny_config
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "with", "ada", "and", "bo", "in"]
 WORDS += ["rome", "##s", "##ful", ".", ",", "!"] + [f"word{number}" for number in range(40)]
@@ -25,9 +24,9 @@ HEADS = {
     "fill-mask": "ForMaskedLM",
 }
 FIELDS = {
-    "classify": {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}},
+    "classify": {"id2label": {0: "bad", 1: "fair", 2: "good"}},
     "rerank": {"num_labels": 1},
-    "tag": {"num_labels": 5, "id2label": dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]))},
+    "tag": {"id2label": dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]))},
     "generate": SPECIAL,
 }
 
@@ -38,7 +37,7 @@ def save_model(folder: Path, task: str = "embed", kind: str = "scratchbert", see
     fields = {**NO_DROPOUT, "vocab_size": len(WORDS), **needs, **FIELDS.get(task, {}), **fields}
     if "id2label" in fields:
         fields["label2id"] = {name: number for number, name in fields["id2label"].items()}
-        fields.pop("num_labels")
+        fields.pop("num_labels", None)
     if kind == "bert" and task == "generate":
         random_encoder_decoder(seed, **{name: fields[name] for name in fields.keys() - SPECIAL}).save_pretrained(folder)
     else:
@@ -47,12 +46,6 @@ def save_model(folder: Path, task: str = "embed", kind: str = "scratchbert", see
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     BertTokenizer(vocab=vocabulary, model_max_length=40).save_pretrained(folder)
     return str(folder)
-
-
-def reference_of(folder: str, task: str):
-    """BERT's own class, from a folder of the kind bert."""
-    cls = EncoderDecoderModel if task == "generate" else REFERENCES[HEADS[task]]
-    return cls.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def texts(count: int, seed: int = 0, longest: int = 30) -> list[str]:

@@ -36,10 +36,6 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def reviews(count: int) -> list[dict]:
     return [{"text": TEXTS[i % 8], "label": "pos" if "good" in TEXTS[i % 8] else "neg"} for i in range(count)]
 

@@ -28,7 +28,6 @@ class OwnModel(ScratchBertModel):
 
 
 def opening() -> None:
-    assert_type(ScratchBertModel.from_pretrained("x"), ScratchBertModel)
     assert_type(ScratchBertForMaskedLM.from_pretrained(Path("x"), dtype=torch.bfloat16), ScratchBertForMaskedLM)
     assert_type(OwnModel.from_pretrained("x"), OwnModel)
     assert_type(

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from first_gradients import main as run_with_gradients
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
 import train
-from support.first_gradients import main as run_with_gradients
 from support.folders import ROOT
 from support.tiny import break_off, flags, report_of, reset_accelerate, reviews, run, write_rows
 
@@ -41,8 +41,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def start(script: str, *argv: str, launcher: list = ()) -> subprocess.CompletedProcess:
-    """Runs a script of tests/support in a process of its own."""
-    command = [sys.executable, *launcher, ROOT / "tests" / "support" / script, *argv]
+    """Runs a script of this folder in a process of its own."""
+    command = [sys.executable, *launcher, Path(__file__).with_name(script), *argv]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 

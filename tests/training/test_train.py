@@ -23,7 +23,7 @@ import predict
 import train
 from modeling_scratchbert import ScratchBertModel
 from support.folders import ROOT
-from support.tiny import SPECIAL, WORDS, flags, make_task, read_rows, report_of, reviews, run, write_rows
+from support.tiny import SPECIAL, WORDS, flags, make_task, report_of, reviews, run, write_rows
 from toolkit.common import find_shipped
 from toolkit.tasks import ARGUMENTS
 
@@ -120,6 +120,10 @@ REFUSED = [
     ({"task": "masked-lm", **NEW, "config_overrides": "is_decoder=true"}, "is_decoder"),
     ({"task": "masked-lm", **NEW, "config_overrides": "max_position_embeddings=5"}, "--max_length"),
 ]
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(("changed", "named"), REFUSED)

@@ -11,7 +11,6 @@ class Classifiers(lightning.LightningModule):
 
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
         losses = [model(**batch).loss for model in self.models]
-        self.log_dict({str(i): loss for i, loss in enumerate(losses)}, sync_dist=True)
         return torch.stack(losses).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
