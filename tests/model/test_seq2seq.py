@@ -84,8 +84,9 @@ def from_ids(reference):
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, 3:] = 0
     ids = torch.randint(0, TINY["vocab_size"], (B, T))
-    positions = torch.randint(0, TINY["max_position_embeddings"], (B, T))
-    return {"decoder_input_ids": ids, "decoder_attention_mask": mask, "decoder_position_ids": positions}
+    types, positions = torch.randint(0, 2, (B, T)), torch.randint(0, TINY["max_position_embeddings"], (B, T))
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "position_ids": positions}
+    return {f"decoder_{name}": tensor for name, tensor in inputs.items()}
 
 
 def from_ids_with_labels(reference):
