@@ -337,7 +337,7 @@ def test_encoder_outputs_replace_the_source(model, form):
     assert not torch.allclose(model(encoder_outputs=encoder_outputs, labels=labels).logits, outputs.logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 2])], ids=str)
+@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2])], ids=str)
 def test_logits_to_keep(model, kept):
     inputs = draw_source() | {"decoder_input_ids": torch.randint(4, 99, (B, T))}
     chosen = kept if isinstance(kept, torch.Tensor) else slice(-kept, None)
