@@ -132,7 +132,6 @@ CALLS = [
     ("encoder", {"attention_mask": ROWS}, "attention_mask is a list"),
     ("encoder", {"attention_mask": torch.ones(BATCH, LENGTH).numpy()}, "attention_mask is a ndarray"),
     ("encoder", {"token_type_ids": ROWS}, "token_type_ids is a list"),
-    ("encoder", {"position_ids": ROWS}, "position_ids is a list"),
     ("encoder", {"input_ids": None, "inputs_embeds": ROWS}, "inputs_embeds is a list"),
     ("encoder", {"input_ids": None, "inputs_embeds": EMBEDDINGS.long()}, "inputs_embeds has dtype"),
     ("choices", {"input_ids": [ROWS]}, "input_ids is a list"),

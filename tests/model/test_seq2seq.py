@@ -84,8 +84,9 @@ def from_ids(reference):
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, 3:] = 0
     ids = torch.randint(0, TINY["vocab_size"], (B, T))
-    positions = torch.randint(0, TINY["max_position_embeddings"], (B, T))
-    return {"decoder_input_ids": ids, "decoder_attention_mask": mask, "decoder_position_ids": positions}
+    types, positions = torch.randint(0, 2, (B, T)), torch.randint(0, TINY["max_position_embeddings"], (B, T))
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "position_ids": positions}
+    return {f"decoder_{name}": tensor for name, tensor in inputs.items()}
 
 
 def from_ids_with_labels(reference):
@@ -336,7 +337,7 @@ def test_encoder_outputs_replace_the_source(model, form):
     assert not torch.allclose(model(encoder_outputs=encoder_outputs, labels=labels).logits, outputs.logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 2])], ids=str)
+@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2])], ids=str)
 def test_logits_to_keep(model, kept):
     inputs = draw_source() | {"decoder_input_ids": torch.randint(4, 99, (B, T))}
     chosen = kept if isinstance(kept, torch.Tensor) else slice(-kept, None)
