@@ -31,7 +31,6 @@ OTHERS = [
     {},
     {"norm_first": True},
     {"hidden_act": "gelu_pytorch_tanh", "num_attention_heads": 3, "layer_norm_eps": 1e-3},
-    {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 32},
     {"hidden_size": 32, "num_attention_heads": 2},
     {"hidden_size": 90, "num_attention_heads": 3, "intermediate_size": 150, "norm_first": True},
     {"num_hidden_layers": 0},

@@ -35,6 +35,14 @@ def test_sinusoidal_table_of_the_paper(length, width):
     torch.testing.assert_close(table.double(), paper(length, width), rtol=0, atol=1.01 * half_a_unit)
 
 
+@pytest.mark.parametrize("pad_token_id", [0, 1, None])
+def test_gradient_of_the_padding_row_is_zero(pad_token_id):
+    model = ScratchBertModel(tiny_config(pad_token_id=pad_token_id)).eval()
+    model(IDS).last_hidden_state[..., 0].sum().backward()
+    changed = model.get_input_embeddings().weight.grad.any(dim=-1).nonzero().flatten().tolist()
+    assert changed == [i for i in IDS.unique().tolist() if i != pad_token_id]
+
+
 def test_sinusoidal_model_is_bert_with_the_table_of_the_paper():
     sinusoidal, learned = sinusoidal_model(), ScratchBertModel(tiny_config()).eval()
     missing, unexpected = learned.load_state_dict(sinusoidal.state_dict(), strict=False)

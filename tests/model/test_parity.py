@@ -61,7 +61,7 @@ def draw_inputs(config, padding="none") -> dict:
         real[:, 0] = True
     ids = torch.randint(2, config.vocab_size, (B, T))
     return {
-        "input_ids": ids.where(real, torch.tensor(config.pad_token_id or 0)),
+        "input_ids": ids.where(real, torch.tensor(config.pad_token_id)),
         "attention_mask": real.long(),
         "token_type_ids": torch.randint(0, config.type_vocab_size, (B, T)),
         "position_ids": (real.cumsum(dim=-1) - 1).clamp(min=0),
@@ -234,7 +234,6 @@ FIELDS = [
     {"vocab_size": 1237},
     {"hidden_act": "gelu_new"},
     {"pad_token_id": 1},
-    {"pad_token_id": None},
     {"type_vocab_size": 3},
     {"layer_norm_eps": 0.1},
     {"max_position_embeddings": T},
@@ -256,7 +255,6 @@ ARGUMENTS = {
     "ids": ["input_ids"],
     "ids and mask": ["input_ids", "attention_mask"],
     "ids and token types": ["input_ids", "token_type_ids"],
-    "ids and positions": ["input_ids", "position_ids"],
     "embeddings": ["inputs_embeds", "attention_mask", "token_type_ids", "position_ids"],
 }
 

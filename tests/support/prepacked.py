@@ -55,9 +55,9 @@ def prepack(layer: nn.Linear) -> PrepackedLayer:
     return Prepacker(layer.weight.dtype, layer.weight.dtype, {}).layer(layer)
 
 
-def product(*arguments, kind=Matrix) -> PrepackedLayer:
+def product(*arguments) -> PrepackedLayer:
     """x Wᵀ + b with a matrix of these arguments."""
-    return PrepackedLayer(torch.float32, kind(*arguments))
+    return PrepackedLayer(torch.float32, Matrix(*arguments))
 
 
 def compute(model, inputs):
