@@ -84,19 +84,12 @@ def outputs(model) -> dict[str, torch.Tensor]:
     return {name: tensor[real] if tensor.shape[:2] == (3, 7) else tensor for name, tensor in tensors.items()}
 
 
-def largest_difference(ours: dict, theirs: dict, only: str = "") -> float:
-    """Between two results of `outputs`; of those alone whose name starts with `only`."""
+def assert_same_outputs(ours, theirs, only: str = "", tolerance: float = 1e-6) -> None:
+    """Of two models, or results of `outputs`; of those alone whose name starts with `only`."""
+    ours, theirs = (result if isinstance(result, dict) else outputs(result) for result in (ours, theirs))
     ours, theirs = ({k: v for k, v in result.items() if k.startswith(only)} for result in (ours, theirs))
     assert ours, only
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].shape == theirs[name].shape for name in ours)
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
-
-
-def assert_same_outputs(ours, theirs, only: str = "", tolerance: float = 1e-6) -> None:
-    """Of two models, or results of `outputs`."""
-    ours, theirs = (result if isinstance(result, dict) else outputs(result) for result in (ours, theirs))
-    assert largest_difference(ours, theirs, only) <= tolerance
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 def load(source, head="ForPreTraining", **kwargs):
