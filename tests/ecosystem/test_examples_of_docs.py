@@ -13,6 +13,9 @@ import convert
 from pages import fenced_blocks, python_blocks, run
 from support.folders import ROOT, SCRIPTS
 
+# `convert.py` disables warnings.
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
 PAGES = [
     page
     for page in sorted((ROOT / "docs").glob("*.md"))

@@ -27,6 +27,9 @@ from support.models import NO_DROPOUT, OURS, random_bert
 from support.processes import run_python
 from support.tiny import SPECIAL, TEXTS, WORDS
 
+# `convert.py` disables warnings.
+pytestmark = pytest.mark.usefixtures("quiet_only_here")
+
 OPTIONS = {"device": "cpu", "trust_remote_code": True}
 FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64, **NO_DROPOUT}
 PAIRS = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))
