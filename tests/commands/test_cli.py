@@ -182,6 +182,9 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt), common.atomic_folder(target) as folder:
         interrupted_while_writing(folder / "new")
     assert os.listdir(target) == ["old"]
+    with pytest.raises(FileNotFoundError), common.atomic_folder(target) as folder:
+        folder.rmdir()  # so that it cannot take the place of the old one
+    assert os.listdir(target) == ["old"]
     with common.atomic_folder(target) as folder:
         (folder / "new").touch()
     assert (os.listdir(target), os.listdir(tmp_path)) == (["new"], ["target"])

@@ -95,6 +95,13 @@ def test_values_of_several_types_have_one_or_are_json(values, type, expected, mo
     assert type in (None, tables[0]["value"].type)
 
 
+@pytest.mark.parametrize(("last", "type"), [("2", pa.int64()), ("0.5", pa.float64()), ("a", pa.string())])
+def test_the_last_row_of_a_long_table_decides_the_type_too(last, type, model, here):
+    write_input("in.csv", [{"text": "", "value": value} for value in ["1"] * 1000 + [last]])
+    assert run(model, "in.csv", "--output", "out", "--empty_texts", "null", "--part_rows", "500") == 0
+    assert {parquet.read_schema(path).field("value").type for path in here.glob("out/part-*")} == {type}
+
+
 def test_values_that_json_lacks_are_text_in_it(model):
     values = {"day": datetime.date(2020, 2, 29), "price": Decimal("1.50"), "bytes": b"\x00\xff"}
     parquet.write_table(pa.Table.from_pylist([{"text": "a", **values}]), "in.parquet")
