@@ -1,6 +1,7 @@
 """The library in C++, beside the model as loaded, and on other kinds of processors. `test_determinism` tests the
 bits of a text in any batch."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -178,6 +179,39 @@ def test_library_refuses_other_sequences_and_blocks(starts, numbers):
     results = torch.zeros(1, 4, stack.width), torch.zeros(1, 4, 0)
     with pytest.raises(RuntimeError, match="run"):
         stack.run(results, [None, torch.tensor(starts, dtype=torch.int32), *[None] * 8], numbers)
+
+
+# Of each structure of the C interface, fields with values that it refuses.
+INVALID = {
+    "stack": [
+        *(("size", 8), ("type", 3), ("activation", 8), ("hidden", 97), ("hidden", 0), ("inner", 128), ("inner", 0)),
+        *(("heads", 0), ("heads", 4), ("heads", 99), ("number", -1), ("blocks", None)),
+    ],
+    "batch": [
+        *(("x", None), ("queries", None), ("starts", None), ("rows", 5), ("rows", 3), ("sequences", -1)),
+        *(("first", -1), ("first", 3), ("last", 4), ("threads", 0)),
+    ],
+    "own": [("number", 99), ("number", -1), ("values", None), ("size", 5)],
+    "source": [("number", 99), ("size", 5)],
+}
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), [(kind, *each) for kind in INVALID for each in INVALID[kind]])
+def test_library_refuses_invalid_structures(kind, field, value, monkeypatch):
+    stack = make(torch.float32, is_decoder=True, add_cross_attention=True).encoder
+    results = torch.zeros(2, 2, stack.width), torch.zeros(2, 2, 3 * stack.attention_width)
+    starts, heads = torch.tensor([0, 2, 4], dtype=torch.int32), torch.zeros(2, 2, 7, 48)
+    is_key, counts = torch.ones(2, 7).bool(), torch.ones(2, 2).int()
+    calls = []
+    monkeypatch.setattr("modeling_scratchbert.cpu.stack.call", lambda name, *structures: calls.append(structures))
+    inputs = [torch.zeros_like(results[1]), starts, heads, heads, is_key, counts, heads, heads, is_key, None]
+    stack.run(results, inputs, [1, 2])
+    [(native, batch)] = calls
+    run = library.library_in_use()[1].scratchbert_run
+    pointers = ctypes.byref(native), ctypes.byref(batch)
+    assert run(*pointers) == 0
+    setattr({"stack": native, "batch": batch, "own": batch.own, "source": batch.source}[kind], field, value)
+    assert run(*pointers) == 1
 
 
 def test_unknown_library_is_refused(monkeypatch):
