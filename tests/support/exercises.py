@@ -1,19 +1,20 @@
-"""Solutions of the exercises of the course, as the texts that fill the gaps."""
+"""Solutions of the exercises of the course, as the texts that fill the gaps and replace the bugs."""
 
 import re
 from pathlib import Path
 
 from support.folders import SCRIPTS
 
-WITH_GAPS = SCRIPTS / "data" / "course"
-GAP = re.compile(r"( +)(?:\.\.\.  # your code|# Your (?:code|check): .*)\n")
+EXERCISES = SCRIPTS / "data" / "course"
+# A gap is one line. A bug is all lines from its comment to the end of the function.
+GAP = re.compile(r"( +)(?:raise NotImplementedError  # your code|# Your (?:code|check): .*|# Fix .*(?:\n\1.+)+)\n")
 
 SOLUTIONS = {
     "attention.py": [
         """
-scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+scores = query.transpose(-2, -1) @ key / query.shape[-2] ** 0.5
 weights = scores.softmax(dim=-1)
-return weights @ value, weights
+return value @ weights.transpose(-2, -1), weights
 """,
         """
 linear = nn.Linear(*matrix.shape, bias=False)
@@ -23,11 +24,11 @@ return linear
     ],
     "masks.py": [
         """
-allowed = torch.ones(length, length).tril().bool()
+allowed = torch.ones(length, length).tril().bool() & torch.ones(length, length).triu(1 - window).bool()
 return torch.zeros(length, length).masked_fill(~allowed, LOWEST)
 """,
         """
-hidden = attention_mask[:, None, None, :] == 0
+hidden = torch.arange(width) < width - lengths[:, None, None, None]
 return torch.zeros(hidden.shape).masked_fill(hidden, LOWEST)
 """,
         """
@@ -42,32 +43,39 @@ if config.hidden_size % config.num_attention_heads:
     raise ValueError("the heads do not divide the width")
 """,
         """
-B, T, C = x.shape
-layers = self.query, self.key, self.value
-query, key, value = (layer(x).view(B, T, self.num_heads, -1).transpose(1, 2) for layer in layers)
+B, _, C = x.shape
+memory = x if memory is None else memory
+query, key, value = (
+    layer(states).view(B, -1, self.num_heads, C // self.num_heads).transpose(1, 2)
+    for layer, states in ((self.query, x), (self.key, memory), (self.value, memory))
+)
 scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
 if mask is not None:
     scores = scores + mask
 weights = scores.softmax(dim=-1)
-context = (weights @ value).transpose(1, 2).reshape(B, T, C)
+context = (weights @ value).transpose(1, 2).reshape(x.shape)
 return self.output(context), weights
 """,
     ],
     "blocks.py": [
         """
-return x * (1 + torch.erf(x / 2**0.5)) / 2
+a, b = x.chunk(2, dim=-1)
+return a * (1 + torch.erf(a / 2**0.5)) / 2 * b
 """,
         """
+x = x.transpose(self.dim, -1)
 mean, variance = x.mean(dim=-1, keepdim=True), x.var(dim=-1, correction=0, keepdim=True)
-return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+x = (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+return x.transpose(self.dim, -1)
 """,
         """
-return self.output(gelu(self.intermediate(x)))
+pieces = x.split(chunk_size or x.shape[1], dim=1)
+return torch.cat([self.output(nn.functional.gelu(self.intermediate(piece))) for piece in pieces], dim=1)
 """,
         """
-if self.norm_first:
-    x = x + self.dropout(self.attention(self.attention_norm(x), mask)[0])
-    return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+if self.order == "parallel":
+    attended = self.dropout(self.attention(self.attention_norm(x), mask)[0])
+    return x + attended + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 x = self.attention_norm(x + self.dropout(self.attention(x, mask)[0]))
 return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 """,
@@ -76,14 +84,12 @@ return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
         """
 position = torch.arange(length)[:, None]
 angle = position / 10_000 ** (torch.arange(0, width, 2) / width)
-table = torch.empty(length, width)
-table[:, 0::2], table[:, 1::2] = angle.sin(), angle.cos()
-return table
+return torch.cat([angle.sin(), angle.cos()], dim=1)
 """,
         """
 if token_type_ids is None:
     token_type_ids = torch.zeros_like(input_ids)
-positions = torch.arange(input_ids.shape[1])
+positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 x = self.word_embeddings(input_ids)
 x = x + self.position_embeddings(positions)
 x = x + self.token_type_embeddings(token_type_ids)
@@ -92,118 +98,139 @@ return self.dropout(self.norm(x))
     ],
     "bert.py": [
         """
-for part, source in (
-    (block.attention.query, layer.attention.self.query),
-    (block.attention.key, layer.attention.self.key),
-    (block.attention.value, layer.attention.self.value),
-    (block.attention.output, layer.attention.output.dense),
-    (block.attention_norm, layer.attention.output.LayerNorm),
-    (block.feed_forward.intermediate, layer.intermediate.dense),
-    (block.feed_forward.output, layer.output.dense),
-    (block.feed_forward_norm, layer.output.LayerNorm),
-):
-    part.load_state_dict(source.state_dict())
+"embeddings.position_embeddings": "embeddings.position_embeddings",
+"embeddings.token_type_embeddings": "embeddings.token_type_embeddings",
+"embeddings.LayerNorm": "embeddings.norm",
+"encoder.layer.{}.attention.self.key": "blocks.{}.attention.key",
+"encoder.layer.{}.attention.self.value": "blocks.{}.attention.value",
+"encoder.layer.{}.attention.output.dense": "blocks.{}.attention.output",
+"encoder.layer.{}.attention.output.LayerNorm": "blocks.{}.attention_norm",
+"encoder.layer.{}.output.LayerNorm": "blocks.{}.feed_forward_norm",
+"encoder.layer.{}.intermediate.dense": "blocks.{}.feed_forward.intermediate",
+"encoder.layer.{}.output.dense": "blocks.{}.feed_forward.output",
+"pooler.dense": "pooler",
 """,
         """
-mask = attention_mask[:, :, None]
-return (states * mask).sum(dim=1) / mask.sum(dim=1)
+mask = torch.zeros(attention_mask.shape).masked_fill(attention_mask == 0, torch.finfo(torch.float32).min)
+states = [self.embeddings(input_ids, attention_mask, token_type_ids)]
+for block in self.blocks:
+    states.append(block(states[-1], mask[:, None, None]))
+return torch.stack(states), self.pooler(states[-1][:, 0]).tanh()
+""",
+        """
+words = 1 - special_tokens_mask[:, :, None]
+return (states * words).sum(dim=1) / words.sum(dim=1)
 """,
     ],
     "pretraining.py": [
         """
-inputs, labels = input_ids.clone(), input_ids.clone()
-chosen = (torch.rand(input_ids.shape) < 0.15) & ~special
-labels[~chosen] = -100
-lottery = torch.rand(input_ids.shape)
-inputs[chosen & (lottery < 0.8)] = mask_id
-replaced = chosen & (lottery >= 0.9)
-inputs[replaced] = torch.randint(vocab_size, (int(replaced.sum()),))
+inputs, labels = input_ids.clone(), torch.full_like(input_ids, -100)
+for row in range(len(input_ids)):
+    places = (~special[row]).nonzero().flatten()
+    places = places[torch.randperm(len(places))][: round(0.15 * len(places))]
+    labels[row, places] = input_ids[row, places]
+    lottery = torch.rand(len(places))
+    inputs[row, places[lottery < 0.8]] = mask_id
+    replaced = places[lottery >= 0.9]
+    inputs[row, replaced] = torch.randint(vocab_size, (len(replaced),))
 return inputs, labels
 """,
         """
 self.decoder.weight = word_embeddings.weight
 """,
         """
-return self.decoder(self.norm(nn.functional.gelu(self.dense(states))))
+return self.decoder(self.norm(nn.functional.gelu(self.dense(states[labels != -100]))))
 """,
         """
-return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+return nn.functional.cross_entropy(logits.transpose(0, 1).flatten(0, 1), labels.flatten())
 """,
     ],
     "finetuning.py": [
         """
-for part in (model.model.embeddings, *model.model.encoder.blocks[:num_blocks]):
-    part.requires_grad_(False)
+model.requires_grad_(False)
+blocks = model.model.encoder.blocks
+for part in (model.model.pooler, model.classifier, *blocks[len(blocks) - num_trained :]):
+    part.requires_grad_(True)
 """,
         """
+tables = set(model.model.embeddings.parameters())
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-return [
-    {"params": [each for each in trained if each.ndim == 2], "weight_decay": weight_decay},
-    {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
-]
+matrices = [each for each in trained if each.ndim == 2 and each not in tables]
+others = [each for each in trained if each.ndim < 2 or each in tables]
+return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 """,
         """
-right, total = 0, 0
+right, total = [0, 0], [0, 0]
 was_training = model.training
 model.eval()
 with torch.no_grad():
     for batch in batches:
-        right += (model(**batch).logits.argmax(dim=-1) == batch["labels"]).sum().item()
-        total += len(batch["labels"])
+        predictions = model(**batch).logits.argmax(dim=-1)
+        for label, prediction in zip(batch["labels"], predictions):
+            right[label] += int(label == prediction)
+            total[label] += 1
 model.train(was_training)
-return right / total
+return (right[0] / total[0] + right[1] / total[1]) / 2
 """,
     ],
     "seq2seq.py": [
         """
 start = torch.full_like(labels[:, :1], start_id)
 shifted = torch.cat([start, labels[:, :-1]], dim=1)
-return shifted.masked_fill(shifted == -100, pad_id)
+return shifted.masked_fill(shifted == -100, pad_id), (shifted != -100).long()
 """,
         """
-return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+return losses.sum(dim=1) / (labels != -100).sum(dim=1)
 """,
         """
-ids = torch.tensor([[model.config.decoder_start_token_id]])
+ids = torch.full((len(input_ids), 1), model.config.decoder_start_token_id)
+ended = torch.zeros(len(ids), dtype=torch.bool)
 for _ in range(max_new_tokens):
     logits = model(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=ids).logits
-    ids = torch.cat([ids, logits[:, -1:].argmax(dim=-1)], dim=1)
-    if ids[0, -1] == model.config.eos_token_id:
+    token = logits[:, -1].argmax(dim=-1)
+    token[ended] = model.config.pad_token_id
+    ids = torch.cat([ids, token[:, None]], dim=1)
+    ended = ended | (token == model.config.eos_token_id)
+    if ended.all():
         break
 return ids
 """,
     ],
     "speed.py": [
         """
-lengths = attention_mask.sum(dim=1)
-return x[attention_mask.bool()][None], torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(dim=0)])
+lengths, tokens = attention_mask.sum(dim=1), attention_mask.bool()
+cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(dim=0)])
+return x[tokens][None], cu_seqlens, torch.arange(x.shape[1]).expand(tokens.shape)[tokens][None]
 """,
         """
-padded = x.new_zeros(*attention_mask.shape, x.shape[-1])
-padded[attention_mask.bool()] = x[0]
+lengths = cu_seqlens.diff()
+padded = x.new_zeros(len(lengths), int(lengths.max()), x.shape[-1])
+for row, length in enumerate(lengths):
+    padded[row, :length] = x[0, cu_seqlens[row] : cu_seqlens[row + 1]]
 return padded
 """,
         """
-m = x.amin(dim=-1, keepdim=True)
-s = (x.amax(dim=-1, keepdim=True) - m) / 255
-q = ((x - m) / s).round().int()
-t = linear.weight.abs().amax(dim=1) / 127
-v = (linear.weight / t[:, None]).round().int()
-return s * (q @ v.T) * t + m * (v.sum(dim=1) * t) + linear.bias
+s = x.abs().amax(dim=-1, keepdim=True) / 127
+q = (x / s).round().int()
+m = linear.weight.amin(dim=1)
+t = (linear.weight.amax(dim=1) - m) / 255
+v = ((linear.weight - m[:, None]) / t[:, None]).round().int()
+return s * (q @ v.T) * t + s * q.sum(dim=-1, keepdim=True) * m + linear.bias
 """,
     ],
 }
 
 
-def solve(folder: Path, old: str = "", new: str = "", chapters: int = len(SOLUTIONS)) -> None:
-    """Writes the solved files of the first chapters into `folder`.
+def solve(folder: Path, old: str = "", new: str = "") -> None:
+    """Writes the solutions into `folder`, in which `course start` has written the exercises.
 
     Args:
         old, new: a text that is in one solution at least, and what to write in its place, to plant a mistake.
     """
     replaced = 0
-    for name, bodies in list(SOLUTIONS.items())[:chapters]:
-        text, rest = (WITH_GAPS / name).read_text(encoding="utf-8"), list(bodies)
+    for name, bodies in SOLUTIONS.items():
+        text, rest = (EXERCISES / name).read_text(encoding="utf-8"), list(bodies)
         replaced += sum(body.count(old) for body in bodies if old)
 
         def filled(match: re.Match, rest=rest) -> str:
