@@ -13,7 +13,7 @@ from pages import FENCED, agrees, commands, machine_marks, make_targets, python_
 from support.folders import DATA, ROOT, SCRIPTS
 
 CHAPTERS = sorted((ROOT / "docs" / "course").glob("[0-9]*.md"))
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "course" / "README.md", *CHAPTERS]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "course").glob("*.md"))]
 PICTURES = ROOT / "docs" / "course" / "pictures"
 MAX_PICTURE_BYTES = 60_000
 # Of blocks that run elsewhere: `slow` in `make course-full`, `ecosystem` and `corpus` in `make test-ecosystem`; or that

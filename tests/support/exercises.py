@@ -1,11 +1,12 @@
 """Solutions of the exercises of the course, as the texts that fill the gaps and replace the bugs."""
 
 import re
+import sys
 from pathlib import Path
 
-from support.folders import SCRIPTS
+import course
+from course import EXERCISES
 
-EXERCISES = SCRIPTS / "data" / "course"
 # A gap is one line. A bug is all lines from its comment to the end of the function.
 GAP = re.compile(r"( +)(?:raise NotImplementedError  # your code|# Your (?:code|check): .*|# Fix .*(?:\n\1.+)+)\n")
 
@@ -240,3 +241,10 @@ def solve(folder: Path, old: str = "", new: str = "") -> None:
         (folder / name).write_text(GAP.sub(filled, text), encoding="utf-8")
         assert not rest, f"{name} has fewer gaps than solutions"
     assert replaced or not old, f"no solution contains {old!r}"
+
+
+def run_tests(folder: Path, chapter: int, source: str) -> int:
+    """Runs `course check` on the files in `folder`, in this process. Returns the exit code."""
+    for path in EXERCISES.rglob("*.py"):
+        sys.modules.pop(path.stem, None)  # of another folder
+    return course.main(["check", str(chapter), "--folder", str(folder), "--model", source])
