@@ -20,7 +20,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from toolkit.common import CommandError, Parser, integer_from
+from toolkit.common import CommandError, Parser
 
 EXERCISES = Path(__file__).parent / "data" / "course"
 NUM_CHAPTERS = 11  # with the final project
@@ -39,7 +39,8 @@ def make_parser() -> Parser:
         "chapters",
         nargs="*",
         metavar="CHAPTER",
-        type=integer_from(1),
+        type=int,
+        choices=range(1, NUM_CHAPTERS + 1),
         help=f"of check: 1 to {NUM_CHAPTERS}, the final project; default: all",
     )
     parser.group("data").add_argument("--folder", type=Path, default=Path("my-bert"), help="your files")
@@ -107,8 +108,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.action is None:
         parser.error("nothing is given; expected start, which writes the files with gaps, or check.")
-    if too_large := [chapter for chapter in args.chapters if chapter > NUM_CHAPTERS]:
-        parser.error(f"the chapter is {too_large[0]}; expected 1 to {NUM_CHAPTERS}.")
     if args.action == "start" and args.chapters:
         parser.error("start is given with a chapter; expected no chapter. All files are written at once.")
 

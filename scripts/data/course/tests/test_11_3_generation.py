@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from grading import compare, difference, expect
+from grading import compare, difference, expect, saved_folder
 from project import MyBertForConditionalGeneration
 from test_09_seq2seq import generated
 
@@ -19,7 +19,7 @@ def encode(words):
 
 @pytest.fixture
 def model():
-    return MyBertForConditionalGeneration.from_pretrained("doubler").requires_grad_(False)
+    return MyBertForConditionalGeneration.from_pretrained(saved_folder("doubler")).requires_grad_(False)
 
 
 def test_decoder(model):

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import project
-from grading import expect
+from grading import expect, saved_folder
 
 # What another person runs, in a folder without your files.
 PROGRAM = """
@@ -25,23 +24,24 @@ print(model(**inputs).logits.flatten()[:20].tolist())
 
 
 @pytest.mark.parametrize(
-    ("folder", "opened_with", "own_class"),
+    ("name", "opened_with", "own_class"),
     [
         ("reviews", "AutoModelForSequenceClassification", "MyBertForSequenceClassification"),
         ("doubler", "AutoModelForSeq2SeqLM", "MyBertForConditionalGeneration"),
     ],
 )
-def test_folder(folder, opened_with, own_class, tmp_path):
-    saved = json.loads(Path(folder, "config.json").read_text(encoding="utf-8")).get("auto_map", {})
+def test_folder(name, opened_with, own_class, tmp_path):
+    folder = saved_folder(name)
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
     expect(
         saved.get(opened_with, "").endswith(own_class),
         f'config.json has no {opened_with} in auto_map; call register_for_auto_class("{opened_with}") of your class '
         "before save_pretrained.",
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", PROGRAM, opened_with, str(Path(folder).resolve())]
+    command = [sys.executable, "-c", PROGRAM, opened_with, folder]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    expect(done.returncode == 0, f"A new process cannot open {folder}: {done.stderr.strip()[-500:]}")
+    expect(done.returncode == 0, f"A new process cannot open {name}: {done.stderr.strip()[-500:]}")
     ids = torch.arange(3, 9)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "Seq2Seq" in opened_with:
@@ -49,5 +49,5 @@ def test_folder(folder, opened_with, own_class, tmp_path):
     logits = getattr(project, own_class).from_pretrained(folder)(**inputs).logits.flatten()[:20]
     expect(
         torch.allclose(logits, torch.tensor(json.loads(done.stdout.splitlines()[-1])), atol=1e-4),
-        f"A new process computes other logits; {folder} has an older project.py. Save the model again.",
+        f"A new process computes other logits; {name} has an older project.py. Save the model again.",
     )
