@@ -1,46 +1,58 @@
-"""What the tests of the chapters share: `compare` names the mistake in a result that is wrong.
+"""What the tests share. `check` compares your function with the solution, and names the mistake in a wrong result."""
 
-The tests compute the right results, so they contain solutions. Write your own one before you read them.
-"""
-
+import copy
+import importlib
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
-
-class Pick:
-    """Picks the value of a step: the right one, or that of a mistake, if the mistake is one of `made`."""
-
-    def __init__(self, made=()):
-        self.made, self.known = made, {}
-
-    def __call__(self, right, mistakes):
-        """
-        Args:
-            right: the right value.
-            mistakes: from what is wrong, and what to do, to the wrong value.
-        """
-        self.known |= mistakes
-        return next((wrong for message, wrong in mistakes.items() if message in self.made), right)
+from solutions import MISTAKES, SOLUTIONS
 
 
-def compare(result, reference, *arguments):
-    """Compares a result with the right one. If it is the result of one or two known mistakes, the message names them.
+def call(function, *inputs):
+    return function(*inputs)
+
+
+def check(name, *inputs, run=call, function=None):
+    """Compares the result of the learner's function with that of the solution. If it is the result of one or two known
+    mistakes, the message names them.
 
     Args:
-        result: what the learner's function returned: a tensor, or a tuple of tensors.
-        reference: computes the right result from a `Pick` and the arguments, or the result of the mistakes of the
-            `Pick`.
+        name: of the function or class, such as "blocks.geglu".
+        inputs: must not be changed in place.
+        run: computes the result from the function and the inputs.
+        function: the learner's, if it has another name.
     """
+    module, _, attribute = name.partition(".")
+    function = function or getattr(importlib.import_module(module), attribute)
+    given = copy.deepcopy(inputs)
+    torch.manual_seed(0)
+    result = run(function, *given)
     expect(result is not None, "The result is None. Is a return missing?")
-    right = Pick()
-    problem = difference(result, reference(right, *arguments))
-    for number in (1, 2) if problem else ():
-        for made in combinations(right.known, number):
-            expect(difference(result, reference(Pick(made), *arguments)), " ".join(made))
-    expect(not problem, f"The result is wrong, and it is not one of the known mistakes. {problem}")
+    expect(not difference(given, inputs), "An argument is changed in place; compute a new tensor, as in x = x - mean.")
+
+    def outcome(*mistakes):
+        text, namespace = SOLUTIONS[module], {}
+        for old, new, _ in mistakes:
+            text = text.replace(old, new)
+        exec(text, namespace)
+        torch.manual_seed(0)
+        try:
+            return run(namespace[attribute], *inputs)
+        except Exception:  # with these mistakes, the solution does not run
+            return None
+
+    right = outcome()
+    problem = difference(result, right)
+    if not problem:
+        return
+    known = [mistake for mistake in MISTAKES[module] if difference(outcome(mistake), right)]
+    for number in (1, 2):
+        for made in combinations(known, number):
+            expect(difference(result, outcome(*made)), " ".join(message for *_, message in made))
+    expect(False, f"The result is wrong, and it is not one of the known mistakes. {problem}")
 
 
 def expect(condition, message):
@@ -66,15 +78,13 @@ def loaded(part, source):
     return part.eval()
 
 
-def check_dropout(part, *inputs):
-    """Checks that a part, whose dropout has probability 1, has dropout in training, and none at evaluation."""
-    first, second, training = part(*inputs), part(*inputs), part.train()(*inputs)
-    part.eval()
+def check_evaluation(part, *inputs):
+    """Checks that a part, whose dropout has probability 1, has none at evaluation."""
+    first, second = part(*inputs), part(*inputs)
     expect(
         first is None or (first[0].any() and not difference(first, second)),
         "Dropout is active at evaluation; use self.dropout, which model.eval() switches off.",
     )
-    expect(difference(first, training), "There is no dropout in training; apply self.dropout to the results.")
 
 
 def saved_folder(name):

@@ -3,10 +3,9 @@
 import copy
 
 import torch
-from torch import nn
 
-from grading import compare, expect
-from pretraining import MaskedLMHead, mask_tokens, masked_lm_loss
+from grading import check, expect
+from pretraining import MaskedLMHead, mask_tokens
 
 
 def test_mask_tokens():
@@ -53,59 +52,22 @@ def check_share(what, chosen, expected):
     expect(abs(share - expected) < 5 * deviation, f"{share:.1%} {what}; expected {expected:.0%}.")
 
 
-def scores(pick, head, states, is_labelled):
-    x = pick(
-        states[is_labelled],
-        {"The logits of all tokens are computed; expected (N, vocab_size), those of the labelled tokens.": states},
-    )
-    x = pick(head.dense(x), {"The first linear layer is missing.": x})
-    x = pick(nn.functional.gelu(x), {"GELU is missing.": x})
-    return head.decoder(pick(head.norm(x), {"The layer norm is missing.": x}))
-
-
 def test_head(right, data):
     words = copy.deepcopy(right.embeddings.word_embeddings)
-    head = MaskedLMHead(right.config, words)
     expect(
-        head.decoder.weight is words.weight,
+        MaskedLMHead(right.config, words).decoder.weight is words.weight,
         "The output matrix is not tied to the word embeddings: a copy would be trained apart from them. Assign the "
         "parameter: self.decoder.weight = word_embeddings.weight.",
     )
     labels = torch.where(data.special == 0, data.batch["input_ids"], -100)
-    compare(head(data.states, labels), scores, head, data.states, labels != -100)
-
-
-def token_losses(pick, logits, labels):
-    """The loss at each label, `(B, T)`, which is 0 for -100, and where the other labels are."""
-    logits, labels = pick(
-        (logits, labels),
-        {
-            "The labels are shifted; the label of a position is for the logits at the same position.": (
-                logits[:, :-1],
-                labels[:, 1:],
-            )
-        },
-    )
-    labels = pick(labels, {"Labels of -100 count as the token 0; leave them out (ignore_index=-100).": labels.clamp(0)})
-    return nn.functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
-
-
-def mean_loss(pick, logits, labels):
-    logits = pick(
-        logits.transpose(0, 1),
-        {
-            "logits is (T, B, V) and labels is (B, T), so the logits are those of other labels; transpose one of "
-            "them.": logits.reshape(*labels.shape, -1)
-        },
-    )
-    losses, counted = token_losses(pick, logits, labels)
-    total = losses.sum()
-    return pick(
-        total / counted.sum(), {"The loss is summed; expected the mean over the labels that are not -100.": total}
+    check(
+        "pretraining.MaskedLMHead",
+        data.states,
+        labels,
+        run=lambda head, *inputs: head(right.config, words)(*inputs),
     )
 
 
 def test_masked_lm_loss():
-    logits = 4 * torch.randn(12, 3, 50)
     labels = torch.randint(50, (3, 12)).where(torch.rand(3, 12) < 0.3, -100)
-    compare(masked_lm_loss(logits, labels), mean_loss, logits, labels)
+    check("pretraining.masked_lm_loss", 4 * torch.randn(12, 3, 50), labels)

@@ -3,29 +3,19 @@
 import torch
 from transformers import BertModel
 
-from grading import compare, expect
+from grading import difference, expect
 from project import load_bert
 
-
-def hidden_states(pick, source, batch):
-    """The last hidden states of the tokens, as BertModel computes them."""
-    settings = pick(
-        {},
-        {
-            "GELU is computed with tanh; BERT computes it with erf.": {"hidden_act": "gelu_pytorch_tanh"},
-            "The activation is ReLU; expected GELU.": {"hidden_act": "relu"},
-            "The number of heads is not that of config.json.": {"num_attention_heads": 6},
-        },
-    )
-    bert = BertModel.from_pretrained(source, **settings)
-    for attention in [layer.attention.self for layer in bert.encoder.layer]:
-        parts = attention.query, attention.key
-        attention.query, attention.key = pick(parts, {"Queries and keys have each other's weights.": parts[::-1]})
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    given = pick(mask, {"attention_mask is not used, so tokens attend to padding.": None})
-    positions = pick(0, {"The first position is 1; expected 0.": 1}) + torch.arange(ids.shape[1])[None]
-    types = torch.full_like(ids, pick(0, {"The token type is 1; expected 0.": 1}))
-    return bert(ids, given, types, positions).last_hidden_state[mask.bool()]
+# Mistakes, and the settings and inputs with which BertModel makes them.
+MISTAKES = {
+    "GELU is computed with tanh; BERT computes it with erf.": ({"hidden_act": "gelu_pytorch_tanh"}, {}),
+    "The activation is ReLU; expected GELU.": ({"hidden_act": "relu"}, {}),
+    "The number of heads is not that of config.json.": ({"num_attention_heads": 6}, {}),
+    "attention_mask is not used, so tokens attend to padding.": ({}, {"attention_mask": None}),
+    "The first position is 1; expected 0.": ({}, {"position_ids": torch.arange(1, 14)[None]}),
+    "The token type is 1; expected 0.": ({}, {"token_type_ids": torch.ones(3, 13, dtype=torch.long)}),
+    "Queries and keys have each other's weights.": ({"swapped": True}, {}),
+}
 
 
 def test_weights(source, data):
@@ -36,6 +26,17 @@ def test_weights(source, data):
             not name.startswith(("transformers.models", "modeling_scratchbert")),
             f"The model contains {type(part).__name__} of {name}; write the parts of BERT yourself.",
         )
-    batch = {name: data.batch[name] for name in ("input_ids", "attention_mask")}
-    result = model(**batch).last_hidden_state[data.tokens.bool()]
-    compare(result, hidden_states, source, batch)
+    tokens = data.tokens.bool()
+    batch = {"input_ids": data.batch["input_ids"], "attention_mask": data.tokens}
+    result = model(**batch).last_hidden_state[tokens]
+
+    def expected(settings, inputs):
+        bert = BertModel.from_pretrained(source, **settings)
+        for attention in [layer.attention.self for layer in bert.encoder.layer if "swapped" in settings]:
+            attention.query, attention.key = attention.key, attention.query
+        return bert(**{**batch, **inputs}).last_hidden_state[tokens]
+
+    problem = difference(result, expected({}, {}))
+    for message, mistake in MISTAKES.items() if problem else ():
+        expect(difference(result, expected(*mistake)), message)
+    expect(not problem, f"The hidden states are not those of BertModel. {problem}")
