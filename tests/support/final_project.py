@@ -163,6 +163,10 @@ class MyBertForConditionalGeneration(MyBertPreTrainedModel):
         return ids
 
 
+MyBertConfig.register_for_auto_class()
+MyBertForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+MyBertForConditionalGeneration.register_for_auto_class("AutoModelForSeq2SeqLM")
+
 NAMES = {
     "stack.words": "embeddings.word_embeddings",
     "stack.positions": "embeddings.position_embeddings",
@@ -238,7 +242,6 @@ def train_reviews(source, path, num_reviews=2048, epochs=2):
                 yield {**batch, "labels": torch.tensor([int(row["label"]) for row in part])}
 
     train(model, batches(), epochs * num_reviews // 32, 1e-4)
-    type(model).register_for_auto_class("AutoModelForSequenceClassification")
     model.save_pretrained("reviews")
     tokenizer.save_pretrained("reviews")
 
@@ -269,7 +272,6 @@ def train_doubler(steps=600):
             yield {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels.where(labels != 0, -100)}
 
     train(model, batches(), steps, 3e-3)
-    type(model).register_for_auto_class("AutoModelForSeq2SeqLM")
     model.save_pretrained("doubler")
 
 
