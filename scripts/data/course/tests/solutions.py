@@ -493,6 +493,17 @@ MISTAKES = {
         ),
     ],
     "blocks": [
+        ("self.dropout(", "(", "There is no dropout in training; apply self.dropout to the result of each part."),
+        (
+            "x + self.dropout(self.feed_forward(x))",
+            "self.dropout(x + self.feed_forward(x))",
+            "Dropout is in the wrong place; apply self.dropout to the result of each part, before the residual sum.",
+        ),
+        (
+            "self.dropout(self.feed_forward(self.feed_forward_norm(x)))",
+            "self.feed_forward(self.feed_forward_norm(x))",
+            "Dropout is in the wrong place; apply self.dropout to the result of each part, before the residual sum.",
+        ),
         (
             "a * (1 + torch.erf(a / 2**0.5)) / 2",
             "nn.functional.gelu(a, approximate='tanh')",
@@ -601,17 +612,6 @@ MISTAKES = {
             "self.attention(self.attention_norm(x), mask)",
             "self.attention(self.attention_norm(x))",
             "The mask is not passed to the attention.",
-        ),
-        ("self.dropout(", "(", "There is no dropout in training; apply self.dropout to the result of each part."),
-        (
-            "x + self.dropout(self.feed_forward(x))",
-            "self.dropout(x + self.feed_forward(x))",
-            "Dropout is in the wrong place; apply self.dropout to the result of each part, before the residual sum.",
-        ),
-        (
-            "self.dropout(self.feed_forward(self.feed_forward_norm(x)))",
-            "self.feed_forward(self.feed_forward_norm(x))",
-            "Dropout is in the wrong place; apply self.dropout to the result of each part, before the residual sum.",
         ),
     ],
     "embeddings": [
