@@ -6,17 +6,6 @@ from transformers import BertModel
 from grading import difference, expect
 from project import load_bert
 
-# Mistakes, and the settings and inputs with which BertModel makes them.
-MISTAKES = {
-    "GELU is computed with tanh; BERT computes it with erf.": ({"hidden_act": "gelu_pytorch_tanh"}, {}),
-    "The activation is ReLU; expected GELU.": ({"hidden_act": "relu"}, {}),
-    "The number of heads is not that of config.json.": ({"num_attention_heads": 6}, {}),
-    "attention_mask is not used, so tokens attend to padding.": ({}, {"attention_mask": None}),
-    "The first position is 1; expected 0.": ({}, {"position_ids": torch.arange(1, 14)[None]}),
-    "The token type is 1; expected 0.": ({}, {"token_type_ids": torch.ones(3, 13, dtype=torch.long)}),
-    "Queries and keys have each other's weights.": ({"swapped": True}, {}),
-}
-
 
 def test_weights(source, data):
     model = load_bert(source).eval()
@@ -36,7 +25,18 @@ def test_weights(source, data):
             attention.query, attention.key = attention.key, attention.query
         return bert(**{**batch, **inputs}).last_hidden_state[tokens]
 
+    # Mistakes, and the settings and inputs with which BertModel makes them.
+    ids = batch["input_ids"]
+    mistakes = {
+        "GELU is computed with tanh; BERT computes it with erf.": ({"hidden_act": "gelu_pytorch_tanh"}, {}),
+        "The activation is ReLU; expected GELU.": ({"hidden_act": "relu"}, {}),
+        "The number of heads is not that of config.json.": ({"num_attention_heads": 6}, {}),
+        "attention_mask is not used, so tokens attend to padding.": ({}, {"attention_mask": None}),
+        "The first position is 1; expected 0.": ({}, {"position_ids": torch.arange(1, 1 + ids.shape[1])[None]}),
+        "The token type is 1; expected 0.": ({}, {"token_type_ids": torch.ones_like(ids)}),
+        "Queries and keys have each other's weights.": ({"swapped": True}, {}),
+    }
     problem = difference(result, expected({}, {}))
-    for message, mistake in MISTAKES.items() if problem else ():
+    for message, mistake in mistakes.items() if problem else ():
         expect(difference(result, expected(*mistake)), message)
     expect(not problem, f"The hidden states are not those of BertModel. {problem}")
