@@ -19,9 +19,9 @@ def test_weights(source, data):
     batch = {"input_ids": data.batch["input_ids"], "attention_mask": data.tokens}
     result = model(**batch).last_hidden_state[tokens]
 
-    def expected(settings, inputs):
+    def expected(settings, inputs, is_swapped=False):
         bert = BertModel.from_pretrained(source, **settings)
-        for attention in [layer.attention.self for layer in bert.encoder.layer if "swapped" in settings]:
+        for attention in [layer.attention.self for layer in bert.encoder.layer if is_swapped]:
             attention.query, attention.key = attention.key, attention.query
         return bert(**{**batch, **inputs}).last_hidden_state[tokens]
 
@@ -34,7 +34,7 @@ def test_weights(source, data):
         "attention_mask is not used, so tokens attend to padding.": ({}, {"attention_mask": None}),
         "The first position is 1; expected 0.": ({}, {"position_ids": torch.arange(1, 1 + ids.shape[1])[None]}),
         "The token type is 1; expected 0.": ({}, {"token_type_ids": torch.ones_like(ids)}),
-        "Queries and keys have each other's weights.": ({"swapped": True}, {}),
+        "Queries and keys have each other's weights.": ({}, {}, True),
     }
     problem = difference(result, expected({}, {}))
     for message, mistake in mistakes.items() if problem else ():
