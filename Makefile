@@ -118,8 +118,9 @@ course: $(DOCS_READY) ## set up the course, docs/course: its libraries, and the 
 # which take longest, begin first.
 EACH_CHAPTER = printf '%s\n' $(CHAPTERS) | sort -r | OMP_NUM_THREADS=1 xargs -P 2 -I PAGE $(BIN)/python tests/docs/pages.py PAGE
 
-course-full: $(DOCS_READY) ## run the course with its trainings, and draw its pictures (seven minutes)
+course-full: $(DOCS_READY) ## run the course with its trainings and the final project, and draw its pictures (ten minutes)
 	$(EACH_CHAPTER) --marks slow --folder docs/course/pictures
+	$(PYTEST) tests/course
 
 notebooks: $(DOCS_READY) ## the chapters of the course as notebooks with outputs and pictures, in build/notebooks (seven minutes)
 	$(EACH_CHAPTER) --notebooks build/notebooks

@@ -30,6 +30,7 @@ LIBRARIES = {
     "lora": ("peft",),
     "plot": ("matplotlib",),
     "ray": ("ray",),
+    "test": ("pytest",),
     "train": (
         "accelerate",
         "datasets",

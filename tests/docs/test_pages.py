@@ -11,10 +11,9 @@ import pytest
 import convert
 from pages import FENCED, agrees, commands, machine_marks, make_targets, python_blocks, run
 from support.folders import DATA, ROOT, SCRIPTS
-from toolkit.course import FILES
 
 CHAPTERS = sorted((ROOT / "docs" / "course").glob("[0-9]*.md"))
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "course" / "README.md", *CHAPTERS]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "course").glob("*.md"))]
 PICTURES = ROOT / "docs" / "course" / "pictures"
 MAX_PICTURE_BYTES = 60_000
 # Of blocks that run elsewhere: `slow` in `make course-full`, `ecosystem` and `corpus` in `make test-ecosystem`; or that
@@ -70,13 +69,15 @@ def test_the_version_is_everywhere_the_same():
         assert first == f"{version} ({date})"
 
 
-def test_there_is_a_chapter_for_each_file_of_exercises():
-    assert [page.name[:2] for page in CHAPTERS] == [f"{number:02}" for number in range(1, len(FILES) + 1)]
-    for number, (page, file) in enumerate(zip(CHAPTERS, FILES, strict=True), start=1):
-        text = page.read_text(encoding="utf-8")
-        assert f"scratchbert course check {number}\n" in text
-        assert f"`{file}`" in text
-        assert f"docs/course/{page.name}" in (SCRIPTS / "data" / "course" / file).read_text(encoding="utf-8")
+@every_chapter
+def test_a_chapter_names_its_exercises(page):
+    exercises = SCRIPTS / "data" / "course"
+    (tests,) = exercises.glob(f"tests/test_{page.name[:2]}_*.py")
+    file = f"{tests.stem[8:]}.py"
+    text = page.read_text(encoding="utf-8")
+    assert f"scratchbert course check {int(page.name[:2])}\n" in text
+    assert f"`{file}`" in text
+    assert f"docs/course/{page.name}" in (exercises / file).read_text(encoding="utf-8")
 
 
 def test_the_files_that_a_saved_model_carries_are_listed():

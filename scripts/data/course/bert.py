@@ -1,46 +1,58 @@
 """Chapter 6, docs/course/06_bert.md: fill the gaps, then run `scratchbert course check 6`.
 
-`MyBert` is complete. It is the package's `ScratchBertModel` with your embeddings and your blocks in it.
+`MyBert` consists of your embeddings and your blocks. The table `NAMES` says where the weights of a `BertModel` belong.
 """
 
 import torch
 from torch import nn
-from transformers.utils.output_capturing import OutputRecorder
 
 from blocks import Block
 from embeddings import Embeddings
-from heads import MultiHeadAttention
-from modeling_scratchbert import ScratchBertModel
+
+# The parts of a BertModel that have weights, and the same parts of MyBert; {} is the number of a block.
+# `print(bert)` and `print(MyBert(bert.config))` show the names of all parts.
+NAMES = {
+    "embeddings.word_embeddings": "embeddings.word_embeddings",
+    "encoder.layer.{}.attention.self.query": "blocks.{}.attention.query",
+    # Your code: the other parts, 11 lines.
+}
 
 
-def copy_layer(layer: nn.Module, block: Block) -> None:
-    """Copies the weights of a layer of `BertModel` into your block.
+class MyBert(nn.Module):
+    """BERT made of your parts."""
 
-    Args:
-        layer: a `BertLayer`, such as `BertModel.from_pretrained(source).encoder.layer[0]`. `print(layer)` shows the
-            names of its parts.
-        block: `part.load_state_dict(other_part.state_dict())` copies all weights of a part.
-    """
-    ...  # your code
-
-
-def mean_pooling(states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The mean of the hidden states of the tokens of each sequence: `(B, T, C)` → `(B, C)`.
-
-    Args:
-        attention_mask: `(B, T)`, 1 for a token and 0 for padding.
-    """
-    ...  # your code
-
-
-class MyBert(ScratchBertModel):
-    """BERT made of your parts. `MyBert.from_pretrained(source)` loads any BERT checkpoint into it."""
-
-    # The modules whose results `output_hidden_states` and `output_attentions` return.
-    _can_record_outputs = {"hidden_states": Block, "attentions": OutputRecorder(MultiHeadAttention, 1, "attention")}
-
-    def __init__(self, config, **options):
-        super().__init__(config, **options)
+    def __init__(self, config):
+        super().__init__()
         self.embeddings = Embeddings(config)
-        self.encoder.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.post_init()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+
+    @classmethod
+    def from_bert(cls, bert):
+        """A MyBert with the weights of a `BertModel`, in evaluation mode."""
+        model = cls(bert.config)
+        for number in range(bert.config.num_hidden_layers):
+            for theirs, ours in NAMES.items():
+                source, target = bert.get_submodule(theirs.format(number)), model.get_submodule(ours.format(number))
+                target.load_state_dict(source.state_dict())
+        return model.eval()
+
+    def forward(self, input_ids, attention_mask, token_type_ids=None):
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids: `(B, T)`, as a tokenizer returns them.
+
+        Returns:
+            All hidden states, `(1 + number of blocks, B, T, C)`, from the embeddings to the last block; and the pooled
+            output, `(B, C)`: the tanh of the pooler, applied to the last hidden state of the first token.
+        """
+        raise NotImplementedError  # your code
+
+
+def mean_pooling(states, special_tokens_mask):
+    """The mean of the hidden states of the words of each sequence: `(B, T, C)` → `(B, C)`.
+
+    Args:
+        special_tokens_mask: `(B, T)`, 0 for words, and 1 for [CLS], [SEP] and padding, which do not count.
+    """
+    raise NotImplementedError  # your code

@@ -1,6 +1,6 @@
 """Chapter 4, docs/course/04_blocks.md: fill the gaps, then run `scratchbert course check 4`.
 
-The block contains the attention that you wrote in chapter 3. Its parts have the names that checkpoints expect.
+The block contains the attention that you wrote in chapter 3. Chapter 6 loads the weights of a real BERT into it.
 """
 
 import torch
@@ -9,58 +9,73 @@ from torch import nn
 from heads import MultiHeadAttention
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU(x) = x Φ(x), where Φ is the distribution function of the normal distribution. `torch.erf` is the error
-    function."""
-    ...  # your code
+def geglu(x):
+    """GEGLU, the activation of ModernBERT and T5: `(..., 2 C)` → `(..., C)`.
+
+    The first half of the last dimension is a, the second half is b. The result is GELU(a) · b, with the exact
+    GELU(a) = a Φ(a), where Φ is the distribution function of the normal distribution. Write it with `torch.erf`.
+    """
+    raise NotImplementedError  # your code
 
 
 class LayerNorm(nn.Module):
-    """Shifts and scales the last dimension to mean 0 and variance 1, then multiplies by `weight` and adds `bias`."""
+    """Shifts and scales one dimension to mean 0 and variance 1, then multiplies by `weight` and adds `bias`.
 
-    def __init__(self, width: int, eps: float):
+    Args:
+        width: the size of the dimension.
+        eps: is added to the variance.
+        dim: the dimension. BERT has -1. A convolution with shape `(B, C, T)` has 1.
+    """
+
+    def __init__(self, width, eps, dim=-1):
         super().__init__()
-        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), eps
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.eps, self.dim = eps, dim
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., C)` → `(..., C)`"""
-        ...  # your code
+    def forward(self, x):
+        """Returns a tensor of the shape of x."""
+        raise NotImplementedError  # your code
 
 
 class FeedForward(nn.Module):
-    """A linear layer to four times the width, GELU, and a linear layer back."""
+    """A linear layer to four times the width, GELU, and a linear layer back. `nn.functional.gelu` is allowed."""
 
     def __init__(self, config):
         super().__init__()
         self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
         self.output = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., C)` → `(..., C)`"""
-        ...  # your code
+    def forward(self, x, chunk_size=None):
+        """`(B, T, C)` → `(B, T, C)`
+
+        Args:
+            chunk_size: saves memory: the layers are applied to at most so many positions of T at a time. The result is
+                the same. None: all at once.
+        """
+        raise NotImplementedError  # your code
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each with dropout, a residual sum and a layer norm.
 
-    post-norm, as in BERT:                x ← norm(x + dropout(part(x)))
-    pre-norm, with config.norm_first:     x ← x + dropout(part(norm(x)))
+    order="post", as in BERT:     x ← norm(x + dropout(part(x))), first for attention, then for feed_forward
+    order="parallel", as in PaLM: x ← x + dropout(attention(attention_norm(x)))
+                                        + dropout(feed_forward(feed_forward_norm(x)))
     """
 
-    def __init__(self, config):
+    def __init__(self, config, order="post"):
         super().__init__()
-        self.norm_first = config.norm_first
+        self.order = order
         self.attention = MultiHeadAttention(config)
         self.attention_norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *unused, **options) -> torch.Tensor:
+    def forward(self, x, mask=None):
         """`(B, T, C)` → `(B, T, C)`
 
         Args:
             mask: as for `MultiHeadAttention`.
-            unused, options: what `ScratchBertModel` passes in addition, which an encoder does not need.
         """
-        ...  # your code
+        raise NotImplementedError  # your code

@@ -6,13 +6,15 @@ from torch import nn
 from blocks import LayerNorm
 
 
-def sinusoidal_table(length: int, width: int) -> torch.Tensor:
-    """The table of Vaswani et al. 2017, section 3.5: `(length, width)`.
+def sinusoidal_table(length, width):
+    """The table of the first implementation of the transformer, in tensor2tensor: `(length, width)`.
 
-    PE(pos, 2i)     = sin(pos / 10000^(2i / width))
-    PE(pos, 2i + 1) = cos(pos / 10000^(2i / width))
+    It has the columns of the chapter in another order: all sines in the left half, all cosines in the right half.
+
+    PE(pos, i)             = sin(pos / 10000^(2i / width))    for i = 0 … width / 2 - 1
+    PE(pos, width / 2 + i) = cos(pos / 10000^(2i / width))
     """
-    ...  # your code
+    raise NotImplementedError  # your code
 
 
 class Embeddings(nn.Module):
@@ -26,13 +28,15 @@ class Embeddings(nn.Module):
         self.norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None = None, *unused) -> torch.Tensor:
+    def forward(self, input_ids, attention_mask, token_type_ids=None):
         """
         Args:
             input_ids: `(B, T)`.
+            attention_mask: `(B, T)`, 1 for a token and 0 for padding, which may be on the left or on the right. The
+                positions count tokens only: the first token of each row has position 0.
             token_type_ids: `(B, T)`, 0 or 1; None: all 0.
 
         Returns:
-            `(B, T, C)`
+            `(B, T, C)`. The vectors at padding may have any position.
         """
-        ...  # your code
+        raise NotImplementedError  # your code

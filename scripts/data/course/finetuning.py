@@ -8,22 +8,26 @@ import torch
 from torch import nn
 
 
-def freeze(model: nn.Module, num_blocks: int) -> None:
-    """Excludes the embeddings and the first `num_blocks` blocks from training. All other parts are trained."""
-    ...  # your code
+def freeze(model, num_trained):
+    """Leaves only the last `num_trained` blocks (0 or more), the pooler and the classifier in training."""
+    raise NotImplementedError  # your code
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """The argument of `torch.optim.AdamW`: two groups, `{"params": [...], "weight_decay": ...}`. Biases and the weights
-    of layer norms have no weight decay. Frozen parameters are in no group."""
-    ...  # your code
+def parameter_groups(model, weight_decay):
+    """The argument of `torch.optim.AdamW`: two groups, `{"params": [...], "weight_decay": ...}`.
+
+    Only the matrices of linear layers have weight decay. Biases, the weights of layer norms, and the tables of
+    embeddings have none. Frozen parameters are in no group.
+    """
+    raise NotImplementedError  # your code
 
 
-def accuracy(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
-    """The share of texts for which the class with the highest logit is the label.
+def balanced_accuracy(model, batches):
+    """The mean over the two classes, 0 and 1, of the share of its texts for which the class with the highest logit is
+    the label. It does not count the more frequent class more.
 
     Args:
         model: may be in training mode, and is so again afterwards.
         batches: arguments of the model, with `labels`. They have different numbers of texts.
     """
-    ...  # your code
+    raise NotImplementedError  # your code

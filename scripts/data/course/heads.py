@@ -1,6 +1,7 @@
 """Chapter 3, docs/course/03_heads.md: fill the gaps, then run `scratchbert course check 3`.
 
-B is the number of sequences, T their length, C the width of a hidden state, H the number of heads, D = C / H.
+B is the number of sequences, T their length, C the width of a hidden state, H the number of heads, D = C / H. S is the
+length of the sequences that are attended to.
 """
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head self-attention."""
+    """Multi-head attention of one sequence to another one, or to itself."""
 
     def __init__(self, config):
         super().__init__()
@@ -19,13 +20,14 @@ class MultiHeadAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x, mask=None, memory=None):
         """
         Args:
-            x: `(B, T, C)`.
-            mask: additive, of a shape that broadcasts to `(B, H, T, T)`; None for no mask.
+            x: `(B, T, C)`, of which the queries are made.
+            mask: additive, of a shape that broadcasts to `(B, H, T, S)`; None for no mask.
+            memory: `(B, S, C)`, of which keys and values are made; None: x.
 
         Returns:
-            The result, `(B, T, C)`, and the weights of all heads, `(B, H, T, T)`.
+            The result, `(B, T, C)`, and the weights of all heads, `(B, H, T, S)`.
         """
-        ...  # your code
+        raise NotImplementedError  # your code

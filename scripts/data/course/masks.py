@@ -1,6 +1,7 @@
-"""Chapter 2, docs/course/02_masks.md: fill the gaps, then run `scratchbert course check 2`.
+"""Chapter 2, docs/course/02_masks.md: fill the gaps, fix the bug, then run `scratchbert course check 2`.
 
-All masks here are additive: 0 where a query may attend to a key, and the lowest number, `LOWEST`, where it may not.
+The masks in this file are additive: 0 where a query may attend to a key, and the lowest number, `LOWEST`, where it may
+not.
 """
 
 import torch
@@ -8,23 +9,25 @@ import torch
 LOWEST = torch.finfo(torch.float32).min
 
 
-def causal_mask(length: int) -> torch.Tensor:
-    """The mask `(T, T)` with which each position attends to itself and to earlier positions. A row is a query."""
-    ...  # your code
+def causal_mask(length, window):
+    """The mask `(T, T)` of causal attention in a sliding window. A row is a query.
+
+    Each position attends to `window` positions: itself, and the `window - 1` positions before it.
+    """
+    raise NotImplementedError  # your code
 
 
-def padding_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """The mask `(B, 1, 1, T)` that hides padding from all heads and queries.
+def padding_mask(lengths, width):
+    """The mask `(B, 1, 1, T)` that hides padding on the *left* from all heads and queries.
 
     Args:
-        attention_mask: `(B, T)`, 1 for a token and 0 for padding, as a tokenizer returns it.
+        lengths: `(B,)`, the number of tokens of each sequence. They are the last ones of the row.
+        width: T, the length of the rows with their padding.
     """
-    ...  # your code
+    raise NotImplementedError  # your code
 
 
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def masked_attention(query, key, value, mask):
     """Scaled dot-product attention with an additive mask.
 
     Args:
@@ -34,6 +37,9 @@ def masked_attention(
         mask: additive, of a shape that broadcasts to `(B, H, T, S)`.
 
     Returns:
-        The context vectors, `(B, H, T, E)`, and the weights, `(B, H, T, S)`.
+        The context vectors, `(B, H, T, E)`, and the weights, `(B, H, T, S)`, which sum to 1 for each query.
     """
-    ...  # your code
+    # Fix the bug: the weights of a query do not sum to 1 if some of its keys are hidden.
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    weights = scores.softmax(dim=-1) * (mask == 0)
+    return weights @ value, weights

@@ -4,11 +4,12 @@ import torch
 from torch import nn
 
 
-def mask_tokens(
-    input_ids: torch.Tensor, special: torch.Tensor, mask_id: int, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses 15 % of the tokens at random, and of these replaces 80 % by [MASK] and 10 % by random tokens. The other
-    10 % stay as they are. `input_ids` is not changed.
+def mask_tokens(input_ids, special, mask_id, vocab_size):
+    """Chooses tokens at random, and of these replaces 80 % by [MASK] and 10 % by random tokens. The other 10 % stay as
+    they are. `input_ids` is not changed.
+
+    The number of chosen tokens is not left to chance, as it is in the chapter: in each row, exactly 15 % of the tokens
+    that are not special are chosen, rounded by `round()`. So Google's code for BERT did it.
 
     Args:
         input_ids: `(B, T)`.
@@ -20,30 +21,34 @@ def mask_tokens(
         The inputs of the model, `(B, T)`, and the labels, `(B, T)`: the id of `input_ids` at the chosen tokens, and
         -100 elsewhere.
     """
-    ...  # your code
+    raise NotImplementedError  # your code
 
 
 class MaskedLMHead(nn.Module):
     """Computes the score of each token of the vocabulary: a linear layer, GELU, a layer norm, and the output matrix,
     which is the matrix of the word embeddings."""
 
-    def __init__(self, config, word_embeddings: nn.Embedding):
+    def __init__(self, config, word_embeddings):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
         # Your code: let `self.decoder` and `word_embeddings` share one matrix.
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`(B, T, C)` → logits, `(B, T, vocab_size)`"""
-        ...  # your code
+    def forward(self, states, labels):
+        """The logits of the labelled tokens only, which saves most of the work: `(B, T, C)` → `(N, vocab_size)`.
+
+        Args:
+            labels: `(B, T)`; N of them are not -100.
+        """
+        raise NotImplementedError  # your code
 
 
-def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def masked_lm_loss(logits, labels):
     """The mean of -log p over the labels that are not -100, as a tensor without dimensions.
 
     Args:
-        logits: `(B, T, vocab_size)`.
+        logits: `(T, B, vocab_size)`, with the positions first, as recurrent networks in torch return them.
         labels: `(B, T)`.
     """
-    ...  # your code
+    raise NotImplementedError  # your code

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-def unpad(x: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpad(x, attention_mask):
     """Removes padding.
 
     Args:
@@ -12,23 +12,28 @@ def unpad(x: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, 
         attention_mask: `(B, T)`, 1 for a token and 0 for padding.
 
     Returns:
-        The N non-padding tokens of all sequences, in the order of the batch, `(1, N, C)`; and `cu_seqlens`, `(B + 1,)`:
-        the position in the row at which each sequence begins, and N.
+        The N non-padding tokens of all sequences, in the order of the batch, `(1, N, C)`; `cu_seqlens`, `(B + 1,)`: the
+        position in the row at which each sequence begins, and N; and `position_ids`, `(1, N)`, which restart at 0 where
+        a sequence begins.
     """
-    ...  # your code
+    raise NotImplementedError  # your code
 
 
-def pad(x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The inverse of `unpad`: `(1, N, C)` → `(B, T, C)`, with zeros at padding."""
-    ...  # your code
+def pad(x, cu_seqlens):
+    """The inverse of `unpad`, without the attention mask: `(1, N, C)` → `(B, T, C)`.
+
+    T is the length of the longest sequence. Zeros fill up the right side of the shorter ones.
+    """
+    raise NotImplementedError  # your code
 
 
-def int8_linear(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+def int8_linear(x, linear):
     """Approximates `linear(x)` by a product of integers.
 
-    Each row of x is rounded to x ≈ s · q + m, with q in 0 … 255, m the minimum of the row, and s the range of the row
-    divided by 255. Each row of the weight is rounded to w ≈ t · v, with v in -127 … 127, and t the largest absolute
-    value of the row divided by 127.
+    The roles are swapped against the chapter: the inputs are symmetric, and the weight has a minimum. Each row of x is
+    rounded to x ≈ s · q, with q in -127 … 127, and s the largest absolute value of the row divided by 127. Each row of
+    the weight is rounded to w ≈ t · v + m, with v in 0 … 255, m the minimum of the row, and t the range of the row
+    divided by 255.
 
     Args:
         x: `(..., C)`.
@@ -37,4 +42,4 @@ def int8_linear(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     Returns:
         `(..., D)`
     """
-    ...  # your code
+    raise NotImplementedError  # your code
