@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.server import PORT, Client, replaced, running, server_code
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
-REQUESTS, ROUNDS = 320, 3
+REQUESTS = 320
+ROUNDS = 3
 
 
 @dataclass
