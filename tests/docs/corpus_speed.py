@@ -2,37 +2,34 @@
 
     python tests/docs/corpus_speed.py all-MiniLM-L6-v2 --json corpus.json
 
-The commands run in turns, in several rounds. A time is the median over the rounds. A cosine is that of a text's
-embedding to the one of `encode`, the lowest of all texts.
+The commands run in turns, in two rounds. A time is the median over the rounds. A cosine is that of a text's embedding
+to the one of `encode`, the lowest of all texts.
 """
 
 import argparse
-import csv
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from record import ROOT, measure, medians
+from toolkit.common import write_json
 
-from toolkit.common import write_json  # noqa: E402
-from toolkit.data import Source, open_files  # noqa: E402
-
+REVIEWS = ROOT / "scripts" / "data" / "movie_reviews"
+ROUNDS = 2
 ENCODE = """
 import csv, sys
+from pathlib import Path
 import numpy
 from sentence_transformers import SentenceTransformer
 
 if __name__ == "__main__":
-    model, file, output, processes = sys.argv[1:]
-    with open(file, encoding="utf-8", newline="") as rows:
-        texts = [row["text"] for row in csv.DictReader(rows)]
+    model, folder, processes, output = sys.argv[1:]
+    texts = []
+    for file in sorted(Path(folder).glob("*.csv")):
+        with file.open(encoding="utf-8", newline="") as rows:
+            texts += [row["text"] for row in csv.DictReader(rows)]
     model = SentenceTransformer(model, device="cpu")
     if processes == "1":
         embeddings = model.encode(texts)
@@ -40,70 +37,48 @@ if __name__ == "__main__":
         pool = model.start_multi_process_pool(["cpu"] * int(processes))
         embeddings = model.encode(texts, pool=pool)
         model.stop_multi_process_pool(pool)
-    numpy.save(output, embeddings)
+    Path(output).mkdir()
+    numpy.save(Path(output) / "embeddings.npy", embeddings)
 """
 
 
-def commands(model: str) -> dict[str, list[str]]:
-    """The command of each variant, which writes into the folder of its name."""
-    encode = [sys.executable, "encode.py", model, "reviews.csv"]
-    predict = [
-        sys.executable,
-        str(ROOT / "scripts" / "predict.py"),
-        model,
-        "reviews.csv",
-        "--format",
-        "npy",
-        "--output",
-    ]
-    return {
-        "encode": [*encode, "encode.npy", "1"],
-        "encode-pool": [*encode, "encode-pool.npy", "2"],
-        "predict": [*predict, "predict"],
-        "predict-bfloat16": [*predict, "predict-bfloat16", "--dtype", "bfloat16"],
-        "predict-int8": [*predict, "predict-int8", "--dtype", "int8"],
-    }
-
-
-def embeddings(folder: Path, name: str) -> numpy.ndarray:
-    file = folder / name / "embeddings.npy"
-    rows = numpy.load(file if file.exists() else folder / f"{name}.npy")
+def embeddings(folder: Path) -> numpy.ndarray:
+    rows = numpy.load(folder / "embeddings.npy")
     return rows / numpy.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+def measure_round(model: str, folder: Path) -> dict[str, dict]:
+    """Runs each command once, with its output in the folder, and returns its time and its lowest cosine."""
+    script = folder / "encode.py"
+    script.write_text(ENCODE, encoding="utf-8")
+    encode = [script, model, REVIEWS]
+    predict = [ROOT / "scripts" / "predict.py", model, REVIEWS, "--format", "npy", "--dtype"]
+    variants = {
+        "encode": [*encode, "1"],
+        "encode-pool": [*encode, "2"],
+        "predict": [*predict, "float32", "--output"],
+        "predict-bfloat16": [*predict, "bfloat16", "--output"],
+        "predict-int8": [*predict, "int8", "--output"],
+    }
+    results = {}
+    for variant, command in variants.items():
+        cost = measure([sys.executable, *map(str, command), str(folder / variant)])
+        cosines = (embeddings(folder / variant) * embeddings(folder / "encode")).sum(axis=1)
+        results[variant] = {"seconds": cost["seconds"], "lowest_cosine": float(cosines.min())}
+    return results
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=lambda name: str(Path(name).resolve()))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("model")
     parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args(argv)
-    times: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "encode.py").write_text(ENCODE, encoding="utf-8")
-        files = open_files([str(ROOT / "scripts" / "data" / "movie_reviews")], "data")
-        texts = [[row.content["text"]] for row in Source("data", files).rows()]
-        with (folder / "reviews.csv").open("w", encoding="utf-8", newline="") as output:
-            csv.writer(output).writerows([["text"], *texts])
-        for _ in range(args.rounds):
-            for variant, command in commands(args.model).items():
-                shutil.rmtree(folder / variant, ignore_errors=True)
-                start = time.perf_counter()
-                subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-                times.setdefault(variant, []).append(time.perf_counter() - start)
-                print(variant, f"{times[variant][-1]:.1f} s", flush=True)
-        reference = embeddings(folder, "encode")
-        result = {
-            variant: {
-                "seconds": statistics.median(seconds),
-                "lowest_cosine": float((embeddings(folder, variant) * reference).sum(axis=1).min()),
-            }
-            for variant, seconds in times.items()
-        }
-    write_json(args.json, result | {"texts": len(texts)})
-    return 0
+    args = parser.parse_args()
+    rounds = []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as name:
+            rounds.append(measure_round(args.model, Path(name)))
+    write_json(args.json, medians(rounds))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

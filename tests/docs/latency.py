@@ -1,142 +1,124 @@
-"""Measures the README's server: the time of an answer, with several numbers of clients.
+"""Measures the README's server: the time of an answer, with 1 and with 16 clients.
 
     python tests/docs/latency.py MY_CLASSIFIER MY_BERT --infinity VENV --vllm VENV --json latency.json
 
 MY_CLASSIFIER is a ScratchBert classifier, MY_BERT the same as a BERT. Infinity and vLLM serve MY_BERT, each from a
-virtual environment of its own. The servers start one after the other, in several rounds. Each client sends one film
+virtual environment of its own. The servers start one after the other, in three rounds. Each client sends one film
 review after the other. A time is the median over the rounds, of the median (or the 95th percentile) over the requests.
 `changed` is the number of reviews whose answer with several clients is not, bit for bit, that with one.
 """
 
 import argparse
+import csv
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+from record import ROOT, medians
+from toolkit.common import write_json
 
-from support.server import PORT, Client, replaced, running, server_code  # noqa: E402
-from toolkit.common import write_json  # noqa: E402
-from toolkit.data import Source, open_files  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.server import PORT, Client, replaced, running, server_code
 
 REVIEWS = ROOT / "scripts" / "data" / "movie_reviews" / "test.csv"
+REQUESTS = 320
+ROUNDS = 3
 
 
 @dataclass
 class Server:
-    """A server, and how it is asked."""
+    """The command of a server, and for LitServe the code of its server.py."""
 
-    command: list[str]
-    code: str = ""  # of server.py
-    path: str = "/predict"
+    command: str
+    code: str = ""
 
     def ask(self, client: Client, text: str) -> object:
-        is_ours = self.path == "/predict"
-        body = {"text": text} if is_ours else {"model": "bert", "input": [text]}
-        status, answer = client.request("POST", self.path, body)
+        path, body = ("/predict", {"text": text}) if self.code else ("/classify", {"model": "bert", "input": [text]})
+        status, answer = client.request("POST", path, body)
         assert status == 200, answer
-        return answer if is_ours else answer["data"]
+        return answer if self.code else answer["data"]
 
 
-def servers(infinity: Path | None, vllm: Path | None) -> dict[str, Server]:
+def servers(infinity: Path, vllm: Path) -> dict[str, Server]:
+    """The servers by variant."""
     code = server_code()
     loaded = replaced(code, "        self.classify.model.optimize_for_inference()\n", "")
-    found = {
-        name: Server([sys.executable, "server.py"], code)
-        for name, code in {
-            "bert": replaced(loaded, '"my-classifier"', '"my-bert"'),
-            "ours": replaced(loaded, '"my-classifier"', '"my-classifier", model_kwargs={"padding_free": True}'),
-            "ours-optimised": code,
-            "ours-int8": replaced(code, "optimize_for_inference()", 'optimize_for_inference("int8")'),
-        }.items()
+    codes = {
+        "bert": replaced(loaded, '"my-classifier"', '"my-bert"'),
+        "ours": replaced(loaded, '"my-classifier"', '"my-classifier", model_kwargs={"padding_free": True}'),
+        "ours-optimised": code,
+        "ours-int8": replaced(code, "optimize_for_inference()", 'optimize_for_inference("int8")'),
     }
-    common = ["--served-model-name", "bert", "--host", "127.0.0.1", "--port", str(PORT)]
-    if infinity is not None:
-        command = (
-            f"{infinity}/bin/infinity_emb v2 --model-id my-bert --engine torch --device cpu --no-bettertransformer"
-        )
-        found["infinity"] = Server([*command.split(), *common], path="/classify")
-    if vllm is not None:
-        command = f"{vllm}/bin/python -m vllm.entrypoints.openai.api_server --model my-bert --runner pooling"
-        found["vllm"] = Server([*command.split(), "--dtype", "float32", *common], path="/classify")
+    found = {variant: Server(f"{sys.executable} server.py", code) for variant, code in codes.items()}
+    bert = f"--served-model-name bert --host 127.0.0.1 --port {PORT}"
+    infinity_flags = "--model-id my-bert --engine torch --device cpu --no-bettertransformer"
+    vllm_flags = "--model my-bert --runner pooling --dtype float32"
+    found["infinity"] = Server(f"{infinity}/bin/infinity_emb v2 {infinity_flags} {bert}")
+    found["vllm"] = Server(f"{vllm}/bin/python -m vllm.entrypoints.openai.api_server {vllm_flags} {bert}")
     return found
 
 
 def measure(server: Server, texts: list[str], clients: int) -> tuple[dict, list]:
     """The times of the requests of several clients, and the answers."""
+    local = threading.local()
 
-    def send(share: list[str]) -> Iterator[tuple[float, object]]:
-        client = Client(PORT)
-        for text in share:
-            start = time.perf_counter()
-            answer = server.ask(client, text)
-            yield time.perf_counter() - start, answer
+    def connect() -> None:
+        local.client = Client(PORT)
+
+    def send(text: str) -> tuple[float, object]:
+        start = time.perf_counter()
+        answer = server.ask(local.client, text)
+        return time.perf_counter() - start, answer
 
     start = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        shares = list(pool.map(lambda share: list(send(share)), (texts[i::clients] for i in range(clients))))
-    seconds = time.perf_counter() - start
-    ordered = [shares[i % clients][i // clients] for i in range(len(texts))]
-    times = [time for time, _ in ordered]
+    with ThreadPoolExecutor(clients, initializer=connect) as pool:
+        times, answers = zip(*pool.map(send, texts), strict=True)
     found = {
         "median_ms": 1000 * statistics.median(times),
         "p95_ms": 1000 * statistics.quantiles(times, n=20)[-1],
-        "requests_per_second": len(texts) / seconds,
+        "requests_per_second": len(texts) / (time.perf_counter() - start),
     }
-    return found, [answer for _, answer in ordered]
+    return found, answers
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+def measure_server(server: Server, texts: list[str], folder: Path) -> dict[str, dict]:
+    """Runs a server in a folder, and returns its times by the number of clients."""
+    (folder / "server.py").write_text(server.code, encoding="utf-8")
+    with running(server.command.split(), folder):
+        measure(server, texts[:64], 4)  # warm up
+        alone, expected = measure(server, texts, 1)
+        together, answers = measure(server, texts, 16)
+    together["changed"] = sum(answer != other for answer, other in zip(answers, expected, strict=True))
+    return {"clients-1": alone, "clients-16": together}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("classifier", type=Path)
     parser.add_argument("bert", type=Path)
-    parser.add_argument("--infinity", type=Path, metavar="VENV")
-    parser.add_argument("--vllm", type=Path, metavar="VENV")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--requests", type=int, default=320)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--infinity", type=Path, metavar="VENV", required=True)
+    parser.add_argument("--vllm", type=Path, metavar="VENV", required=True)
     parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args(argv)
-    if 1 not in args.clients:
-        parser.error("--clients lacks 1; expected it, because the other answers are compared with those of one client")
-    rows = islice(Source("data", open_files([str(REVIEWS)], "data")).rows(), args.requests)
-    texts = [row.content["text"] for row in rows]
-    rounds: dict = {}
+    args = parser.parse_args()
+    with REVIEWS.open(encoding="utf-8", newline="") as rows:
+        texts = [row["text"] for row in csv.DictReader(rows)][:REQUESTS]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "my-classifier").symlink_to(args.classifier.resolve())
         (folder / "my-bert").symlink_to(args.bert.resolve())
-        for _ in range(args.rounds):
-            for variant, server in servers(args.infinity, args.vllm).items():
-                (folder / "server.py").write_text(server.code, encoding="utf-8")
-                with running(server.command, folder):
-                    measure(server, texts[:64], 4)  # warm up
-                    results = {clients: measure(server, texts, clients) for clients in args.clients}
-                alone = results[1][1]
-                for clients, (found, answers) in results.items():
-                    found["changed"] = sum(map(lambda a, b: a != b, alone, answers))
-                    rounds.setdefault(variant, {}).setdefault(f"clients-{clients}", []).append(found)
-                    print(variant, clients, found, flush=True)
-    write_json(
-        args.json,
-        {
-            variant: {
-                clients: {key: statistics.median(found[key] for found in results) for key in results[0]}
-                for clients, results in by_clients.items()
-            }
-            for variant, by_clients in rounds.items()
-        },
-    )
-    return 0
+        variants = servers(args.infinity, args.vllm)
+        rounds = [
+            {variant: measure_server(server, texts, folder) for variant, server in variants.items()}
+            for _ in range(ROUNDS)
+        ]
+    write_json(args.json, medians(rounds))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,18 +7,15 @@ Each picture has the digest of its report, so that a test finds pictures of anot
 
 import hashlib
 import json
-import sys
-from pathlib import Path
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from record import ROOT
+from toolkit.pictures import plot_speeds
 
-from toolkit.pictures import plot_speeds  # noqa: E402
-
-REPORT, DIGEST = ROOT / "docs" / "reports" / "zen5.json", "SHA-256 of the report"
+REPORT = ROOT / "docs" / "reports" / "zen5.json"
+DIGEST = "SHA-256 of the report"
 # What the README's picture shows.
 WORKLOADS = {"reviews": "film reviews, batches of 32", "single": "one sentence of 12 tokens"}
 OMITTED = {"ours"}
@@ -34,8 +31,7 @@ def for_readme(report: dict) -> dict:
     return report | {"rows": [row | {"workload": WORKLOADS[row["workload"]]} for row in rows]}
 
 
-def main() -> int:
-    """Returns the exit code."""
+def main() -> None:
     report = json.loads(REPORT.read_text(encoding="utf-8"))
     report["model"] = "BERT-base"
     report["machine"]["processor"] = "two cores of an AMD EPYC (Zen 5)"
@@ -45,8 +41,7 @@ def main() -> int:
         information = PngInfo()
         information.add_text(DIGEST, digest())
         Image.open(path).save(path, pnginfo=information, optimize=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

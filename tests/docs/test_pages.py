@@ -9,25 +9,25 @@ from functools import cache
 import pytest
 
 import convert
-from pages import FENCED, agrees, commands, machine_marks, make_targets, python_blocks, run
+from pages import FENCED, agrees, machine_marks, make_targets, python_blocks, run, script_calls
 from support.folders import DATA, ROOT, SCRIPTS
 
 CHAPTERS = sorted((ROOT / "docs" / "course").glob("[0-9]*.md"))
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "course").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES_AND_README = [*sorted(ROOT.glob("*.md")), *PAGES]
 PICTURES = ROOT / "docs" / "course" / "pictures"
 MAX_PICTURE_BYTES = 60_000
 # Of blocks that run elsewhere: `slow` in `make course-full`, `ecosystem` and `corpus` in `make test-ecosystem`; or that
 # need VNNI.
 MARKS = {"slow", "ecosystem", "corpus", "vnni"}
 
-every_page, every_page_and_the_readme = (
-    pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
-    for pages in (PAGES, [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *PAGES])
-)
-every_chapter = pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.name)
+
+def each(pages):
+    """Runs a test for each of these pages."""
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@every_page
+@each(PAGES)
 def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -37,9 +37,6 @@ def test_the_python_prints_what_the_page_shows(page, minilm, tmp_path, monkeypat
     if any('"my-model"' in block.code for block in blocks):
         assert convert.main([minilm, "my-model"]) == 0
     run(page, marks=machine_marks(), model=minilm)
-    if page.name == "checkpoints.md":
-        assert (tmp_path / "a-copy" / "modeling_scratchbert.py").exists()
-        assert (tmp_path / "a-bert" / "model.safetensors").exists()
 
 
 def test_similar_sentences_are_those_that_the_page_shows(minilm, tmp_path):
@@ -52,7 +49,7 @@ def test_similar_sentences_are_those_that_the_page_shows(minilm, tmp_path):
     assert any(agrees(printed, text) for text in shown)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.name)
+@each([page for page in PAGES if page.name != "README.md"])
 def test_the_index_of_its_folder_lists(page):
     assert f"]({page.name})" in (page.parent / "README.md").read_text(encoding="utf-8")
 
@@ -69,7 +66,7 @@ def test_the_version_is_everywhere_the_same():
         assert first == f"{version} ({date})"
 
 
-@every_chapter
+@each(CHAPTERS)
 def test_a_chapter_names_its_exercises(page):
     exercises = SCRIPTS / "data" / "course"
     (tests,) = exercises.glob(f"tests/test_{page.name[:2]}_*.py")
@@ -82,49 +79,40 @@ def test_a_chapter_names_its_exercises(page):
 
 def test_the_files_that_a_saved_model_carries_are_listed():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    parts = re.split(r"^### (.*)$", text, flags=re.MULTILINE)
-    copied, installed = (
-        {
-            file
-            for row in re.findall(r"^\| (.*?) \|", parts[parts.index(title) + 1], re.MULTILINE)
-            for file in re.findall(r"`([\w/]+\.py)`", row)
-        }
-        for title in ("Copied into every saved model", "Installed only")
-    )
+    row = re.compile(r"^\| `([\w/]+\.py)` \|", re.MULTILINE)
+    sections = dict(section.split("\n", 1) for section in text.split("\n### ")[1:])
+    copied = row.findall(sections["Copied into every saved model"])
+    installed = row.findall(sections["Installed only"])
     package = ROOT / "modeling_scratchbert"
     paths = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
-    assert copied == {path for path in paths if "/" not in path}
-    assert installed == {path for path in paths if "/" in path}
+    assert set(copied) == {path for path in paths if "/" not in path}
+    assert set(installed) == {path for path in paths if "/" in path}
     for page in (ROOT / "README.md", ROOT / "docs" / "trust.md"):
         assert f"{len(copied)} files of code" in page.read_text(encoding="utf-8").replace("[", "")
 
 
 @cache
-def flags_of(script: str) -> frozenset[str]:
+def flags_of(script: str) -> set[str]:
     """The flags in the `--help` of a script, with - in place of _."""
     name, *task = script.split()
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), *task, "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-z][\w-]*", text))
+    return {flag.replace("_", "-") for flag in re.findall(r"--[a-z][\w-]*", text)}
 
 
-@every_page_and_the_readme
-def test_every_flag_of_a_command_exists(page):
-    scripts = {path.stem for path in SCRIPTS.glob("*.py")}
-    for command in commands(page.read_text(encoding="utf-8"), scripts):
-        for flag in command.flags:
-            known = flag.replace("_", "-") in flags_of(command.script)
-            assert known, f"{page.name}, line {command.line}: {command.script} has no flag {flag}"
+@each(PAGES_AND_README)
+def test_every_script_and_flag_exists(page):
+    for script, flags in script_calls(page.read_text(encoding="utf-8")):
+        assert {flag.replace("_", "-") for flag in flags} <= flags_of(script), script
 
 
-@every_page_and_the_readme
+@each(PAGES_AND_README)
 def test_every_make_target_exists(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for line, target in make_targets(page.read_text(encoding="utf-8")):
-        assert target in targets, f"{page.name}, line {line}: the Makefile has no target {target}"
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(make_targets(page.read_text(encoding="utf-8"))) <= set(targets)
 
 
-@every_page_and_the_readme
+@each(PAGES_AND_README)
 def test_every_link_within_the_repository_leads_somewhere(page):
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     headings = {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
@@ -140,7 +128,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@every_chapter
+@each(CHAPTERS)
 def test_a_chapter_draws_the_pictures_that_it_shows(page):
     text = page.read_text(encoding="utf-8")
     shown = re.findall(r"\]\(pictures/([^)]+)\)", text)
