@@ -1,4 +1,4 @@
-"""The server of the README: its answers are those of the pipeline, with one client and with sixteen."""
+"""The server of docs/serving.md: its answers are those of the pipeline, with one client and with sixteen."""
 
 import socket
 import sys

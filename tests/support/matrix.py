@@ -30,7 +30,7 @@ ROWS = {
     "`datasets.map` with two processes": ("datasets", "processes", "datasets_map"),
     "pickle, cloudpickle, dill": ("cloudpickle dill", "processes", "pickle|dill"),
     "sixteen threads; a FastAPI server": ("fastapi uvicorn", "threads", ""),
-    "LitServe: the server of the README": ("litserve", "server", ""),
+    "LitServe: the server of serving.md": ("litserve", "server", ""),
     "bertviz": ("bertviz", "attention_readers", "bertviz"),
     "Captum": ("captum", "attention_readers", "captum"),
     "hooks, nnsight": ("nnsight", "attention_readers", "hooks|nnsight"),

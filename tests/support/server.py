@@ -1,4 +1,4 @@
-"""The server of the README, in a process of its own."""
+"""The server of docs/serving.md, in a process of its own."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from support.folders import ROOT
 
-PORT = 8000  # of the README
+PORT = 8000  # of the page
 
 
 def replaced(code: str, old: str, new: str) -> str:
@@ -23,9 +23,9 @@ def replaced(code: str, old: str, new: str) -> str:
 
 
 def server_code() -> str:
-    """The Python block of the README that is saved as server.py."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.search(r"^```python server\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[1]
+    """The Python block of the page that is saved as server.py."""
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    return re.search(r"^```python server\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
 
 
 @contextmanager
