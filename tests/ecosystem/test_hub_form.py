@@ -81,7 +81,7 @@ class Listener(logging.Handler):
     """Counts, for each copy of the code, how often it says that a model is saved without a probe."""
     def emit(self, record):
         if "without a probe.json" in record.getMessage():
-            assert "`pip install scratchbert`" in record.getMessage(), record.getMessage()
+            assert "pip install -c constraints.txt" in record.getMessage(), record.getMessage()
             without_a_probe[record.name] += 1
 
 logging.getLogger().addHandler(Listener(logging.WARNING))
@@ -107,7 +107,7 @@ def expect_advice_to_install(function, *arguments, **options):
     except ImportError as error:
         assert type(error) is ImportError and error.__cause__ is None and error.__context__ is None, repr(error)
         message = str(error)
-        assert message.startswith("modeling_scratchbert.") and "`pip install scratchbert`" in message, message
+        assert message.startswith("modeling_scratchbert.") and "pip install -c constraints.txt" in message, message
         return
     raise AssertionError("no error")
 

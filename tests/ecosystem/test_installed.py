@@ -156,7 +156,7 @@ def message_of(function, *arguments) -> str:
     ("version", "advice"),
     [
         (INTERFACE_VERSION - 1, "load the model without trust_remote_code, and save it again"),
-        (INTERFACE_VERSION + 1, "`pip install --upgrade scratchbert`"),
+        (INTERFACE_VERSION + 1, "pip install -c constraints.txt"),
     ],
     ids=["older folder", "newer folder"],
 )
@@ -206,7 +206,7 @@ def test_a_folder_of_a_saved_model_with_the_name_of_the_package(saved, monkeypat
     forget_the_package()
     message = message_of(copy.optimize_for_inference)
     assert "part of a saved model" in message
-    assert "`pip install scratchbert`" in message
+    assert "pip install -c constraints.txt" in message
 
 
 def test_a_package_without_the_seam(saved, tmp_path, monkeypatch, forget_the_package):
@@ -219,7 +219,7 @@ def test_a_package_without_the_seam(saved, tmp_path, monkeypatch, forget_the_pac
     forget_the_package()
     message = message_of(copy.optimize_for_inference)
     assert "interface version 0" in message
-    assert "`pip install --upgrade scratchbert`" in message
+    assert "pip install -c constraints.txt" in message
 
 
 def test_a_saved_model_that_hides_the_package(saved, monkeypatch, forget_the_package):
@@ -239,7 +239,7 @@ def test_one_error_without_the_package(saved, monkeypatch, forget_the_package):
     forget_the_package()
     message = message_of(copy.optimize_for_inference)
     assert message.startswith("modeling_scratchbert.cpu.optimization is not in the folder of a saved model")
-    assert message.endswith("`pip install scratchbert`.")
+    assert message.endswith("`python -m pip install -c constraints.txt -e .`.")
 
 
 # ------------------------------------------------------------------------------------------- processes of their own
