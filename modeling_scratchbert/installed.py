@@ -7,6 +7,9 @@ from typing import Any
 # Increased when the interface between the copied files and the installed part changes.
 INTERFACE_VERSION = 3
 
+# The name `scratchbert` of the public index belongs to nobody of this project.
+INSTALL_COMMAND = "`python -m pip install -c constraints.txt -e .`"
+
 
 def installed(name: str) -> Any:
     """Return the module `modeling_scratchbert.<name>` of the installed package.
@@ -22,19 +25,19 @@ def installed(name: str) -> Any:
     if spec is None:
         raise ImportError(
             f"{package}.{name} is not in the folder of a saved model; expected the installed package. "
-            "Install it with `pip install scratchbert`."
+            f"In a clone of ScratchBert, run {INSTALL_COMMAND}."
         )
     if spec.submodule_search_locations is None or spec.origin is None:
         found = spec.origin or f"The folder {package}"
         raise ImportError(
             f"{found} is part of a saved model; expected the installed package {package}. Start Python "
-            "in another folder; `pip install scratchbert` installs the package."
+            f"in another folder; in a clone of ScratchBert, {INSTALL_COMMAND} installs the package."
         )
     has_version = importlib.util.find_spec(f"{package}.installed") is not None  # 0.1.0 has none
     version = importlib.import_module(f"{package}.installed").INTERFACE_VERSION if has_version else 0
     if version != INTERFACE_VERSION:
         advice = (
-            "Upgrade the package with `pip install --upgrade scratchbert`."
+            f"Upgrade the package: in a newer clone of ScratchBert, run {INSTALL_COMMAND}."
             if version < INTERFACE_VERSION
             else f"Import {package} first, load the model without trust_remote_code, and save it again."
         )

@@ -285,7 +285,8 @@ def how_to_install(libraries: Sequence[str]) -> str:
     """Says that these libraries, all in `EXTRAS`, are not installed, and which extras install them."""
     extras = ",".join(dict.fromkeys(EXTRAS[library] for library in libraries))
     verb = "is" if len(libraries) == 1 else "are"
-    return f'{" and ".join(libraries)} {verb} not installed; pip install "scratchbert[{extras}]"'
+    command = f'python -m pip install -c constraints.txt -e ".[{extras}]"'
+    return f"{' and '.join(libraries)} {verb} not installed; in a clone of ScratchBert, run {command}"
 
 
 def require(*libraries: str) -> None:

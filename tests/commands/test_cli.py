@@ -93,7 +93,8 @@ def test_help_shows_defaults_that_say_something(parser):
         (
             ModuleNotFoundError("x", name="datasets.io"),
             2,
-            'command.py: datasets is not installed; pip install "scratchbert[train]"\n',
+            "command.py: datasets is not installed; in a clone of ScratchBert, run "
+            'python -m pip install -c constraints.txt -e ".[train]"\n',
         ),
         (ModuleNotFoundError("no unknown", name="unknown"), 2, "command.py: no unknown\n"),
         (KeyboardInterrupt(), 130, "command.py: interrupted; all is well\n"),
@@ -152,7 +153,7 @@ def test_errors_name_what_they_are_about():
 
 def test_what_is_required_is_named_before_any_work(monkeypatch):
     monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
-    message = r'onnx and onnxruntime are not installed; pip install "scratchbert\[bench\]"'
+    message = r'onnx and onnxruntime are not installed; .* -e "\.\[bench\]"'
     with pytest.raises(CommandError, match=message):
         require("onnx", "onnxruntime")
 

@@ -134,8 +134,8 @@ def write_package(folder: Path, code: str) -> None:
 
 # How a folder is made in which the package is searched, and the error of what requires the package.
 HIDDEN = {
-    "not installed": (lambda folder, saved: None, ImportError, "pip install scratchbert"),
-    "version 0.1.0": (lambda folder, saved: write_package(folder, ""), ImportError, "install --upgrade scratchbert"),
+    "not installed": (lambda folder, saved: None, ImportError, "-c constraints.txt"),
+    "version 0.1.0": (lambda folder, saved: write_package(folder, ""), ImportError, "-c constraints.txt"),
     "broken": (lambda folder, saved: write_package(folder, "raise ValueError('broken')"), ValueError, "broken"),
     "a saved model with the name of the package": (
         lambda folder, saved: shutil.copytree(saved, folder / "modeling_scratchbert"),
@@ -166,7 +166,7 @@ def test_a_copy_without_a_usable_package_says_what_to_do_and_is_saved(saved, mod
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [(INTERFACE_VERSION - 1, "without trust_remote_code"), (INTERFACE_VERSION + 1, "install --upgrade scratchbert")],
+    [(INTERFACE_VERSION - 1, "without trust_remote_code"), (INTERFACE_VERSION + 1, "-c constraints.txt")],
     ids=["older folder", "newer folder"],
 )
 def test_a_folder_and_a_package_of_other_versions(saved, model, tmp_path, version, advice):
