@@ -120,7 +120,7 @@ EACH_CHAPTER = printf '%s\n' $(CHAPTERS) | sort -r | OMP_NUM_THREADS=1 xargs -P 
 
 course-full: $(DOCS_READY) ## run the course with its trainings and the final project, and draw its pictures (ten minutes)
 	$(EACH_CHAPTER) --marks slow --folder docs/course/pictures
-	$(PYTEST) tests/course
+	$(PYTEST) -n 0 tests/course
 
 notebooks: $(DOCS_READY) ## the chapters of the course as notebooks with outputs and pictures, in build/notebooks (seven minutes)
 	$(EACH_CHAPTER) --notebooks build/notebooks

@@ -64,7 +64,7 @@ WRONG = [
     (2, "self.dropout(", "nn.functional.dropout(", ["Dropout is active"]),
     (2, "cross_entropy(logits, labels)", "cross_entropy(logits, labels, reduction='sum')", ["The loss"]),
     (3, ".triu(1)", ".triu(99)", ["causal mask"]),
-    (3, "self.cross_attention(x, memory_mask, memory)", "self.cross_attention(x, 0.0)", ["does not see the source"]),
+    (3, "self.cross_attention(x, memory_mask, memory)", "self.cross_attention(x, mask)", ["does not see the source"]),
     (3, "causal, memory, source_mask", "causal, memory, torch.zeros(())", ["padding of the source"]),
     (3, "            token = token.masked_fill(ended, self.config.pad_token_id)\n", "", ["end token"]),
     (3, "        return ids\n", "        return ids[:, 1:]\n", ["start token"]),

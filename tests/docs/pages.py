@@ -171,7 +171,9 @@ def notebook_text(page: Path, folder: Path) -> str:
 # ------------------------------------------------------------------------------------------------------ shell commands
 
 # A script of this project with its arguments, also after a launcher: "$(scratchbert --path train)".
-SCRIPT = re.compile(r"(?:scripts/(?P<file>\w+)\.py|scratchbert (?:--path )?(?P<command>\w+)(?![\w/]))(?P<arguments>.*)")
+SCRIPT = re.compile(
+    r"(?:scripts/(?P<file>\w+)\.py|(?<!\w)scratchbert (?:--path )?(?P<command>\w+)(?![\w/]))(?P<arguments>.*)"
+)
 
 
 def shell_lines(text: str) -> Iterator[str]:
