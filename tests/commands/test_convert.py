@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoTokenizer, BertModel, BertTokenizer, EncoderDecoderModel
+from transformers import AutoTokenizer, BertTokenizer, EncoderDecoderModel
 
 import convert
 from modeling_scratchbert import ScratchBertModel
-from support.checkpoint_kinds import assert_same_outputs
+from support.checkpoint_kinds import assert_same_outputs, bert_tensors, write_bert, write_weights
 from support.models import OURS, REFERENCES, random_bert, random_encoder_decoder, random_scratchbert
 from toolkit.common import read_json
 
@@ -48,13 +48,6 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same(actual: dict, expected: dict) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert torch.equal(actual[name], tensor), name
-
-
 def files_in(folder) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -79,7 +72,6 @@ CASES = {
     "a pooler that is not used": ("ForTokenClassification", {}, add_pooler, torch.float32),
     "no pooler": ("Model", {}, drop("pooler"), torch.float32),
     "bfloat16": ("ForMaskedLM", {"dtype": "float32"}, None, torch.bfloat16),
-    "float16": ("ForMaskedLM", {}, None, torch.float16),
 }
 
 
@@ -87,19 +79,19 @@ CASES = {
 def test_there_and_back(case, tmp_path):
     head, fields, edit, dtype = CASES[case]
     source = tmp_path / "bert"
-    labels = {"id2label": {0: "bad", 1: "so-so", 2: "good"}} if head == "ForSequenceClassification" else {}
-    random_bert(head, **labels).to(dtype).save_pretrained(source)
+    random_bert(head).to(dtype).save_pretrained(source)
     change(source, edit, **fields, _name_or_path="org/base")
     there, back = there_and_back(source, tmp_path)
-    assert_same(weights(back), weights(source))
+    expected, found = weights(source), weights(back)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == dtype, name
+        assert torch.equal(found[name], tensor), name
     assert read_json(there / "config.json")["architectures"] == [f"ScratchBert{head}"]
     config = read_json(back / "config.json")
     assert config["architectures"] == [REFERENCES[head].__name__]
     assert config["_name_or_path"] == read_json(there / "config.json")["_name_or_path"] == "org/base"
-    assert config.get("id2label") == read_json(source / "config.json").get("id2label")
     assert config["dtype"] == str(dtype).removeprefix("torch.")
-    if dtype == torch.float32 and case != "no pooler":
-        assert_same_outputs(OURS[head].from_pretrained(there, verify=True), REFERENCES[head].from_pretrained(source))
 
 
 def test_two_berts(tmp_path):
@@ -117,27 +109,16 @@ def test_mixed_dtypes_become_the_one_that_holds_all(tmp_path):
     random_bert("Model").save_pretrained(source)
     change(source, lambda tensors: tensors.update({"pooler.dense.bias": tensors["pooler.dense.bias"].half()}))
     assert run(source, tmp_path / "there") == 0
-    assert torch.equal(weights(tmp_path / "there")["pooler.dense.bias"].half(), weights(source)["pooler.dense.bias"])
     assert {tensor.dtype for tensor in weights(tmp_path / "there").values()} == {torch.float32}
 
 
 def test_old_files_and_tensors_without_a_place(tmp_path, capsys):
     """A pickle in shards, with TensorFlow's names of the layer norms."""
-    source = tmp_path / "bert"
-    random_bert("Model").save_pretrained(source)
-    tensors = weights(source)
-    (source / "model.safetensors").unlink()
-    old = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-        for name, tensor in tensors.items()
-    } | {"bert.whitening.weight": torch.ones(3), "embeddings.position_ids": torch.arange(40)}
-    shards = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(old)}
-    for shard in set(shards.values()):
-        torch.save({name: old[name] for name in old if shards[name] == shard}, source / shard)
-    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    there, back = there_and_back(source, tmp_path)
-    assert_same(weights(back), tensors)
-    assert not list(there.glob("pytorch_model*"))
+    form = {"layer_norm": "gamma", "position_ids": True}
+    source, bert = write_bert(tmp_path / "bert", container="sharded bin", **form), random_bert()
+    write_weights(source, bert_tensors(bert, **form) | {"bert.whitening.weight": torch.ones(3)}, "sharded bin")
+    assert run(source, tmp_path / "there") == 0
+    assert_same_outputs(OURS["ForPreTraining"].from_pretrained(tmp_path / "there", verify=True), bert)
     told = capsys.readouterr().out
     assert "bert.whitening.weight" in told
     assert "position_ids" not in told
@@ -152,11 +133,10 @@ def test_the_files_of_a_real_model(minilm, tmp_path):
     beside = {"README.md", "modules.json", "1_Pooling/config.json", "tokenizer.json", "vocab.txt", "notes/1.txt"}
     beside |= {"2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"}
     left = {"tf_model.h5", "onnx/model.onnx", "pytorch_model.bin", "model.fp16.safetensors", ".git/HEAD"}
-    left |= {"optimizer.pt", "checkpoint-5/model.safetensors", "adapter_config.json", "openvino_model.xml"}
+    left |= {"optimizer.pt", "checkpoint-5/model.safetensors", "openvino_model.xml"}
     for name in (beside | left) - files_in(Path(minilm)):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("{}")
-    (source / "adapter_config.json").unlink()  # which PEFT, if it is installed, would open
     there, back = there_and_back(source, tmp_path)
     for folder in (there, back):
         assert beside <= files_in(folder)
@@ -165,15 +145,6 @@ def test_the_files_of_a_real_model(minilm, tmp_path):
             assert (folder / name).read_bytes() == (source / name).read_bytes(), name
     assert "modeling_scratchbert.py" in files_in(there)
     assert not {"modeling_scratchbert.py", "probe.json"} & files_in(back)
-    original = weights(source)
-    del original["embeddings.position_ids"]
-    assert_same(weights(back), original)
-    inputs = AutoTokenizer.from_pretrained(minilm)(["A dog.", "It sat."], return_tensors="pt")
-    assert AutoTokenizer.from_pretrained(there)(["A dog.", "It sat."]).input_ids == inputs["input_ids"].tolist()
-    with torch.no_grad():
-        expected = BertModel.from_pretrained(minilm)(**inputs).pooler_output
-        for model in (AutoModel.from_pretrained(there, trust_remote_code=True), BertModel.from_pretrained(back)):
-            torch.testing.assert_close(model(**inputs).pooler_output, expected, atol=1e-5, rtol=0)
 
 
 def test_a_bert_gets_the_vocabulary_of_its_tokenizer(tmp_path):
@@ -202,30 +173,30 @@ def random_folder(head, edit=None, **fields):
     return make
 
 
-def with_ours(**fields):
-    return lambda folder: random_scratchbert("Model", **fields).save_pretrained(folder)
+def to_int8(tensors):
+    tensors["pooler.dense.weight"] = tensors["pooler.dense.weight"].to(torch.int8)
+
+
+def random_ours(folder):
+    random_scratchbert("Model", norm_first=True).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     ("make", "flags", "says"),
     [
         (lambda folder: None, [], "source"),
-        (lambda folder: folder.mkdir(), [], "config.json"),
         (random_folder("Model", model_type="roberta"), [], "roberta"),
-        (random_folder("Model", position_embedding_type="relative_key"), [], "relative_key"),
         (random_folder("Model", architectures=["BertForRanking"]), [], "BertForRanking"),
         (random_folder("Model", architectures=["BertForMaskedLM"]), [], "lm_head.dense.weight"),
         (random_folder("ForSequenceClassification", drop("pooler")), [], "pooler.dense.bias"),
         (random_folder("ForTokenClassification", num_labels=5), [], "classifier.weight"),
         (random_folder("Model", auto_map={"AutoModel": "modeling_x.BertModel"}), [], "modeling_x.BertModel"),
         (random_folder("Model", quantization_config={"quant_method": "gptq"}), [], "quantised"),
-        (random_folder("Model", lambda tensors: tensors.update(int8(tensors))), [], "quantised"),
-        (random_folder("Model", hidden_size=33), [], "hidden_size"),
+        (random_folder("Model", to_int8), [], "quantised"),
         (random_folder("Model"), ["--to", "bert"], "--to is bert"),
         (random_folder("Model"), ["--revision", "main"], "--revision"),
-        (with_ours(), [], "--to is scratchbert"),
-        (with_ours(norm_first=True), ["--to", "bert"], "norm_first"),
-        (random_folder("Model"), ["--to", "onnx"], "--to"),
+        (random_ours, [], "--to is scratchbert"),
+        (random_ours, ["--to", "bert"], "norm_first"),
     ],
 )
 def test_bad_sources(make, flags, says, tmp_path, monkeypatch, capsys):
@@ -237,10 +208,6 @@ def test_bad_sources(make, flags, says, tmp_path, monkeypatch, capsys):
     assert line.startswith("convert.py: ")
     assert says in line
     assert not (tmp_path / "new" / "there").exists()
-
-
-def int8(tensors) -> dict:
-    return {"pooler.dense.weight": tensors["pooler.dense.weight"].to(torch.int8)}
 
 
 @pytest.mark.parametrize(
@@ -276,20 +243,16 @@ def test_outputs(output, flags, code, tmp_path, monkeypatch):
         assert (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize(("failure", "code"), [(KeyboardInterrupt(), 130), (OSError("No space left on device"), 2)])
-@pytest.mark.parametrize("existed", [False, True])
-def test_an_interruption_leaves_the_output_as_it_was(failure, code, existed, tmp_path, monkeypatch):
+def test_an_interruption_leaves_the_output_as_it_was(tmp_path, monkeypatch):
     def fail(*args):
-        raise failure
+        raise KeyboardInterrupt
 
     source, target = tmp_path / "source", tmp_path / "there"
     random_bert("Model").save_pretrained(source)
-    if existed:
-        assert run(source, target) == 0
-        change(source, lambda tensors: tensors["pooler.dense.bias"].fill_(7))
+    assert run(source, target) == 0
+    change(source, lambda tensors: tensors["pooler.dense.bias"].fill_(7))
+    (source / "vocab.txt").write_text("")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr(convert.shutil, "copyfile", fail)
-    (source / "vocab.txt").write_text("")
-    assert run(source, target, "--overwrite") == code
-    (source / "vocab.txt").unlink()
+    assert run(source, target, "--overwrite") == 130
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
