@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 # The libraries that each extra installs. pyproject.toml has the versions.
 LIBRARIES = {
-    "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao"),
+    "bench": ("ctranslate2", "nncf", "onnx", "onnxruntime", "onnxscript", "openvino", "torchao", "zentorch"),
     "corpus": ("pyarrow",),
     "ecosystem": ("sentence_transformers",),
     "lora": ("peft",),

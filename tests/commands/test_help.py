@@ -42,10 +42,13 @@ def test_every_command_has_a_summary_of_one_line(name):
 
 
 def test_every_optional_library_has_its_extra():
+    from toolkit.benchmark import VARIANTS
     from toolkit.common import EXTRAS
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     distributions = {"sklearn": "scikit-learn", "scipy": "scikit-learn"}  # scikit-learn requires scipy
+    needed = {library for variant in VARIANTS.values() for library in variant.needs}
+    assert needed <= EXTRAS.keys()
     for library, extra in EXTRAS.items():
         distribution = distributions.get(library, library).replace("_", "-")
         assert any(requirement.startswith(distribution) for requirement in extras[extra]), library
