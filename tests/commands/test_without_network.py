@@ -113,9 +113,8 @@ def saved(folder: Path):
     return model.eval()
 
 
-def fetched(tmp_path: Path, without: str | None = None):
-    """A model that was fetched while there was a network, but for the files of this pattern."""
-    model = saved(tmp_path / "model")
+def fetch(tmp_path: Path, without: str | None = None) -> None:
+    """Fetch the model in a folder by way of the Hub, but for the files of this pattern."""
     with serving(**{TOKEN: {"ada"}}) as hub, pytest.MonkeyPatch.context() as patch:
         use(hub, patch, tmp_path / "cache", TOKEN)
         HfApi().create_repo("ada/never-seen")
@@ -126,13 +125,13 @@ def fetched(tmp_path: Path, without: str | None = None):
                 ScratchBertModel.from_pretrained("ada/never-seen", variant="fp16")
             with pytest.raises(OSError, match=r"lost\.gguf"):
                 ScratchBertModel.from_pretrained("ada/never-seen", gguf_file="lost.gguf")
-    return model
 
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_what_is_in_the_cache_opens(unreachable, tmp_path, monkeypatch, capsys, offline):
     """As the advice has it: fetched while there was a network, opened where there is none."""
-    model = fetched(tmp_path)
+    model = saved(tmp_path / "model")
+    fetch(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     opened = ScratchBertModel.from_pretrained("ada/never-seen").eval()
     ids = torch.tensor([[2, 5, 6, 3]])
@@ -147,7 +146,9 @@ def test_what_is_in_the_cache_opens(unreachable, tmp_path, monkeypatch, capsys, 
 @pytest.mark.parametrize("options", [{}, {"local_files_only": True}], ids=str)
 def test_weights_without_a_configuration(unreachable, tmp_path, options):
     """What the cache has of a repository can be opened with what the caller knows, as an adapter's is."""
-    model = fetched(tmp_path, without="config.json")
+    model = saved(tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    fetch(tmp_path)
     opened = ScratchBertModel.from_pretrained("ada/never-seen", config=model.config, **options)
     assert torch.equal(opened.pooler.dense.weight, model.pooler.dense.weight)
 
@@ -166,7 +167,8 @@ def test_weights_without_a_configuration(unreachable, tmp_path, options):
 def test_a_part_that_is_out_of_reach_is_not_said_to_be_missing(
     unreachable, tmp_path, monkeypatch, offline, without, opens
 ):
-    fetched(tmp_path, without)
+    saved(tmp_path / "model")
+    fetch(tmp_path, without)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises((OSError, CommandError), match="HF_HUB_OFFLINE=1") as caught:
         opens("ada/never-seen")
