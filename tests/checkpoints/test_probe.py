@@ -7,11 +7,11 @@ import logging
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
-from support.checkpoint_kinds import config_json, logged_warnings
+from support.checkpoint_kinds import change_tensors, config_json, logged_warnings
 from support.models import OURS, REFERENCES, random_scratchbert, tiny_config
 
 # Inputs have eight tokens, and the fifth is the last one of the second row.
@@ -46,13 +46,6 @@ def change_probe(folder, **fields) -> None:
     """Write fields of the probe; a change to None removes one."""
     probe = {name: value for name, value in {**probe_of(folder), **fields}.items() if value is not None}
     (folder / "probe.json").write_text(json.dumps(probe))
-
-
-def rewrite_weights(folder, change) -> None:
-    """Save what is in the file again, after `change` was called with it."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def bytes_of(tensor) -> torch.Tensor:
@@ -210,7 +203,7 @@ def test_tensors_of_the_same_bytes(tmp_path, head, version):
     for dtype in DTYPES[:2]:
         verified(tmp_path, head, dtype=dtype)
     if version == "this one":  # the name is missed, although a tensor of the same bytes is there
-        rewrite_weights(tmp_path, lambda tensors: tensors.pop(min(n for n in tensors if n.endswith("query.bias"))))
+        change_tensors(tmp_path, lambda tensors: tensors.pop(min(n for n in tensors if n.endswith("query.bias"))))
         assert "query.bias" in refused(tmp_path, head)
 
 
@@ -245,7 +238,7 @@ def test_a_derived_class_has_digests_alone(tmp_path, fields):
         with logged_warnings() as warnings:
             model_class.from_pretrained(tmp_path, verify=True)
         assert "verify=True" in warnings[-1]
-    rewrite_weights(tmp_path, lambda tensors: flip_bit(tensors["gate"]))
+    change_tensors(tmp_path, lambda tensors: flip_bit(tensors["gate"]))
     with pytest.raises(ValueError, match="gate"):
         Gated.from_pretrained(tmp_path, verify=True)
 
@@ -265,7 +258,7 @@ def test_a_derived_class_has_digests_alone(tmp_path, fields):
 )
 def test_files_of_other_tensors(tmp_path, change, names):
     saved(tmp_path)
-    rewrite_weights(tmp_path, change)
+    change_tensors(tmp_path, change)
     message = refused(tmp_path)
     assert all(name in message for name in names)
 

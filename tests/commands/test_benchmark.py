@@ -10,21 +10,18 @@ from transformers import AutoTokenizer, BertForSequenceClassification, BertForTo
 
 import benchmark
 import modeling_scratchbert
-from modeling_scratchbert.cpu.library import find_library
+from support.commands import exit_code
 from support.corpora import save_model, texts, write_rows
+from support.prepacked import needs_library
 from toolkit.benchmark import VARIANTS, measure, variants
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
-with_int8 = pytest.mark.skipif(not find_library(), reason="int8 requires the library in C++")
 MANY_LABELS = {"id2label": {i: str(i) for i in range(40)}, "problem_type": "multi_label_classification"}
 OURS = [name for name in VARIANTS if name.startswith("ours")]
 
 
 def run(*arguments) -> int:
-    try:
-        return benchmark.main([str(argument) for argument in (*arguments, "--threads", 1, "--repetitions", 1)])
-    except SystemExit as stopped:
-        return stopped.code
+    return exit_code(benchmark, *arguments, "--threads", 1, "--repetitions", 1)
 
 
 @pytest.fixture
@@ -85,7 +82,7 @@ def outputs_by_hand(model_class, folder: str, found: list[str], optimised=None) 
     return embeddings, logits
 
 
-@with_int8
+@needs_library
 @pytest.mark.parametrize(
     ("task", "reference", "fields"),
     [

@@ -15,8 +15,9 @@ import convert
 import predict
 import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
+from support.commands import exit_code
 from support.hub_server import serving, use
-from support.models import random_scratchbert
+from support.models import random_scratchbert, word_tokenizer
 from toolkit.checkpoint import read_checkpoint
 from toolkit.common import CommandError
 from toolkit.hub import check_reachable, has_tokenizer
@@ -24,7 +25,6 @@ from toolkit.hub import check_reachable, has_tokenizer
 # The scripts quieten their whole process.
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 TOKEN = "hf_" + "Ada" * 12
 
 
@@ -82,11 +82,7 @@ def test_scripts(unreachable, tmp_path, capsys, script, argv):
     (tmp_path / "texts.csv").write_text("text,label\nfine,1\n")
     saved(tmp_path / "model")
     places = {"TEXTS": str(tmp_path / "texts.csv"), "OUT": str(tmp_path / "out"), "MODEL": str(tmp_path / "model")}
-    try:
-        code = script.main([places.get(word, word) for word in argv])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
+    assert exit_code(script, *(places.get(word, word) for word in argv)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "ada/never-seen" in line
     assert ("--dataset" if "--dataset" in argv else "HF_HUB_OFFLINE=1") in line
@@ -109,7 +105,7 @@ def test_what_the_hub_answers_is_left_to_the_loader(tmp_path, monkeypatch):
 def saved(folder: Path):
     model = random_scratchbert("Model")
     model.save_pretrained(folder, max_shard_size="20KB")
-    transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained(folder)
+    word_tokenizer(["the", "cat"]).save_pretrained(folder)
     return model.eval()
 
 

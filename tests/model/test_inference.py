@@ -16,28 +16,28 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu.library import find_library
 from modeling_scratchbert.inference import is_prepacked
 from support.comparison import assert_same_tensors
 from support.models import OURS, inputs_for
 from support.prepacked import (
     DTYPES,
+    HAS_LIBRARY,
     TIED,
     all_prepacked,
     assert_equal_tensors,
     compute,
     every_model,
+    find_library,
     layers,
     make,
     matrices_of,
+    needs_library,
 )
 from support.unpadded import observed_shapes
 
 SEQ2SEQ = "ForConditionalGeneration"
 ACTIVATIONS = ["gelu", "gelu_new", "gelu_fast", "relu", "tanh"]
 OF_THE_LIBRARY = ["gelu_pytorch_tanh", "quick_gelu", "silu", "sigmoid"]
-HAS_LIBRARY = find_library() is not None
-needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the library in C++ is not in use")
 
 
 @pytest.fixture
