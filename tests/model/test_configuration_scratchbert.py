@@ -298,6 +298,7 @@ def test_from_bert(tmp_path, fields):
     bert = transformers.BertModel.from_pretrained(tmp_path, **options).config
     before = bert.to_dict()
     ours = ScratchBertConfig.from_bert(bert)
+    assert comparable(ScratchBertConfig.from_bert(ours)) == comparable(ours)
     assert comparable(ours) == comparable(bert) | SAVED
     assert bert.to_dict() == before
     assert (ours._attn_implementation, ours.output_attentions) == ("eager", True)

@@ -131,9 +131,11 @@ def test_generated_ids_stay_the_same(head, fields, beams):
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("head", ["ForMaskedLM", SEQ2SEQ])
-def test_hidden_states_stay_the_same(head, norm_first):
-    model, inputs = make(head, norm_first=norm_first), inputs_for(head) | {"output_hidden_states": True}
+@pytest.mark.parametrize(
+    ("head", "options"), [("ForMaskedLM", {}), (SEQ2SEQ, {}), (SEQ2SEQ, {"use_cache": False})], ids=str
+)
+def test_hidden_states_stay_the_same(head, options, norm_first):
+    model, inputs = make(head, norm_first=norm_first), inputs_for(head) | {"output_hidden_states": True, **options}
     expected = compute(model, inputs)
     assert_same_tensors(compute(model.optimize_for_inference(), inputs), expected)
 
