@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import HfApi
 
 import modeling_scratchbert
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from modeling_scratchbert import AUTO_MAP
 from support.hub_server import serving, use
 from support.models import OURS, inputs_for, random_scratchbert, word_tokenizer
 

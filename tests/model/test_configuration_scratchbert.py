@@ -10,8 +10,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from modeling_scratchbert import AUTO_MAP, ScratchBertConfig, ScratchBertModel
 from support.checkpoint_kinds import config_json, write_bert
 from support.models import TINY, random_bert, tiny_config
 
