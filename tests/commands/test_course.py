@@ -320,7 +320,7 @@ def test_a_scratchbert_is_refused(here, capsys):
         (["check", "12"], ["12", "11"]),
         (["check", "0"], ["0"]),
         (["start", "3"], ["start"]),
-        (["check", "1", "--model", "./nothing"], ["no such folder"]),
+        (["check", "1", "--model", "./nothing"], ["./nothing"]),
         (["solve"], ["solve", "start", "check"]),
         ([], ["start", "check"]),
         (["start", "--folder", "taken"], ["taken", "folder"]),

@@ -39,7 +39,7 @@ REFUSED = [
     ({"output_dir": None}, "--output_dir"),
     ({"train_file": None}, "--train_file"),
     ({"model": None}, "--model"),
-    ({"model": "./missing"}, "no such folder"),
+    ({"model": "./missing"}, "./missing"),
     ({"train": "rows.csv"}, "--train"),  # no abbreviations
     ({"learning_rate": "fast"}, "learning_rate"),
     ({"learning_rate": "nan"}, "--learning_rate"),
