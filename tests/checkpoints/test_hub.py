@@ -9,16 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from huggingface_hub import HfApi
 
 import modeling_scratchbert
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from modeling_scratchbert import AUTO_MAP
 from support.hub_server import serving, use
-from support.models import OURS, inputs_for, random_scratchbert
+from support.models import OURS, inputs_for, random_scratchbert, word_tokenizer
 
 TOKEN = "hf_" + "Ada" * 12
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "."]
 AUTO_CLASSES = {path.split(".ScratchBert")[1]: auto for auto, path in reversed(AUTO_MAP.items())}
 AUTO_CLASSES["Seq2SeqModel"] = "AutoModel"
 
@@ -46,7 +44,7 @@ torch.save(found, "found.pt")
 def visit(tmp_path_factory):
     """Models of every class, their outputs, and what a new process with an empty cache opened."""
     root = tmp_path_factory.mktemp("visit")
-    tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)})
+    tokenizer = word_tokenizer(["the", "cat", "sat", "on", "mat", "."])
     expected, wanted = {}, {}
     with serving(**{TOKEN: {"ada"}}) as hub, pytest.MonkeyPatch.context() as patch:
         use(hub, patch, root / "own cache", TOKEN)

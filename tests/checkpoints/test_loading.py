@@ -119,6 +119,12 @@ def test_missing_tensors_are_named(tmp_path, lost, kwargs, missing):
     assert re.search(missing, warnings)
 
 
+def test_a_missing_activation_starts_as_that_of_torch(tmp_path):
+    write_bert(tmp_path, random_bert("Model", hidden_act="prelu"))
+    model, _, _ = load(tmp_path, "ForMaskedLM")
+    assert model.lm_head.activation.weight.item() == 0.25
+
+
 def test_sizes_that_differ(tmp_path):
     """The vocabulary: the names are ours, and the output matrix stays tied."""
     write_bert(tmp_path)

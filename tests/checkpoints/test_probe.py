@@ -7,13 +7,12 @@ import logging
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
-from support.checkpoint_kinds import config_json, logged_warnings, write_bert
+from support.checkpoint_kinds import change_tensors, config_json, logged_warnings
 from support.models import OURS, REFERENCES, random_scratchbert, tiny_config
-from support.versions import since
 
 # Inputs have eight tokens, and the fifth is the last one of the second row.
 LAST = 4
@@ -47,17 +46,6 @@ def change_probe(folder, **fields) -> None:
     """Write fields of the probe; a change to None removes one."""
     probe = {name: value for name, value in {**probe_of(folder), **fields}.items() if value is not None}
     (folder / "probe.json").write_text(json.dumps(probe))
-
-
-def to_earlier_version(folder) -> None:
-    change_probe(folder, tied=None, custom_modules=None)
-
-
-def rewrite_weights(folder, change) -> None:
-    """Save what is in the file again, after `change` was called with it."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def bytes_of(tensor) -> torch.Tensor:
@@ -158,15 +146,11 @@ def test_every_class_in_every_dtype(tmp_path, head, fields, at_save):
     [
         {"tie_word_embeddings": False},
         {"tie_encoder_decoder": True, "share_embeddings": True},
-        {"tie_encoder_decoder": False, "share_embeddings": False},
-        pytest.param(
-            {"num_decoder_layers": 1, "pad_token_id": -1}, marks=since("5.23", "a negative pad_token_id can be saved")
-        ),
-        {"vocab_size": 5, "max_position_embeddings": 3, "type_vocab_size": 1},
+        {"tie_encoder_decoder": False, "share_embeddings": False, "num_decoder_layers": 1},
+        {"vocab_size": 5, "max_position_embeddings": 1, "type_vocab_size": 1, "pad_token_id": None},
         {"vocab_size": 1, "num_hidden_layers": 0, "decoder_start_token_id": 0, "eos_token_id": 0},
-        {"max_position_embeddings": 1, "pad_token_id": None},
-        {"chunk_size_feed_forward": 16, "return_dict": False},
-        {"chunk_size_feed_forward": 64, "output_hidden_states": True, "attn_implementation": "flex_attention"},
+        {"chunk_size_feed_forward": 16, "output_hidden_states": True, "return_dict": False},
+        {"attn_implementation": "flex_attention"},
     ],
     ids=str,
 )
@@ -215,11 +199,11 @@ def test_tensors_of_the_same_bytes(tmp_path, head, version):
             nn.init.zeros_(parameter)
     model.save_pretrained(tmp_path)
     if version == "an earlier one":
-        to_earlier_version(tmp_path)
+        change_probe(tmp_path, tied=None, custom_modules=None)
     for dtype in DTYPES[:2]:
         verified(tmp_path, head, dtype=dtype)
     if version == "this one":  # the name is missed, although a tensor of the same bytes is there
-        rewrite_weights(tmp_path, lambda tensors: tensors.pop(min(n for n in tensors if n.endswith("query.bias"))))
+        change_tensors(tmp_path, lambda tensors: tensors.pop(min(n for n in tensors if n.endswith("query.bias"))))
         assert "query.bias" in refused(tmp_path, head)
 
 
@@ -243,19 +227,18 @@ class Gated(ScratchBertForMaskedLM):
         self.post_init()
 
 
-@pytest.mark.parametrize("version", ["this one", "an earlier one"])
-def test_a_derived_class_has_digests_alone(tmp_path, version):
+@pytest.mark.parametrize("fields", [{}, {"tied": None, "custom_modules": None}], ids=["", "an earlier version"])
+def test_a_derived_class_has_digests_alone(tmp_path, fields):
     Gated(tiny_config()).save_pretrained(tmp_path)
     probe = probe_of(tmp_path)
     assert "gate" in probe["tensors"]
     assert (probe["outputs"], probe["custom_modules"]) == ({}, ["Gated"])
-    if version == "an earlier one":
-        to_earlier_version(tmp_path)
+    change_probe(tmp_path, **fields)
     for model_class in (Gated, ScratchBertForMaskedLM):
         with logged_warnings() as warnings:
             model_class.from_pretrained(tmp_path, verify=True)
-        assert "verify=True compared the tensors" in warnings[-1]
-    rewrite_weights(tmp_path, lambda tensors: flip_bit(tensors["gate"]))
+        assert "verify=True" in warnings[-1]
+    change_tensors(tmp_path, lambda tensors: flip_bit(tensors["gate"]))
     with pytest.raises(ValueError, match="gate"):
         Gated.from_pretrained(tmp_path, verify=True)
 
@@ -263,27 +246,19 @@ def test_a_derived_class_has_digests_alone(tmp_path, version):
 # --- what is refused
 
 
-def test_one_bit_of_any_tensor(tmp_path):
-    saved(tmp_path)
-    intact = (tmp_path / "model.safetensors").read_bytes()
-    for name in sorted(load_file(tmp_path / "model.safetensors"))[::4]:
-        rewrite_weights(tmp_path, lambda tensors, name=name: flip_bit(tensors[name]))
-        assert name in refused(tmp_path)
-        (tmp_path / "model.safetensors").write_bytes(intact)
-
-
 @pytest.mark.parametrize(
     ("change", "names"),
     [
+        *((lambda tensors, name=name: flip_bit(tensors[name]), [name]) for name in (QUERY, "lm_head.norm.bias")),
         (lambda tensors: tensors.update({QUERY: tensors[KEY], KEY: tensors[QUERY]}), [QUERY, KEY]),
         (lambda tensors: tensors.pop(QUERY), [QUERY]),
         (lambda tensors: tensors.update({"model.pooler.dense.scale": torch.ones(32)}), ["model.pooler.dense.scale"]),
     ],
-    ids=["exchanged", "missing", "more"],
+    ids=["a bit of the base model", "a bit of the model head", "exchanged", "missing", "more"],
 )
 def test_files_of_other_tensors(tmp_path, change, names):
     saved(tmp_path)
-    rewrite_weights(tmp_path, change)
+    change_tensors(tmp_path, change)
     message = refused(tmp_path)
     assert all(name in message for name in names)
 
@@ -315,9 +290,7 @@ def test_errors_of_loading(tmp_path, monkeypatch, fields, damage, mentioned, dty
         return model, info
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
-    message = refused(tmp_path, dtype=dtype)
-    assert mentioned in message
-    assert transformers.__version__ in message
+    assert mentioned in refused(tmp_path, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -360,8 +333,7 @@ def test_changed_modules(tmp_path, change, mentioned):
 def test_without_a_probe(tmp_path):
     model = saved(tmp_path)
     (tmp_path / "probe.json").unlink()
-    for folder in (tmp_path, write_bert(tmp_path / "bert")):
-        assert "probe.json" in refused(folder, error=OSError)
+    assert "probe.json" in refused(tmp_path, error=OSError)
     with pytest.raises(OSError, match=r"probe\.json"):
         verified(None, config=model.config, state_dict=model.state_dict())
 
@@ -369,11 +341,15 @@ def test_without_a_probe(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        *("[1]", '{"class": "ScratchBertModel"}'),
-        *({"tensors": []}, {"tensors": {"a": []}}, {"tied": []}, {"class": None}, {"custom_modules": ["Gated"]}),
-        *({"inputs": {}}, {"outputs": {"pooler_output": 1}}),
-        *({"inputs": {"input_ids": [[1], [1, 2]]}}, {"outputs": {"logits": [[1]]}}),
-        *({"inputs": {"input_ids": [[999]]}}, {"inputs": {"ids": [[1]]}}),
+        "[1]",
+        '{"class": "ScratchBertModel"}',
+        {"tensors": {"a": []}},
+        {"class": None},
+        {"custom_modules": ["Gated"]},
+        {"inputs": {}},
+        {"outputs": {"pooler_output": 1}},
+        {"outputs": {"logits": [[1]]}},
+        {"inputs": {"input_ids": [[999]]}},
     ],
     ids=str,
 )
@@ -400,29 +376,25 @@ def test_saves_without_a_probe(tmp_path):
     assert not (tmp_path / "not the main process" / "probe.json").exists()
 
 
-def assert_saved_without_a_probe(model, folder, reason) -> None:
-    """A save writes everything else, and of any number of saves the first warns."""
-    logging.Logger.warning_once.cache_clear()
-    with logged_warnings() as warnings:
-        for _ in range(2):
-            model.save_pretrained(folder)
-    assert (folder / "model.safetensors").exists()
-    assert not (folder / "probe.json").exists()
-    assert [reason in warning for warning in warnings if "probe.json" in warning] == [True]
-
-
 class PartOfATensor(torch.Tensor):
     """As a quantised or a distributed tensor, it is of a class of its own."""
 
 
 def test_models_that_cannot_have_a_probe(tmp_path):
+    """Everything else is saved, and of any number of saves the first warns."""
     saved(tmp_path, "Model")
     options = {"device_map": {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}, "offload_folder": tmp_path}
     with pytest.raises(ValueError, match="offloaded"):
         verified(tmp_path, "Model", **options)
-    assert_saved_without_a_probe(ScratchBertModel.from_pretrained(tmp_path, **options), tmp_path / "1", "offloaded")
-    model = random_scratchbert("Model")
-    model.encoder.blocks[0].feed_forward.activation = nn.Bilinear(2, 2, 2)
-    assert_saved_without_a_probe(model, tmp_path / "2", "TypeError")
-    model.pooler.dense.bias = nn.Parameter(model.pooler.dense.bias.detach().as_subclass(PartOfATensor))
-    assert_saved_without_a_probe(model, tmp_path / "3", "sharded")
+    unusual, sharded = random_scratchbert("Model"), random_scratchbert("Model")
+    unusual.encoder.blocks[0].feed_forward.activation = nn.Bilinear(2, 2, 2)
+    sharded.pooler.dense.bias = nn.Parameter(sharded.pooler.dense.bias.detach().as_subclass(PartOfATensor))
+    logging.Logger.warning_once.cache_clear()
+    for model in (ScratchBertModel.from_pretrained(tmp_path, **options), unusual, sharded):
+        folder = tmp_path / "saved"
+        with logged_warnings() as warnings:
+            for _ in range(2):
+                model.save_pretrained(folder)
+        assert (folder / "model.safetensors").exists()
+        assert not (folder / "probe.json").exists()
+        assert len([warning for warning in warnings if "probe.json" in warning]) == 1

@@ -18,13 +18,13 @@ from torch import nn
 
 import modeling_scratchbert
 from modeling_scratchbert import (
+    AUTO_MAP,
     ScratchBertConfig,
     ScratchBertForMaskedLM,
     ScratchBertForPreTraining,
     ScratchBertModel,
     ScratchBertPreTrainedModel,
 )
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
 from support.checkpoint_kinds import (
     NOTHING,
     assert_same_outputs,

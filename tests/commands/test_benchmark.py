@@ -10,21 +10,18 @@ from transformers import AutoTokenizer, BertForSequenceClassification, BertForTo
 
 import benchmark
 import modeling_scratchbert
-from modeling_scratchbert.cpu.library import find_library
+from support.commands import exit_code
 from support.corpora import save_model, texts, write_rows
+from support.prepacked import needs_library
 from toolkit.benchmark import VARIANTS, measure, variants
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
-with_int8 = pytest.mark.skipif(not find_library(), reason="int8 requires the library in C++")
 MANY_LABELS = {"id2label": {i: str(i) for i in range(40)}, "problem_type": "multi_label_classification"}
 OURS = [name for name in VARIANTS if name.startswith("ours")]
 
 
 def run(*arguments) -> int:
-    try:
-        return benchmark.main([str(argument) for argument in (*arguments, "--threads", 1, "--repetitions", 1)])
-    except SystemExit as stopped:
-        return stopped.code
+    return exit_code(benchmark, *arguments, "--threads", 1, "--repetitions", 1)
 
 
 @pytest.fixture
@@ -85,7 +82,7 @@ def outputs_by_hand(model_class, folder: str, found: list[str], optimised=None) 
     return embeddings, logits
 
 
-@with_int8
+@needs_library
 @pytest.mark.parametrize(
     ("task", "reference", "fields"),
     [
@@ -121,31 +118,27 @@ def test_the_table_by_precision_is_that_of_models_opened_by_hand(task, reference
     assert changed.any() or not (fields or task == "tag"), "else the number above is not checked"
 
 
-@pytest.mark.parametrize("name", ["ours", "ours-bf16"])
-def test_a_wrong_variant_has_a_verdict(name, here, monkeypatch, capsys):
-    def open_wrong(name, *arguments):
+@pytest.mark.parametrize("name", ["ours", "ours-bf16", "onnx"])
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_variant_that_is_wrong_or_fails_is_named(name, is_wrong, here, monkeypatch, capsys):
+    """Of our own variants, it is an error."""
+
+    def open_damaged(name, *arguments):
         opened = open_variant(name, *arguments)
-        return (lambda inputs: opened(inputs).flip(-1)) if name == wrong else opened
+        if name != damaged:
+            return opened
+        return (lambda inputs: opened(inputs).flip(-1)) if is_wrong else {}["not today"]
 
-    wrong, open_variant = name, variants.open_variant
-    monkeypatch.setattr(variants, "open_variant", open_wrong)
-    found = report_of(save_model(here / "model"), "--rows", "rows.jsonl", "--variants", "ours", "ours-bf16", code=1)
-    assert {row["variant"] for row in found["rows"] if row["is_wrong"]} == {name}
-    assert len(found["failures"]) == 2
-    assert f"{name}  WRONG" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["ours", "onnx"])
-def test_a_variant_that_fails_is_named(name, here, monkeypatch):
-    def open_failing(name, *arguments):
-        return {}["not today"] if name == failing else open_variant(name, *arguments)
-
-    failing, open_variant = name, variants.open_variant
-    monkeypatch.setattr(variants, "open_variant", open_failing)
-    model = save_model(here / "model")
-    found = report_of(model, "--rows", "rows.jsonl", "--variants", name, code=1 if name == "ours" else 0)
-    assert {row["variant"] for row in found["rows"]} == {"bert"}
-    assert (found["unavailable"].keys(), len(found["failures"])) == ({name}, int(name == "ours"))
+    damaged, open_variant, is_ours = name, variants.open_variant, name != "onnx"
+    monkeypatch.setattr(variants, "open_variant", open_damaged)
+    flags = ["--rows", "rows.jsonl", "--variants", name]
+    found = report_of(save_model(here / "model"), *flags, code=int(is_ours))
+    assert bool(found["failures"]) == is_ours
+    if is_wrong:
+        assert {row["variant"] for row in found["rows"] if row["is_wrong"]} == ({name} if is_ours else set())
+    else:
+        assert {row["variant"] for row in found["rows"]} == {"bert"}
+        assert found["unavailable"].keys() == {name}
 
 
 def test_memory_is_that_of_a_new_process(here, monkeypatch):

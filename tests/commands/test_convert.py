@@ -1,38 +1,48 @@
 """`scripts/convert.py`: what goes in comes out, both ways, and what cannot be converted is refused."""
 
-import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertTokenizer, EncoderDecoderModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, EncoderDecoderModel
 
 import convert
 from modeling_scratchbert import ScratchBertModel
-from support.checkpoint_kinds import assert_same_outputs, bert_tensors, write_bert, write_weights
-from support.models import OURS, REFERENCES, random_bert, random_encoder_decoder, random_scratchbert
+from support.checkpoint_kinds import (
+    assert_same_outputs,
+    bert_tensors,
+    change_config,
+    change_tensors,
+    write_bert,
+    write_weights,
+)
+from support.commands import exit_code
+from support.models import (
+    OURS,
+    REFERENCES,
+    SPECIAL_TOKENS,
+    random_bert,
+    random_encoder_decoder,
+    random_scratchbert,
+    word_tokenizer,
+)
 from toolkit.common import read_json
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 
-def run(*arguments) -> int:
-    try:
-        return convert.main([str(argument) for argument in arguments])
-    except SystemExit as stopped:
-        return stopped.code
+run = partial(exit_code, convert)
 
 
 def change(folder, edit=None, **fields):
     """Edits the tensors of a checkpoint, and sets fields of its config.json."""
     if edit is not None:
-        tensors = load_file(folder / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | fields))
+        change_tensors(folder, edit)
+    change_config(folder, **fields)
     return folder
 
 
@@ -148,11 +158,10 @@ def test_the_files_of_a_real_model(minilm, tmp_path):
 
 
 def test_a_bert_gets_the_vocabulary_of_its_tokenizer(tmp_path):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "dog", "##s"]
     random_scratchbert("Model").save_pretrained(tmp_path / "ours")
-    BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(tmp_path / "ours")
+    word_tokenizer(["dog", "##s"]).save_pretrained(tmp_path / "ours")
     assert run(tmp_path / "ours", tmp_path / "bert", "--to", "bert") == 0
-    assert (tmp_path / "bert" / "vocab.txt").read_text().splitlines() == words
+    assert (tmp_path / "bert" / "vocab.txt").read_text().splitlines() == [*SPECIAL_TOKENS, "dog", "##s"]
 
 
 def test_a_vocabulary_alone_opens_as_the_tokenizer_of_a_bert(tmp_path):

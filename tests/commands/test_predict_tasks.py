@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, EncoderDecoderModel, pipeline
 
 import train
-from modeling_scratchbert.cpu.library import find_library
+from support.checkpoint_kinds import change_tensors
 from support.corpora import HEADS, errors_of, read_output, results, rows_for, run, texts, write_rows
 from support.models import REFERENCES
+from support.prepacked import INT8, needs_library
 from support.tiny import flags, reset_accelerate
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
@@ -67,10 +67,8 @@ def test_embeddings_are_those_of_bert(flags, pooled, make_bert):
     assert (np.abs(stored - expected) <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", INT8])
 def test_embeddings_in_fewer_bits_are_near(dtype, minilm, reviews):
-    if dtype == "int8" and not find_library():
-        pytest.skip("the processor has no library")
     rows = rows_file([{"text": row["text"]} for row in reviews[:16]])
     exact, rounded = (
         np.array([row["embedding"] for row in results(name, minilm, rows, "--dtype", name)])
@@ -248,13 +246,14 @@ def test_predictions_are_those_of_the_training(task, make_bert, here, capsys):
 # ------------------------------------------------------------------------------------------------ what rows depend on
 
 
+INT8_TASKS = [pytest.param(task, "int8", marks=needs_library) for task in ("embed", "tag")]
+
+
 @pytest.mark.parametrize(
     ("task", "dtype"),
-    [*((task, "float32") for task in HEADS), ("embed", "bfloat16"), ("embed", "int8"), ("tag", "int8")],
+    [*((task, "float32") for task in HEADS), ("embed", "bfloat16"), *INT8_TASKS],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(task, dtype, make_bert):
-    if dtype == "int8" and not find_library():
-        pytest.skip("the processor has no library")
     folder, rows = make_bert(task, hidden_size=48, num_attention_heads=3, intermediate_size=1100), rows_for(task)
     options = ["--max_new_tokens", "5"] if HEADS[task] in ("ForConditionalGeneration", "ForCausalLM") else []
     argv = [folder, "rows.jsonl", "--dtype", dtype, *options, "--keep_columns", "id"]
@@ -266,15 +265,17 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(task, dtype, make_bert):
     assert found[0] == found[1] == found[2]
 
 
+def spoil_film(tensors) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith("word_embeddings.weight"):
+            tensor[8] = float("nan")
+
+
 @pytest.mark.parametrize("task", HEADS)
 def test_a_row_whose_numbers_are_not_finite_is_bad(task, make_bert, here):
     rows = rows_for(task, longest=12)
     folder = make_bert(task, tie_word_embeddings=False, initializer_range=0.03)
-    weights = load_file(f"{folder}/model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith("word_embeddings.weight"):
-            weight[8] = float("nan")  # "film"
-    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    change_tensors(Path(folder), spoil_film)
     is_bad = [any("film" in str(value) for value in row.values()) for row in rows]
     argv = [folder, rows_file(rows), *(["--max_new_tokens", "3"] if task in ("generate", "continue") else [])]
     assert run(*argv, "--output", "stopped") == 2

@@ -316,18 +316,6 @@ def test_tracing_raises_no_alarm_over_our_code():
     assert alarms == []
 
 
-def test_a_trace_saves_and_loads(tmp_path):
-    model = make("ForSequenceClassification")
-    inputs = inputs_for()
-    traced = torch.jit.trace(model, (inputs["input_ids"], inputs["attention_mask"]), strict=False)
-    traced.save(str(tmp_path / "model.ts"))
-    loaded = torch.jit.load(str(tmp_path / "model.ts"))
-    inputs = inputs_for("ForSequenceClassification", 2, 9)
-    output = loaded(inputs["input_ids"], inputs["attention_mask"])
-    expected = model(inputs["input_ids"], inputs["attention_mask"])
-    assert_close(output["logits"], expected.logits, rtol=0, atol=1e-5)
-
-
 # torch.func
 
 
@@ -343,16 +331,6 @@ def test_functional_calls_take_other_parameters():
     inputs = inputs_for()
     output = functional_call(model, dict(other.named_parameters()), (), inputs)
     assert_same(output, other(**inputs))
-
-
-def test_functional_gradients_are_those_of_backward():
-    model = make()
-    ids = inputs_for()["input_ids"][0]
-    expected = grad(per_example_loss(model))(dict(model.named_parameters()), ids)
-    per_example_loss(model)(dict(model.named_parameters()), ids).backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            assert_close(expected[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

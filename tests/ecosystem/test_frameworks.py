@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import BertTokenizer, pipeline
 
-from support.models import inputs_for
+from support.models import SPECIAL_TOKENS, inputs_for, word_tokenizer
 from support.processes import run_python
-from support.tiny import SPECIAL, TEXTS, WORDS
+from support.tiny import TEXTS, WORDS
 
-FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64}
+FIELDS = {"vocab_size": len(SPECIAL_TOKENS + WORDS), "max_position_embeddings": 64}
 
 
 @pytest.fixture
 def tokenizer() -> BertTokenizer:
-    return BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)})
+    return word_tokenizer(WORDS)
 
 
 def test_lightning_trains_in_two_processes_as_bert(pair, tmp_path):

@@ -1,12 +1,12 @@
 """`pipeline()` on the folder of a saved model returns what it returns for a BERT of the same weights, in every task for
-which transformers has an encoder. Text generation is in `versions/check.py`."""
+which transformers has such a model."""
 
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer, pipeline
 
-from support.models import OURS, randomise, tiny_config
+from support.models import NEEDS, OURS, randomise, tiny_config
 
 SENTENCES = [
     "The museum in Lisbon opens at nine.",
@@ -19,6 +19,7 @@ ZERO_SHOT = {"candidate_labels": ["weather", "culture", "money"], "hypothesis_te
 TASKS = {
     "fill-mask": ("ForMaskedLM", ()),
     "feature-extraction": ("Model", ()),
+    "text-generation": ("ForCausalLM", ()),
     "text-classification": ("ForSequenceClassification", ("sad", "glad", "neither")),
     "token-classification": ("ForTokenClassification", ("O", "B-PLACE", "I-PLACE", "B-TIME")),
     "zero-shot-classification": ("ForSequenceClassification", ("contradiction", "neutral", "entailment")),
@@ -30,7 +31,8 @@ def save(task: str, minilm: str, folder: Path) -> list[Path]:
     head, labels = TASKS[task]
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     names = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-    config = tiny_config(vocab_size=len(tokenizer), max_position_embeddings=64, **(names if labels else {}))
+    fields = {**NEEDS.get(head, {}), **(names if labels else {})}
+    config = tiny_config(vocab_size=len(tokenizer), max_position_embeddings=64, **fields)
     model = randomise(OURS[head](config), std=0.2)
     model.save_pretrained(folder / "ours")
     model.save_as_bert(folder / "bert")
@@ -61,6 +63,7 @@ def assert_same(output, expected) -> None:
         ("fill-mask", ["[MASK] is a city.", "A [MASK] and a [MASK]."], {}),
         ("fill-mask", "Paris is a [MASK].", {"targets": ["city", "lamp"]}),
         ("feature-extraction", SENTENCES, {"batch_size": 3}),
+        ("text-generation", SENTENCES[0], {"max_new_tokens": 12, "do_sample": False}),
         ("text-classification", SENTENCES, {"top_k": None}),
         ("text-classification", SENTENCES, {"batch_size": 2}),
         ("text-classification", PAIR, {"function_to_apply": "none"}),

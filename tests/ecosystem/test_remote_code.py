@@ -11,8 +11,7 @@ import torch
 import transformers
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from modeling_scratchbert import AUTO_MAP, ScratchBertConfig
 from support import remote_code, user_models
 from support.checkpoint_kinds import assert_same_outputs, config_json, logged_warnings, write_bert, write_hub_cache
 from support.folders import DATA, ROOT

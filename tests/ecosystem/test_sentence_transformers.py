@@ -20,18 +20,17 @@ from sentence_transformers.multi_vector_encoder import losses as multi_vector_lo
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sparse_encoder import losses as sparse_losses
 from torch.testing import assert_close
-from transformers import BertTokenizer
 
 import convert
-from support.models import NO_DROPOUT, OURS, random_bert
+from support.models import NO_DROPOUT, OURS, SPECIAL_TOKENS, random_bert, word_tokenizer
 from support.processes import run_python
-from support.tiny import SPECIAL, TEXTS, WORDS
+from support.tiny import TEXTS, WORDS
 
 # `convert.py` disables warnings.
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
 
 OPTIONS = {"device": "cpu", "trust_remote_code": True}
-FIELDS = {"vocab_size": len(SPECIAL) + len(WORDS), "max_position_embeddings": 64, **NO_DROPOUT}
+FIELDS = {"vocab_size": len(SPECIAL_TOKENS + WORDS), "max_position_embeddings": 64, **NO_DROPOUT}
 PAIRS = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))
 
 
@@ -41,7 +40,7 @@ def save(head: str, folder: Path) -> list[Path]:
     random_bert(head, **FIELDS, **labels).save_pretrained(folder / "bert")
     OURS[head].from_pretrained(folder / "bert").save_pretrained(folder / "ours")
     for each in folder.iterdir():
-        BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(each)
+        word_tokenizer(WORDS).save_pretrained(each)
     return [folder / "bert", folder / "ours"]
 
 

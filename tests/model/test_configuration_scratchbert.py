@@ -10,8 +10,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 import modeling_scratchbert
-from modeling_scratchbert import ScratchBertConfig, ScratchBertModel
-from modeling_scratchbert.configuration_scratchbert import AUTO_MAP
+from modeling_scratchbert import AUTO_MAP, ScratchBertConfig, ScratchBertModel
 from support.checkpoint_kinds import config_json, write_bert
 from support.models import TINY, random_bert, tiny_config
 
@@ -298,6 +297,7 @@ def test_from_bert(tmp_path, fields):
     bert = transformers.BertModel.from_pretrained(tmp_path, **options).config
     before = bert.to_dict()
     ours = ScratchBertConfig.from_bert(bert)
+    assert comparable(ScratchBertConfig.from_bert(ours)) == comparable(ours)
     assert comparable(ours) == comparable(bert) | SAVED
     assert bert.to_dict() == before
     assert (ours._attn_implementation, ours.output_attentions) == ("eager", True)

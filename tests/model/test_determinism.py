@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import StaticCache
 
-from modeling_scratchbert.cpu.library import find_library
 from support.models import BERTS, ENCODER_DECODERS, SPECIAL, random_scratchbert
+from support.prepacked import HAS_LIBRARY
 
 DTYPES = (torch.float32, torch.bfloat16, "int8")
 # Widths of heads that are, and are not, a multiple of 16, and one head: MKL's products depend on where misaligned
@@ -42,7 +42,7 @@ def make(head: str, **fields):
 
 
 def optimised(head: str, dtype=torch.float32, **fields):
-    if dtype == "int8" and not find_library():
+    if dtype == "int8" and not HAS_LIBRARY:
         pytest.skip("the library in C++ is not in use")
     return make(head, **fields).optimize_for_inference(dtype)
 
@@ -129,7 +129,7 @@ def test_every_head(head, dtype):
         check(model_of(head, dtype, size), rows, [7, 3, 0, 11, 5, 10, 1, 8, 2, 9, 4, 6], [7, 1, 4], 40, 3)
 
 
-ACTIVATIONS = ["gelu_new", "gelu_fast", "relu", "tanh", *(["gelu_pytorch_tanh", "silu"] if find_library() else [])]
+ACTIVATIONS = ["gelu_new", "gelu_fast", "relu", "tanh", *(["gelu_pytorch_tanh", "silu"] if HAS_LIBRARY else [])]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

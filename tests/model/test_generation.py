@@ -8,25 +8,21 @@ import pytest
 import torch
 from torch.testing import assert_close
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
     BertModel,
-    BertTokenizer,
     CompileConfig,
     DynamicCache,
     EncoderDecoderCache,
     EncoderDecoderModel,
     GenerationConfig,
     StaticCache,
-    pipeline,
 )
 from transformers.modeling_outputs import BaseModelOutput
 
 from modeling_scratchbert import ScratchBertForCausalLM, ScratchBertForConditionalGeneration
 from modeling_scratchbert.versions import CACHE
 from support.models import VOCABULARY, randomise, tiny_config
-from support.versions import since
 
 PAD, START = 0, 1
 LIMIT = 80  # positions
@@ -380,22 +376,6 @@ def test_a_step_computes_one_position(beams, kind, pairs):
     assert calls.pop("key") == [pair.prompt_length()] + [1] * (NEW - 1)
     assert calls.pop("scores") == [1] * NEW
     assert all(len(lengths) == 1 for lengths in calls.values())
-
-
-@since("5.20", "a pipeline does not warn of its own arguments")
-def test_a_pipeline_writes_the_text_of_the_reference(pairs, said, tmp_path):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(VOCABULARY - 5))]
-    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)}, padding_side="left")
-    pair = pairs("causal")
-    pair.ours.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    ours = pipeline("text-generation", model=str(tmp_path), device="cpu")
-    options = {"max_new_tokens": 12, "do_sample": False, "batch_size": 2}
-    texts = ours(["word3 word77 word5", "word9"], **options)
-    assert not said()
-    assert type(ours.model) is type(AutoModelForCausalLM.from_pretrained(tmp_path)) is ScratchBertForCausalLM
-    reference = pipeline("text-generation", model=pair.reference, tokenizer=tokenizer, device="cpu")
-    assert texts == reference(["word3 word77 word5", "word9"], **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

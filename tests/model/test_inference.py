@@ -16,28 +16,28 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from modeling_scratchbert import ScratchBertModel
-from modeling_scratchbert.cpu.library import find_library
 from modeling_scratchbert.inference import is_prepacked
 from support.comparison import assert_same_tensors
 from support.models import OURS, inputs_for
 from support.prepacked import (
     DTYPES,
+    HAS_LIBRARY,
     TIED,
     all_prepacked,
     assert_equal_tensors,
     compute,
     every_model,
+    find_library,
     layers,
     make,
     matrices_of,
+    needs_library,
 )
 from support.unpadded import observed_shapes
 
 SEQ2SEQ = "ForConditionalGeneration"
 ACTIVATIONS = ["gelu", "gelu_new", "gelu_fast", "relu", "tanh"]
 OF_THE_LIBRARY = ["gelu_pytorch_tanh", "quick_gelu", "silu", "sigmoid"]
-HAS_LIBRARY = find_library() is not None
-needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the library in C++ is not in use")
 
 
 @pytest.fixture
@@ -131,9 +131,11 @@ def test_generated_ids_stay_the_same(head, fields, beams):
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("head", ["ForMaskedLM", SEQ2SEQ])
-def test_hidden_states_stay_the_same(head, norm_first):
-    model, inputs = make(head, norm_first=norm_first), inputs_for(head) | {"output_hidden_states": True}
+@pytest.mark.parametrize(
+    ("head", "options"), [("ForMaskedLM", {}), (SEQ2SEQ, {}), (SEQ2SEQ, {"use_cache": False})], ids=str
+)
+def test_hidden_states_stay_the_same(head, options, norm_first):
+    model, inputs = make(head, norm_first=norm_first), inputs_for(head) | {"output_hidden_states": True, **options}
     expected = compute(model, inputs)
     assert_same_tensors(compute(model.optimize_for_inference(), inputs), expected)
 

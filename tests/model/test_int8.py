@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
-from modeling_scratchbert.cpu.library import find_library
 from support.models import inputs_for
-from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make, product
+from support.prepacked import TIED, assert_equal_tensors, compute, every_model, layers, make, needs_library, product
 
-pytestmark = pytest.mark.skipif(not find_library(), reason="the library in C++ is not in use")
+pytestmark = needs_library
 
 
 def factors_of(model, path) -> dict[str, torch.Tensor]:

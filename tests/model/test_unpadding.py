@@ -57,6 +57,8 @@ def test_blocks_compute_non_padding_tokens_alone(kind, attention, tmp_path, shap
     if kind == "scattered":
         batch["position_ids"] = torch.randint(0, 30, (1, 9))
         batch["attention_mask"][2] = 0
+    if kind == "left":
+        batch["inputs_embeds"] = ours.get_input_embeddings()(batch.pop("input_ids")).detach()
     real, seen = batch["attention_mask"].bool(), shapes_seen(ours)
     with torch.no_grad():
         states, expected = ours(**batch).last_hidden_state, reference(**batch).last_hidden_state

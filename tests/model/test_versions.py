@@ -181,17 +181,3 @@ def test_parameters_are_those_of_bert(ours, berts):
         return [name for name in inspect.signature(cls.forward).parameters if name != "kwargs"]
 
     assert names(ours) == names(berts)
-
-
-@pytest.mark.parametrize(
-    "keep", [0, 2, torch.tensor([1, 4]), torch.tensor([[0, 3], [2, 5]]), torch.eye(2, 6, dtype=torch.bool)], ids=str
-)
-def test_logits_of_chosen_positions(keep):
-    model, ids = ScratchBertForCausalLM(tiny_config(is_decoder=True)).eval(), torch.arange(3, 15).view(2, 6)
-    with torch.no_grad():
-        every, found = model(ids).logits, model(ids, logits_to_keep=keep).logits
-    rows = torch.arange(2)[:, None]
-    expected = every[:, -keep:] if isinstance(keep, int) else every[keep] if keep.dtype == torch.bool else None
-    if expected is None:
-        expected = every[:, keep] if keep.ndim == 1 else every[rows, keep]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from support.models import OURS, random_bert, random_encoder_decoder
@@ -215,6 +215,13 @@ def change_config(folder: Path, **changes) -> None:
     fields = {**config_json(folder), **changes}
     fields = {name: value for name, value in fields.items() if value is not None or name not in changes}
     (folder / "config.json").write_text(json.dumps(fields))
+
+
+def change_tensors(folder: Path, edit) -> None:
+    """Saves the tensors of model.safetensors again, after `edit` was called with them."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def weight_files(folder: Path) -> list[Path]:

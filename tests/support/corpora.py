@@ -6,13 +6,23 @@ import random
 from pathlib import Path
 
 from pyarrow import parquet
-from transformers import BertTokenizer
 
 import predict
-from support.models import NEEDS, NO_DROPOUT, OURS, SPECIAL, random_encoder_decoder, randomise, tiny_config
+from support.commands import exit_code
+from support.models import (
+    NEEDS,
+    NO_DROPOUT,
+    OURS,
+    SPECIAL,
+    SPECIAL_TOKENS,
+    random_encoder_decoder,
+    randomise,
+    tiny_config,
+    word_tokenizer,
+)
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "with", "ada", "and", "bo", "in"]
-WORDS += ["rome", "##s", "##ful", ".", ",", "!"] + [f"word{number}" for number in range(40)]
+WORDS = ["a", "good", "bad", "film", "with", "ada", "and", "bo", "in", "rome", "##s", "##ful", ".", ",", "!"]
+WORDS += [f"word{number}" for number in range(40)]
 HEADS = {
     "embed": "Model",
     "classify": "ForSequenceClassification",
@@ -34,7 +44,7 @@ FIELDS = {
 def save_model(folder: Path, task: str = "embed", kind: str = "scratchbert", seed: int = 0, **fields) -> str:
     """Saves a tiny model for a task, of `kind` scratchbert or bert, and its tokenizer. Returns the folder."""
     needs = NEEDS.get(HEADS[task], {}) if kind == "scratchbert" or task != "generate" else {}
-    fields = {**NO_DROPOUT, "vocab_size": len(WORDS), **needs, **FIELDS.get(task, {}), **fields}
+    fields = {**NO_DROPOUT, "vocab_size": len(SPECIAL_TOKENS + WORDS), **needs, **FIELDS.get(task, {}), **fields}
     if "id2label" in fields:
         fields["label2id"] = {name: number for number, name in fields["id2label"].items()}
         fields.pop("num_labels", None)
@@ -43,15 +53,14 @@ def save_model(folder: Path, task: str = "embed", kind: str = "scratchbert", see
     else:
         model = randomise(OURS[HEADS[task]](tiny_config(**fields)), seed, std=0.5).eval()
         model.save_pretrained(folder) if kind == "scratchbert" else model.save_as_bert(folder)
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
-    BertTokenizer(vocab=vocabulary, model_max_length=40).save_pretrained(folder)
+    word_tokenizer(WORDS, model_max_length=40).save_pretrained(folder)
     return str(folder)
 
 
 def texts(count: int, seed: int = 0, longest: int = 30) -> list[str]:
     """Texts of 1 to `longest` words."""
     numbers = random.Random(seed)
-    return [" ".join(numbers.choices(WORDS[5:], k=numbers.randint(1, longest))) for _ in range(count)]
+    return [" ".join(numbers.choices(WORDS, k=numbers.randint(1, longest))) for _ in range(count)]
 
 
 def rows_for(task: str, count: int = 30, longest: int = 30) -> list[dict]:
@@ -73,11 +82,7 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 def run(*argv: str) -> int:
     """The exit code of predict.py, in one process of one thread unless the arguments have others."""
-    argv = [str(each) for each in argv]
-    try:
-        return predict.main([*argv[:1], "--processes", "1", *argv[1:]])
-    except SystemExit as stopped:
-        return stopped.code
+    return exit_code(predict, *argv[:1], "--processes", 1, *argv[1:])
 
 
 def refused(capsys, named: str, *argv: str) -> None:

@@ -33,7 +33,7 @@ ROWS = {
     "LitServe: the server of serving.md": ("litserve", "server", ""),
     "bertviz": ("bertviz", "attention_readers", "bertviz"),
     "Captum": ("captum", "attention_readers", "captum"),
-    "hooks, nnsight": ("nnsight", "attention_readers", "hooks|nnsight"),
+    "nnsight": ("nnsight", "attention_readers", "nnsight"),
     "AOTInductor, TorchScript": ("torch", "compiled_files", ""),
     "ONNX Runtime": ("onnxruntime onnx", "export", "onnx"),
     "OpenVINO": ("openvino", "export", "openvino"),

@@ -17,6 +17,7 @@ TINY = {
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 VOCABULARY = TINY["vocab_size"]
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # The special tokens of a seq2seq model of this vocabulary, which is too small for Google's ids.
 SPECIAL = {"decoder_start_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
 
@@ -44,6 +45,11 @@ NEEDS = {"ForCausalLM": {"is_decoder": True}} | {head: {"is_encoder_decoder": Tr
 def tiny_config(config_class=modeling_scratchbert.ScratchBertConfig, **fields):
     """A configuration of `TINY` and these fields."""
     return config_class(**{**TINY, **fields})
+
+
+def word_tokenizer(words: list[str], **options) -> transformers.BertTokenizer:
+    """A tokenizer of the special tokens and these words."""
+    return transformers.BertTokenizer(vocab={word: i for i, word in enumerate([*SPECIAL_TOKENS, *words])}, **options)
 
 
 @torch.no_grad()

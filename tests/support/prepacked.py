@@ -20,7 +20,10 @@ ODD = {**TINY, "hidden_size": 36, "bos_token_id": 1}
 TIED = {"tie_encoder_decoder": True}
 
 
-DTYPES = [torch.float32, *(["int8"] if find_library() else [])]
+HAS_LIBRARY = find_library() is not None
+needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the library in C++ is not in use")
+INT8 = pytest.param("int8", marks=needs_library)
+DTYPES = [torch.float32, INT8]
 
 
 KINDS = [*((head, {}) for head in OURS), *((head, TIED) for head in ENCODER_DECODERS)]

@@ -6,28 +6,27 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import BertConfig, BertModel, BertTokenizer
+from transformers import BertConfig, BertModel
 
 import train
-from support.models import tiny_config
+from support.commands import exit_code
+from support.models import SPECIAL_TOKENS, tiny_config, word_tokenizer
 from toolkit.tasks import ARGUMENTS, task_class
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["good", "bad", "film", "fun", "a", "very", ".", "is", "it", "Anna", "Paris", "in", "saw"]
 TEXTS = ["good film .", "bad film", "a very good film", "a bad film .", "good fun .", "very bad", "good", "bad ."]
 
 
 def save_tiny(folder: Path, words: list[str] = WORDS, **fields) -> str:
-    """A BertModel with 64 positions, and a tokenizer of SPECIAL and these words.
+    """A BertModel with 64 positions, and a tokenizer of these words.
 
     Args:
         fields: of the configuration.
     """
-    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(vocabulary), "max_position_embeddings": 64, "initializer_range": 0.2}
+    sizes = {"vocab_size": len(SPECIAL_TOKENS) + len(words), "max_position_embeddings": 64, "initializer_range": 0.2}
     BertModel(tiny_config(BertConfig, **{**sizes, **fields})).save_pretrained(folder)
-    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    word_tokenizer(words).save_pretrained(folder)
     return str(folder)
 
 
@@ -57,10 +56,7 @@ def reset_accelerate() -> None:
 
 def run(argv: list[str]) -> int:
     """The exit code of train.py."""
-    try:
-        return train.main(argv)
-    except SystemExit as stopped:
-        return stopped.code
+    return exit_code(train, *argv)
 
 
 def report_of(folder: Path) -> dict:
@@ -86,3 +82,14 @@ def make_task(name: str, contents: list[dict], **given) -> tuple:
     ]
     task.remarks = list(task.prepare(rows))
     return task, rows
+
+
+def tokens(task, ids) -> str:
+    return " ".join(task.tokenizer.convert_ids_to_tokens(ids))
+
+
+def as_question(batch: dict) -> dict:
+    """A batch of question answering with the names of the models for its labels."""
+    start, end = batch["labels"].unbind(1)
+    others = {name: value for name, value in batch.items() if name != "labels"}
+    return others | {"start_positions": start, "end_positions": end}

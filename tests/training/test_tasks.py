@@ -10,7 +10,6 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
-    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
@@ -18,20 +17,14 @@ from transformers import (
 )
 
 from support.models import tiny_config
-from support.tiny import TEXTS, make_task, save_tiny
+from support.tiny import TEXTS, as_question, make_task, save_tiny, tokens
 from toolkit.tasks import ARGUMENTS, task_class
-from toolkit.tasks.question_answering import best_span, positions
-from toolkit.tasks.tagging import check_iob2, tagged_words, to_iob2
 
 IGNORED = -100
 
 
 def rows_of(texts: list[str], labels: list) -> list[dict]:
     return [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
-
-
-def tokens(task, ids) -> str:
-    return " ".join(task.tokenizer.convert_ids_to_tokens(ids))
 
 
 # ------------------------------------------------------------------------------------------------------ classification
@@ -147,250 +140,6 @@ def test_weighted_and_smoothed_losses_are_those_of_torch(name, rows, flags, mode
         torch.testing.assert_close(task.predict(opened, batch)[1] / task.count(batch), expected[1])
     if flags["class_weights"] == ["balanced"]:
         assert task.weights.tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
-
-
-# ------------------------------------------------------------------------------------------------------------- tagging
-
-
-@pytest.fixture(scope="module")
-def spelling(tmp_path_factory) -> str:
-    words = ["anna", "smith", "##son", "##s", "new", "york", "cafe", "日", "paris", "a", "b", "c", "went", "."]
-    return save_tiny(tmp_path_factory.mktemp("spelling"), words)
-
-
-def test_odd_words_do_not_shift_the_tags(spelling):
-    """Words in several pieces, two words in one, words without any piece, and one that is unknown."""
-    words = ["Anna", "\u200b", "Smithsons", "", "New York", "\u00ad", "cafe\u0301", "日", "🙂", "Paris"]
-    tags = ["B-PER", "I-PER", "I-PER", "O", "B-LOC", "I-LOC", "O", "B-PER", "O", "B-LOC"]
-    row = {"tokens": words, "tags": tags}
-    tags[1:3], no = ["I-PER", "I-PER"], IGNORED
-    task, rows = make_task("tagging", [row], model=spelling)
-    assert task.labels == ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
-    (example,) = task.encode(rows)
-    assert tokens(task, example["input_ids"]) == "[CLS] anna smith ##son ##s new york cafe 日 [UNK] paris [SEP]"
-    assert example["labels"].tolist() == [no, 3, 4, no, no, 1, no, 0, 3, 0, 1, no]
-    (found,) = task.decode(rows, [example], [[1] * 12])
-    assert found["predicted_tags"] == ["B-LOC", "O", "B-LOC", "O", *["B-LOC", "O"], *["B-LOC"] * 4]
-
-
-@pytest.mark.parametrize(("max_length", "stride"), [(8, 0), (8, 1), (8, 5), (11, 4), (11, 7), (64, 16)])
-def test_each_word_is_tagged_in_one_window(max_length, stride, spelling):
-    """By its first piece, where it has at least half of the overlap on both sides. Windows have all tokens in order."""
-    words = ["Anna", "Smithsons", "\u200b", "went", "a", "Smithson", "New York", "Smiths", "."] * 3 + ["a"] * 5
-    row = {"tokens": words, "tags": ["O"] * len(words)}
-    flags = {"model": spelling, "max_length": max_length, "stride": stride, "labels": ["O", "B-X"]}
-    task, rows = make_task("tagging", [row], **flags)
-    whole = task.tokenizer(words, is_split_into_words=True)
-    first = {word: whole.word_ids().index(word) for word in whole.word_ids() if word is not None}
-    begin, end, seen = 1, len(whole["input_ids"]) - 1, []
-    for example in task.encode(rows):
-        size = example["length"] - 2
-        assert size <= max_length - 2
-        assert example["input_ids"].tolist()[1:-1] == whole["input_ids"][begin : begin + size]
-        for word, position in example["first_pieces"].items():
-            assert begin - 1 + position == first[word]
-            assert position - 1 >= stride // 2 or begin == 1
-            assert size - position >= stride - stride // 2 or begin + size == end
-        assert np.flatnonzero(example["labels"] >= 0).tolist() == list(example["first_pieces"].values())
-        seen += example["first_pieces"]
-        last, begin = begin + size, begin + max_length - 2 - stride
-    assert sorted(seen) == sorted(first)
-    assert last == end
-
-
-WINDOWS = [
-    ([[None, 0, 0, 1, None]], 1, [{0: 1, 1: 3}]),
-    ([[None, 0, 1, 1, None], [None, 1, 2, 3, None]], 1, [{0: 1, 1: 2}, {2: 2, 3: 3}]),
-    ([[None, 0, 1, 2, 3, None], [None, 2, 3, 4, None]], 2, [{0: 1, 1: 2, 2: 3}, {3: 2, 4: 3}]),
-    ([[None, None]], 1, [{}]),
-]
-
-
-@pytest.mark.parametrize(("windows", "stride", "expected"), WINDOWS)
-def test_words_of_windows(windows, stride, expected):
-    assert tagged_words(windows, stride) == expected
-
-
-def test_tags():
-    assert to_iob2(["I-P", "I-P", "B-P", "O", "I-L"]) == ["B-P", "I-P", "B-P", "O", "B-L"]
-    for tags in (["I-P"], ["B-P", "I-L"], ["B-P", "O", "I-P"], ["P"], ["B-"], ["S-P"], ["o"]):
-        with pytest.raises(ValueError, match=f"tag {len(tags)}"):
-            check_iob2(tags)
-    check_iob2(["O", "B-P", "I-P", "I-P", "B-P", "B-a-b", "I-a-b"])
-
-
-@pytest.mark.parametrize(
-    ("words", "tags", "flags", "labels"),
-    [
-        ("a b", "I-X O", {"scheme": "iob1"}, ["O", "B-X", "I-X"]),
-        (["a", "b"], "VERB NOUN", {"scheme": "plain"}, ["NOUN", "VERB"]),
-        (["a"] * 4, [10, 2, "x", 1], {"scheme": "plain"}, ["1", "2", "10", "x"]),
-        ("[ 1 ]", "O B-X O", {}, None),
-        ("a b", "O", {}, None),
-        ([], [], {}, None),
-        (["a", None], ["O", "O"], {}, None),
-        ('["a"]', "O", {}, None),
-        (["a"], [-100], {"scheme": "plain"}, None),  # of files for the Trainer
-        ("a", "B-Y", {"labels": ["O", "B-X"]}, None),
-    ],
-)
-def test_words_and_tags(words, tags, flags, labels, model):
-    """Of each form; or rows that cannot be used."""
-    row = {"tokens": words, "tags": tags}
-    if labels is None:
-        with pytest.raises(ValueError, match=r"tokens|tags?|words|label"):
-            make_task("tagging", [row], model=model, **flags)
-    else:
-        task, _ = make_task("tagging", [row], model=model, **flags)
-        assert task.labels == labels
-
-
-# -------------------------------------------------------------------------------------------------- question answering
-
-CONTEXT = "In O\u0304saka, 1970."  # an uncased tokenizer drops the combining mark
-OFFSETS = np.array([(0, 2), (3, 9), (9, 10), (11, 15), (15, 16)])
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [(("1970", 11), (4, 4)), ((" 1970.", 10), (4, 5)), ((CONTEXT, 0), (1, 5)), (("97", 12), (4, 4)), (None, (0, 0))],
-)
-def test_tokens_of_an_answer(answer, expected):
-    assert positions(OFFSETS, answer) == expected
-    assert positions(OFFSETS[:3], ("1970", 11)) == (0, 0)  # not in this window
-
-
-def test_the_best_span():
-    """The highest sum of a start and a later end within the longest answer."""
-    random = np.random.default_rng(0)
-    for width in (1, 2, 5, 9):
-        start, end = random.normal(size=(2, 7))
-        example = {"first": 2, "offsets": np.array([(i, i + 1) for i in range(4)])}
-        pairs = [(start[2 + i] + end[2 + j], i, j + 1) for i in range(4) for j in range(i, min(i + width, 4))]
-        assert best_span(example, start, end, width) == pytest.approx(max(pairs))
-
-
-BOOK = "It was Anna Brandt, in 1843. a b c a b c."  # 15 tokens
-
-
-@pytest.fixture(scope="module")
-def reading(tmp_path_factory) -> str:
-    words = ["who", "when", "?", "was", "it", "anna", "brandt", "in", "1843", "paul", ".", "a", "b", "c", ","]
-    return save_tiny(tmp_path_factory.mktemp("reading"), words)
-
-
-def ask(question: str, *answers: tuple[str, int], context: str = BOOK) -> dict:
-    return {"question": question, "context": context, "answers": [{"text": t, "answer_start": s} for t, s in answers]}
-
-
-QUESTIONS = [
-    ask("Who?", ("Anna Brandt", 7)),
-    ask("When?", ("in 1843", 20), ("1843", 23)),
-    ask("Who was Paul?"),
-    ask("When was it?", ("1843", 7), context="It was 1843."),
-]
-
-
-def test_windows_of_a_text(reading, capsys):
-    """Five tokens of the text in each, of which two windows share two; an answer in none is counted."""
-    long = ask("Who?", ("It was Anna Brandt, in 1843.", 0))
-    flags = {"model": reading, "max_length": 10, "stride": 2}
-    task, rows = make_task("question-answering", [QUESTIONS[0], long], **flags)
-    examples = task.encode(rows)
-    assert [tokens(task, example["input_ids"][4:-1]) for example in examples[:5]] == [
-        "it was anna brandt ,",
-        "brandt , in 1843 .",
-        "1843 . a b c",
-        "b c a b c",
-        "b c .",
-    ]
-    assert [example["labels"] for example in examples] == [[6, 7], *[[0, 0]] * 9]
-    assert examples[0]["token_type_ids"].tolist() == [0] * 4 + [1] * 6
-    assert not any(example["cut"] for example in examples)
-    assert "1 of 2" in capsys.readouterr().out
-    for wrong, named in ((long, "10"), (ask("who " * 9), "row 1"), (ask("who", context="\u200b"), "row 1")):
-        with pytest.raises(ValueError, match=named):
-            task.encode(make_task("question-answering", [wrong], **flags)[1])
-
-
-STARTS = {"[CLS]": 1.0, "anna": 4.0, "was": 3.0, "1843": 1.0}
-ENDS = {"[CLS]": 1.0, "brandt": 4.0, "1843": 2.0, "was": 1.5}
-ANNA = ["Anna Brandt"] * 3
-
-
-@pytest.mark.parametrize("max_length", [32, 13])
-@pytest.mark.parametrize(
-    ("flags", "expected", "f1"),
-    [
-        # The answer "Anna Brandt" has 4 + 4 - 2 = 6 and is right once; "was 1843" has 3 + 2 - 2 = 3 and F1 2/3.
-        ({"null_threshold": "never"}, [*ANNA, "was 1843"], 1 + 2 / 3),
-        ({"null_threshold": "3"}, [*ANNA, ""], 1),
-        ({"null_threshold": "6"}, [""] * 4, 1),  # the third question has no answer
-        ({}, [*ANNA, "was 1843"], 1 + 2 / 3),  # 0, since a question of the training has no answer
-        ({"null_threshold": "best"}, [*ANNA, "was 1843"], 1 + 2 / 3),
-        ({"null_threshold": "never", "max_answer_length": 1}, ["was"] * 4, 0),
-    ],
-)
-def test_answers(flags, expected, f1, max_length, reading):
-    """From all windows, by scores that each token has wherever it stands."""
-    flags = {"model": reading, "max_length": max_length, "stride": 4, **flags}
-    task, rows = make_task("question-answering", QUESTIONS, **flags)
-    examples = task.encode(rows)
-    assert len(examples) == (4 if max_length == 32 else 13)
-    outputs = [
-        np.array(
-            [[said.get(token, -9.0) for token in tokens(task, each["input_ids"]).split()] for said in (STARTS, ENDS)]
-        )
-        for each in examples
-    ]
-    task.tune(rows, examples, outputs)
-    predictions = task.decode(rows, examples, outputs)
-    assert [row["prediction"] for row in predictions] == expected
-    assert task.metrics(rows, predictions)["f1"] == pytest.approx(100 * f1 / 4)
-
-
-ELSEWHERE = {
-    "another place": ask("Who?", ("Anna", 6)),
-    "a second one at another place": ask("Who?", ("Anna", 7), ("Paul", 0)),
-    "empty": ask("Who?", ("", 7)),
-    "no text": ask("Who?", (3, 7)),
-    "no number": ask("Who?", ("Anna", "7")),
-    "before the text": ask("Who?", (".", -1)),
-    "missing": {"question": "Who?", "context": BOOK},
-    "more texts than places": {**QUESTIONS[0], "answers": {"text": ["a"], "answer_start": []}},
-    "impossible": {**QUESTIONS[0], "is_impossible": True},
-    "no question": ask(" "),
-    "no context": ask("Who?", context=""),
-}
-
-
-@pytest.mark.parametrize("row", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_answers_that_are_none(row, reading):
-    task, _ = make_task("question-answering", QUESTIONS, model=reading)
-    with pytest.raises(ValueError, match=r"answers?|'context'|'question'|is_impossible|argument"):
-        task.read(row)
-    columns = {"text": ["in 1843", "1843"], "answer_start": [20, 23]}
-    assert task.read({**QUESTIONS[1], "answers": columns})["answers"] == [("in 1843", 20), ("1843", 23)]
-
-
-def inputs_of_bert(batch: dict) -> dict:
-    """The batch with the names that the models have for questions."""
-    start, end = batch["labels"].unbind(1)
-    others = {name: value for name, value in batch.items() if name != "labels"}
-    return others | {"start_positions": start, "end_positions": end}
-
-
-def test_the_loss_of_windows_is_berts(reading):
-    """That of each window by itself, where there is no padding."""
-    task, rows = make_task("question-answering", QUESTIONS, model=reading, max_length=16, stride=4)
-    examples, opened = task.encode(rows), task.open_model().eval()
-    bert = BertForQuestionAnswering.from_pretrained(reading).eval()
-    bert.qa_outputs.load_state_dict(opened.qa_outputs.state_dict())
-    with torch.no_grad():
-        expected = sum(bert(**inputs_of_bert(task.collate([example]))).loss for example in examples)
-        batch = task.collate(examples)
-        loss = task.loss_of(task.logits(opened, batch), batch)
-        torch.testing.assert_close(loss / task.count(batch), expected / len(examples))
 
 
 # ------------------------------------------------------------------------------------------------------------- seq2seq
@@ -628,7 +377,7 @@ def test_losses_are_those_of_the_models(name, model):
     opened = task.open_model().eval()
     targets = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
     if name == "question-answering":
-        targets = inputs_of_bert(batch)
+        targets = as_question(batch)
     with torch.no_grad():
         loss = task.loss_of(task.logits(opened, batch), batch) / task.count(batch)
         outputs, again = task.predict(opened, batch)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from transformers import (
 import predict
 import train
 from modeling_scratchbert import ScratchBertModel
+from support.checkpoint_kinds import change_config
 from support.folders import ROOT
-from support.tiny import SPECIAL, WORDS, flags, make_task, report_of, reviews, run, write_rows
+from support.models import SPECIAL_TOKENS
+from support.tiny import WORDS, flags, make_task, report_of, reviews, run, write_rows
 from toolkit.common import find_shipped
 from toolkit.tasks import ARGUMENTS
 
@@ -36,7 +39,7 @@ REFUSED = [
     ({"output_dir": None}, "--output_dir"),
     ({"train_file": None}, "--train_file"),
     ({"model": None}, "--model"),
-    ({"model": "./missing"}, "no such folder"),
+    ({"model": "./missing"}, "./missing"),
     ({"train": "rows.csv"}, "--train"),  # no abbreviations
     ({"learning_rate": "fast"}, "learning_rate"),
     ({"learning_rate": "nan"}, "--learning_rate"),
@@ -143,21 +146,15 @@ def remove_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-def change_config(**fields):
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | fields))
-
-    return change
-
-
 def save_as_scratchbert(folder: Path) -> None:
     ScratchBertModel.from_pretrained(folder).save_pretrained(folder)
 
 
 def name_words(folder: Path) -> None:
     """A tokenizer without ## tokens, and without [MASK]."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate([*SPECIAL_TOKENS, *WORDS])}, unk_token="[UNK]")
+    )
     roles = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep")}
     PreTrainedTokenizerFast(tokenizer_object=words, **roles).save_pretrained(folder)
 
@@ -166,8 +163,8 @@ MODELS = [
     (cut_weights, {}, "model"),
     (cut_weights, {"implementation": "bert"}, "model"),
     (remove_tokenizer, {}, "model"),
-    (change_config(vocab_size=9), {}, "word_embeddings"),
-    (change_config(intermediate_size=9), {}, "intermediate"),
+    (partial(change_config, vocab_size=9), {}, "word_embeddings"),
+    (partial(change_config, intermediate_size=9), {}, "intermediate"),
     (save_as_scratchbert, {"implementation": "bert"}, "--implementation"),
     (name_words, {"task": "masked-lm"}, "mask_token"),
     (lambda _: None, {"task": "masked-lm", "whole_word_masking": True}, "--whole_word_masking"),

@@ -40,7 +40,7 @@ def config(right):
 
 
 @pytest.fixture
-def data(source, right):
+def data(source, right, config):
     """A batch, its embeddings, and the queries, keys and values of the first block."""
     batch = dict(
         AutoTokenizer.from_pretrained(source)(
@@ -52,6 +52,9 @@ def data(source, right):
     attention = right.encoder.blocks[0].attention
     with torch.no_grad():
         states = right.embeddings(batch["input_ids"], batch["token_type_ids"])  # (B, T, C)
-        heads = [attention._split_heads(each) for each in attention.project(states)]  # (B, H, T, D) each
+        projected = attention.project(states)  # (B, T, C) each
+        heads = [
+            each.unflatten(2, (config.num_attention_heads, -1)).transpose(1, 2) for each in projected
+        ]  # (B, H, T, D)
     mask = torch.where(tokens == 0, torch.finfo(torch.float32).min, 0.0)[:, None, None]  # (B, 1, 1, T)
     return SimpleNamespace(batch=batch, special=special, tokens=tokens, states=states, heads=heads, mask=mask)
