@@ -52,6 +52,7 @@ def data(source, right):
     attention = right.encoder.blocks[0].attention
     with torch.no_grad():
         states = right.embeddings(batch["input_ids"], batch["token_type_ids"])  # (B, T, C)
-        heads = [attention._split_heads(each) for each in attention.project(states)]  # (B, H, T, D) each
-    mask = torch.where(tokens == 0, torch.finfo(torch.float32).min, 0.0)[:, None, None]  # (B, 1, 1, T)
+        projected = [linear(states) for linear in (attention.query, attention.key, attention.value)]
+    heads = [each.unflatten(-1, (right.config.num_attention_heads, -1)).transpose(1, 2) for each in projected]
+    mask = tokens.bool()[:, None, None]  # (B, 1, 1, T)
     return SimpleNamespace(batch=batch, special=special, tokens=tokens, states=states, heads=heads, mask=mask)
