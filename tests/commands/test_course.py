@@ -71,7 +71,7 @@ for head in range(self.num_heads):
     q, k, v = (y @ layer.weight[rows].T + layer.bias[rows] for layer, y in
                ((self.query, x), (self.key, memory), (self.value, memory)))
     scores = torch.einsum("bid,bjd->bij", q, k) / D**0.5
-    weights.append((scores if mask is None else scores + mask[:, 0]).softmax(dim=2))
+    weights.append((scores if mask is None else scores.masked_fill(~mask[:, 0], -torch.inf)).softmax(dim=2))
     contexts.append(weights[-1] @ v)
 return self.output(torch.cat(contexts, dim=-1)), torch.stack(weights, dim=1)
 """,
@@ -86,19 +86,28 @@ weights = exponentials / exponentials.sum(-1, keepdim=True)
 return torch.einsum("...ts,...es->...et", weights, value), weights
 """,
     ),
-    "a mask of minus infinity": (
+    "triangles": (
         2,
         body("masks", "causal_mask"),
         """
-hidden = torch.full((length, length), -torch.inf)
-return hidden.triu(1) + hidden.tril(-window)
+square = torch.ones(length, length, dtype=torch.bool)
+return square.tril() & square.triu(1 - window)
+""",
+    ),
+    "lists": (
+        2,
+        body("masks", "padding_mask"),
+        """
+return torch.stack([torch.tensor([[[False] * (width - n) + [True] * n]]) for n in lengths.tolist()])
 """,
     ),
     "-10,000": (
         2,
-        body("masks", "padding_mask"),
+        body("masks", "masked_attention"),
         """
-return torch.stack([torch.tensor([[[-10_000.0] * (width - n) + [0.0] * n]]) for n in lengths.tolist()])
+scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+weights = torch.where(mask, scores, -10_000.0).softmax(dim=-1)
+return weights @ value, weights
 """,
     ),
     "torch's own functions": (
@@ -195,7 +204,13 @@ TYPES = "x = x + self.token_type_embeddings(token_type_ids)"
 # Chapter, a text of the solution, what is planted in its place, and words of the message.
 MORE_MISTAKES = [
     (1, "return value @ weights.transpose(-2, -1), weights", "return value @ weights.transpose(-2, -1)", ["tuple"]),
-    (2, ".tril().bool()", ".triu().bool()", ["window"]),
+    (2, "(distance >= 0) & (distance < window)", "distance <= 0", ["transposed", "window"]),  # two at once
+    (
+        2,
+        "return (distance >= 0) & (distance < window)",
+        "return ((distance >= 0) & (distance < window)).int()",
+        ["dtype"],
+    ),
     (3, DIVIDES, "if False:", ["ValueError"]),
     (
         3,

@@ -24,7 +24,7 @@ class MultiHeadAttention(nn.Module):
         """
         Args:
             x: `(B, T, C)`, of which the queries are made.
-            mask: additive, of a shape that broadcasts to `(B, H, T, S)`; None for no mask.
+            mask: boolean, of a shape that broadcasts to `(B, H, T, S)`; None for no mask.
             memory: `(B, S, C)`, of which keys and values are made; None: x.
 
         Returns:

@@ -1,12 +1,9 @@
 """Chapter 2, docs/course/02_masks.md: fill the gaps, fix the bug, then run `scratchbert course check 2`.
 
-The masks in this file are additive: 0 where a query may attend to a key, and the lowest number, `LOWEST`, where it may
-not.
+The masks are boolean, as in the chapter: True where a query may attend to a key, and False where it may not.
 """
 
 import torch
-
-LOWEST = torch.finfo(torch.float32).min
 
 
 def causal_mask(length, window):
@@ -28,18 +25,19 @@ def padding_mask(lengths, width):
 
 
 def masked_attention(query, key, value, mask):
-    """Scaled dot-product attention with an additive mask.
+    """Scaled dot-product attention with a mask.
 
     Args:
         query: `(B, H, T, D)`.
         key: `(B, H, S, D)`.
         value: `(B, H, S, E)`.
-        mask: additive, of a shape that broadcasts to `(B, H, T, S)`.
+        mask: boolean, of a shape that broadcasts to `(B, H, T, S)`.
 
     Returns:
-        The context vectors, `(B, H, T, E)`, and the weights, `(B, H, T, S)`, which sum to 1 for each query.
+        The context vectors, `(B, H, T, E)`, and the weights, `(B, H, T, S)`, which sum to 1 for each query. If a query
+        may not attend to any key, its weights are equal.
     """
-    # Fix the bug: the weights of a query do not sum to 1 if some of its keys are hidden.
+    # Fix the bug: hidden keys have a weight.
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
-    weights = scores.softmax(dim=-1) * (mask == 0)
+    weights = (scores * mask).softmax(dim=-1)
     return weights @ value, weights

@@ -52,9 +52,7 @@ def data(source, right, config):
     attention = right.encoder.blocks[0].attention
     with torch.no_grad():
         states = right.embeddings(batch["input_ids"], batch["token_type_ids"])  # (B, T, C)
-        projected = attention.project(states)  # (B, T, C) each
-        heads = [
-            each.unflatten(2, (config.num_attention_heads, -1)).transpose(1, 2) for each in projected
-        ]  # (B, H, T, D)
-    mask = torch.where(tokens == 0, torch.finfo(torch.float32).min, 0.0)[:, None, None]  # (B, 1, 1, T)
+        projected = [linear(states) for linear in (attention.query, attention.key, attention.value)]
+    heads = [each.unflatten(-1, (right.config.num_attention_heads, -1)).transpose(1, 2) for each in projected]
+    mask = tokens.bool()[:, None, None]  # (B, 1, 1, T)
     return SimpleNamespace(batch=batch, special=special, tokens=tokens, states=states, heads=heads, mask=mask)

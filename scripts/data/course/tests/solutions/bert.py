@@ -40,7 +40,7 @@ class MyBert(nn.Module):
         return model.eval()
 
     def forward(self, input_ids, attention_mask, token_type_ids=None):
-        mask = torch.zeros(attention_mask.shape).masked_fill(attention_mask == 0, torch.finfo(torch.float32).min)
+        mask = attention_mask == 1
         states = [self.embeddings(input_ids, attention_mask, token_type_ids)]
         for block in self.blocks:
             states.append(block(states[-1], mask[:, None, None]))

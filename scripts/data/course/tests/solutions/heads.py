@@ -24,7 +24,7 @@ class MultiHeadAttention(nn.Module):
         )
         scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
         if mask is not None:
-            scores = scores + mask
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=-1)
         context = (weights @ value).transpose(1, 2).reshape(x.shape)
         return self.output(context), weights
