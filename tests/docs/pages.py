@@ -24,6 +24,10 @@ from decimal import Decimal
 from pathlib import Path
 
 FENCED = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
+FOLDED = re.compile(
+    r"^<details><summary>The code of the picture</summary>\n\n(```python[^\n]*)(.*?^```\n)\n</details>\n",
+    re.DOTALL | re.MULTILINE,
+)
 NUMBER = re.compile(r"((?<![\w.])[-+]?(?<!\w)\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w))")
 BERT = "google-bert/bert-base-uncased"
 SHELL = ("", "sh", "bash", "shell", "console")
@@ -145,8 +149,9 @@ def write_notebook(page: Path, folder: Path) -> Path:
 
 def notebook_text(page: Path, folder: Path) -> str:
     """The Markdown of a page for a notebook in `folder`: without the outputs and pictures that its cells will have.
-    Links to other pages with a number lead to their notebooks."""
+    A folded block becomes a cell whose code is hidden. Links to other pages with a number lead to their notebooks."""
     text = page.read_text(encoding="utf-8")
+    text = FOLDED.sub(r'\1 jupyter={"source_hidden": true}\2', text)
     text = re.sub(r"^```text( varies)?\n.*?^```\n\n?", "", text, flags=re.DOTALL | re.MULTILINE)
     # jupytext would make cells of shell blocks.
     text = re.sub(rf"^```({'|'.join(SHELL)})$", "```", text, flags=re.MULTILINE)
@@ -156,7 +161,7 @@ def notebook_text(page: Path, folder: Path) -> str:
         target = match["target"]
         if target is None or re.match(r"#|[a-z]+:", target):  # a block, or a link that leads there as it is
             return match[0]
-        if match["picture"] and target.startswith("pictures/"):
+        if match["picture"] and re.fullmatch(r"pictures/.*\.png", target):
             return ""
         number = re.fullmatch(r"(\d+_\w+)\.md(#.*)?", target)
         target = f"{number[1]}.ipynb{number[2] or ''}" if number else f"{here}/{target}"

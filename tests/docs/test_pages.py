@@ -131,7 +131,7 @@ def slug(heading: str) -> str:
 @each(CHAPTERS)
 def test_a_chapter_draws_the_pictures_that_it_shows(page):
     text = page.read_text(encoding="utf-8")
-    shown = re.findall(r"\]\(pictures/([^)]+)\)", text)
+    shown = re.findall(r"\]\(pictures/([^)]+\.png)\)", text)  # a drawing is an .svg file
     assert shown == re.findall(r'savefig\("([^"]+)"', text)
     assert sorted(shown) == sorted(path.name for path in PICTURES.glob(f"{page.name[:2]}_*"))
     for name in shown:
