@@ -131,11 +131,22 @@ def slug(heading: str) -> str:
 @each(CHAPTERS)
 def test_a_chapter_draws_the_pictures_that_it_shows(page):
     text = page.read_text(encoding="utf-8")
-    shown = re.findall(r"\]\(pictures/([^)]+)\)", text)
+    shown = re.findall(r"\]\(pictures/([^)]+\.png)\)", text)
     assert shown == re.findall(r'savefig\("([^"]+)"', text)
     assert sorted(shown) == sorted(path.name for path in PICTURES.glob(f"{page.name[:2]}_*"))
     for name in shown:
         assert (PICTURES / name).stat().st_size < MAX_PICTURE_BYTES
+
+
+def test_the_pages_show_the_pictures_that_are_drawn_by_hand():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES_AND_README)
+    drawings = sorted(PICTURES.glob("*.svg"))
+    assert set(re.findall(r"pictures/([^)/]+\.svg)\)", text)) == {path.name for path in drawings}
+    for path in drawings:
+        drawing = path.read_text(encoding="utf-8")
+        assert "<title" in drawing
+        assert "<desc" in drawing
+        assert path.stat().st_size < MAX_PICTURE_BYTES
 
 
 def test_the_first_chapter_shows_the_worked_example():
