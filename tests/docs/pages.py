@@ -161,7 +161,7 @@ def notebook_text(page: Path, folder: Path) -> str:
         target = match["target"]
         if target is None or re.match(r"#|[a-z]+:", target):  # a block, or a link that leads there as it is
             return match[0]
-        if match["picture"] and re.fullmatch(r"pictures/.*\.png", target):
+        if match["picture"] and re.fullmatch(r"pictures/.*\.png", target):  # an .svg is drawn by hand, and stays
             return ""
         number = re.fullmatch(r"(\d+_\w+)\.md(#.*)?", target)
         target = f"{number[1]}.ipynb{number[2] or ''}" if number else f"{here}/{target}"

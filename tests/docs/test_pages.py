@@ -1,10 +1,12 @@
 """The pages of docs/, and the commands of the README: what they show is what happens."""
 
+import csv
 import json
 import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +138,27 @@ def test_a_chapter_draws_the_pictures_that_it_shows(page):
     assert sorted(shown) == sorted(path.name for path in PICTURES.glob(f"{page.name[:2]}_*"))
     for name in shown:
         assert (PICTURES / name).stat().st_size < MAX_PICTURE_BYTES
+
+
+def test_the_pages_show_the_pictures_that_are_drawn_by_hand():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES_AND_README)
+    drawings = sorted(PICTURES.glob("*.svg"))
+    assert set(re.findall(r"pictures/([^)/]+\.svg)\)", text)) == {path.name for path in drawings}
+    for path in drawings:
+        drawing = path.read_text(encoding="utf-8")
+        assert "<title" in drawing
+        assert "<desc" in drawing
+        assert path.stat().st_size < MAX_PICTURE_BYTES
+
+
+def test_the_course_shows_what_the_first_documents_had():
+    """The code or the output of a chapter has each number and expression of documents.csv."""
+    shown = {}
+    for page in CHAPTERS:
+        shown[page.stem] = "\n".join(match["text"] for match in FENCED.finditer(page.read_text(encoding="utf-8")))
+    with (Path(__file__).parent / "documents.csv").open(encoding="utf-8") as file:
+        missing = [row for row in csv.DictReader(file) if row["text"] not in shown[row["page"]]]
+    assert not missing
 
 
 def test_the_first_chapter_shows_the_worked_example():
