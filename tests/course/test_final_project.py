@@ -66,6 +66,8 @@ WRONG = [
     (3, ".triu(1)", ".triu(99)", ["causal mask"]),
     (3, "self.cross_attention(x, memory_mask, memory)", "self.cross_attention(x, mask)", ["does not see the source"]),
     (3, "causal, memory, source_mask", "causal, memory, torch.zeros(())", ["padding of the source"]),
+    (3, "labels[:, :-1]], 1)", "labels[:, 1:]], 1)", ["labels without the last"]),
+    (3, "labels.flatten())", "labels.clamp(min=0).flatten())", ["of -100"]),
     (3, "            token = token.masked_fill(ended, self.config.pad_token_id)\n", "", ["end token"]),
     (3, "        return ids\n", "        return ids[:, 1:]\n", ["start token"]),
 ]

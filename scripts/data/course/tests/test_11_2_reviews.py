@@ -6,15 +6,16 @@ import torch
 from scratchbert_commands.scripts.__main__ import SCRIPTS
 from transformers import AutoTokenizer
 
+import project
 from grading import difference, expect, saved_folder
-from project import MyBertForSequenceClassification
 
 EXPECTED = 0.78  # the share of the test reviews that are classified correctly
 
 
 def test_accuracy():
     folder = saved_folder("reviews")
-    model, tokenizer = MyBertForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = project.MyBertForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     with open(SCRIPTS / "data" / "movie_reviews" / "test.csv", encoding="utf-8", newline="") as file:
         rows = sorted(csv.DictReader(file), key=lambda row: len(row["text"]))
 

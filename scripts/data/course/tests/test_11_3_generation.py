@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+import project
 from grading import check, difference, expect, saved_folder
-from project import MyBertForConditionalGeneration
 
 ALPHABET = "_><abcdefghijklmnopqrstuvwxyz"  # the ids 0 to 28: padding, start, end, and the letters
 
@@ -18,7 +18,7 @@ def encode(words):
 
 @pytest.fixture
 def model():
-    return MyBertForConditionalGeneration.from_pretrained(saved_folder("doubler")).requires_grad_(False)
+    return project.MyBertForConditionalGeneration.from_pretrained(saved_folder("doubler")).requires_grad_(False)
 
 
 def test_decoder(model):
@@ -42,6 +42,16 @@ def test_decoder(model):
         not difference(right[1:], logits(source[1:, :3], mask[1:, :3], written[1:])),
         "The decoder sees the padding of the source; pass attention_mask to the encoder and to the cross-attention.",
     )
+    labels = written[:, 1:].masked_fill(written[:, 1:] == ALPHABET.index("w"), -100)
+    result = model(input_ids=source, attention_mask=mask, labels=labels)
+    inputs = torch.cat([written[:, :1], labels[:, :-1].clamp(min=0)], dim=1)
+    expected = logits(source, mask, inputs)
+    expect(
+        not difference(result.logits, expected),
+        "With labels, the decoder has other inputs; expected the start token and the labels without the last one.",
+    )
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
+    expect(not difference(result.loss, loss), "The loss is not the cross-entropy; labels of -100 must not count in it.")
 
 
 def test_generate(model):
