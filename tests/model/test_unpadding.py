@@ -289,7 +289,6 @@ INVALID = {
     "list": {"cu_seq_lens_q": [0, 6]},
     "floats": {"cu_seq_lens_q": torch.tensor([0.0, 6.0])},
     "two dimensions": {"cu_seq_lens_q": torch.tensor([[0, 6]])},
-    "two rows": {"input_ids": torch.ones(2, 3).long()},
 }
 
 
@@ -298,6 +297,11 @@ def test_invalid_packed_sequences(changes):
     inputs = {"input_ids": torch.ones(1, 6).long(), "cu_seq_lens_q": torch.tensor([0, 2, 6]).int()}
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         make()(**inputs | changes)
+
+
+def test_packed_sequences_in_two_rows():
+    with pytest.raises(ValueError, match="cu_seq_lens_q .* 2 rows"):
+        make()(torch.ones(2, 3).long(), cu_seq_lens_q=torch.tensor([0, 2, 6]).int())
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 9, 0, 5, 0], [3], [20, 1], [0, 20]])
