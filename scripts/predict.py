@@ -550,7 +550,8 @@ class Prediction:
                 self.report(f"{what} has changed: all rows are computed")
         records = list(output.read_records(self.store)) if before["machine"] == self.manifest["machine"] else []
         known = output.find_known(records, bytes(digests))
-        new, old = int((known[:, 0] < 0).sum()), sum(len(record["hidden"]) for _, record in records)
+        new = (known[:, 0] < 0).sum()
+        old = sum(len(record["hidden"]) for _, record in records)
         print(f"{old:,} rows before and {len(known):,} now: {new:,} are computed, the others have a result")
         if self.args.processes is None and new < ROWS_OF_A_PROCESS:
             self.devices = self.devices[:1]

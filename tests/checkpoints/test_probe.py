@@ -13,6 +13,7 @@ from torch import nn
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 from support.checkpoint_kinds import change_tensors, config_json, logged_warnings
 from support.models import OURS, REFERENCES, random_scratchbert, tiny_config
+from support.versions import since
 
 # Inputs have eight tokens, and the fifth is the last one of the second row.
 LAST = 4
@@ -147,6 +148,7 @@ def test_every_class_in_every_dtype(tmp_path, head, fields, at_save):
         {"tie_word_embeddings": False},
         {"tie_encoder_decoder": True, "share_embeddings": True},
         {"tie_encoder_decoder": False, "share_embeddings": False, "num_decoder_layers": 1},
+        pytest.param({"pad_token_id": -1}, marks=since("5.23", "a negative pad_token_id can be saved")),
         {"vocab_size": 5, "max_position_embeddings": 1, "type_vocab_size": 1, "pad_token_id": None},
         {"vocab_size": 1, "num_hidden_layers": 0, "decoder_start_token_id": 0, "eos_token_id": 0},
         {"chunk_size_feed_forward": 16, "output_hidden_states": True, "return_dict": False},

@@ -1,6 +1,8 @@
 """A Hub that cannot be reached: one line that says what to do, and what is in the cache opens all the same."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,18 +111,31 @@ def saved(folder: Path):
     return model.eval()
 
 
-def fetch(tmp_path: Path, without: str | None = None) -> None:
-    """Fetch the model in a folder by way of the Hub, but for the files of this pattern."""
+@contextmanager
+def on_the_hub(tmp_path: Path) -> Iterator[None]:
+    """There is a Hub, with the model in a folder."""
     with serving(**{TOKEN: {"ada"}}) as hub, pytest.MonkeyPatch.context() as patch:
         use(hub, patch, tmp_path / "cache", TOKEN)
         HfApi().create_repo("ada/never-seen")
         HfApi().upload_folder(repo_id="ada/never-seen", folder_path=tmp_path / "model")
+        yield
+
+
+def fetch(tmp_path: Path, without: str | None = None) -> None:
+    """Fetch the model in a folder by way of the Hub, but for the files of this pattern."""
+    with on_the_hub(tmp_path):
         snapshot_download("ada/never-seen", ignore_patterns=without)
-        if without is not None:  # What is missing is said to be.
-            with pytest.raises(OSError, match=r"model\.fp16\.safetensors|variant"):
-                ScratchBertModel.from_pretrained("ada/never-seen", variant="fp16")
-            with pytest.raises(OSError, match=r"lost\.gguf"):
-                ScratchBertModel.from_pretrained("ada/never-seen", gguf_file="lost.gguf")
+
+
+@pytest.mark.parametrize("without", ["model[.-]*", "model-00002*", "tokenizer*"])
+def test_what_the_hub_lacks_is_said_to_be_missing(unreachable, tmp_path, without):
+    saved(tmp_path / "model")
+    with on_the_hub(tmp_path):
+        snapshot_download("ada/never-seen", ignore_patterns=without)
+        with pytest.raises(OSError, match=r"model\.fp16\.safetensors|variant"):
+            ScratchBertModel.from_pretrained("ada/never-seen", variant="fp16")
+        with pytest.raises(OSError, match=r"lost\.gguf"):
+            ScratchBertModel.from_pretrained("ada/never-seen", gguf_file="lost.gguf")
 
 
 @pytest.mark.parametrize("offline", [False, True])

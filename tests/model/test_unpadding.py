@@ -300,7 +300,7 @@ def test_invalid_packed_sequences(changes):
 
 
 def test_packed_sequences_in_two_rows():
-    with pytest.raises(ValueError, match="cu_seq_lens_q .* 2 rows"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* 2 rows"):
         make()(torch.ones(2, 3).long(), cu_seq_lens_q=torch.tensor([0, 2, 6]).int())
 
 

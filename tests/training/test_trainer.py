@@ -50,15 +50,16 @@ def tokenizer():
     )
 
 
-def assert_learns_and_resumes(make, folder, metric) -> None:
-    """From the checkpoint in the middle, a new trainer comes to the same weights."""
+def assert_learns_and_resumes(make, folder, metric, factor) -> None:
+    """The losses fall by more than this factor. From the checkpoint in the middle, a new trainer comes to the same
+    weights."""
     trainer = make()
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0] / 2
-    assert after["eval_loss"] < before["eval_loss"] / 2
+    assert losses[-1] < losses[0] / factor
+    assert after["eval_loss"] < before["eval_loss"] / factor
     assert after[metric] > 0.9 > before[metric]
     resumed = make()
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{trainer.state.global_step // 2}"))
@@ -96,7 +97,7 @@ def test_trainer_from_end_to_end(tokenizer, tmp_path):
             compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
         )
 
-    assert_learns_and_resumes(make, tmp_path, "eval_accuracy")
+    assert_learns_and_resumes(make, tmp_path, "eval_accuracy", factor=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_seq2seq_trainer_from_end_to_end(tokenizer, tmp_path):
             processing_class=tokenizer,
         )
 
-    assert_learns_and_resumes(make, tmp_path, "eval_right")
+    assert_learns_and_resumes(make, tmp_path, "eval_right", factor=4)
 
 
 def test_the_trainer_that_docs_benchmarks_compares_with(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def config(right):
 
 
 @pytest.fixture
-def data(source, right, config):
+def data(source, right):
     """A batch, its embeddings, and the queries, keys and values of the first block."""
     batch = dict(
         AutoTokenizer.from_pretrained(source)(
