@@ -129,7 +129,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
             load: Any = super(ScratchBertPreTrainedModel, model_class).from_pretrained
             model, info = load(source, *model_args, **kwargs)
         _check_blocks(model, info, source)
-        _warn_of_lost_buffers(model)
+        _warn_of_unset_tensors(model, info["missing_keys"], source)
         # Encoder and decoder have configurations of their own.
         models: list[Any] = [module for module in model.modules() if isinstance(module, ScratchBertPreTrainedModel)]
         for each in models if padding_free is not None else ():
@@ -263,17 +263,24 @@ def _check_blocks(model, info: dict, source) -> None:
         )
 
 
-def _warn_of_lost_buffers(model) -> None:
-    """Warn of buffers that are in no checkpoint, and whose values were lost because `from_pretrained` makes modules on
-    the meta device. Ours are computed again in `_init_weights`, as a derived class may do with its own."""
-    own = f"{PACKAGE}.", "torch.", "transformers.", "peft."
-    if "_init_weights" in vars(type(model)):
+def _warn_of_unset_tensors(model, missing: set[str], source) -> None:
+    """Warn of tensors that the checkpoint does not have and `_init_weights` did not set. `from_pretrained` makes
+    modules on the meta device, so the values that `__init__` gave them are lost.
+
+    A derived class may set its tensors in any way, so nothing is checked if it has its own `_init_weights`.
+    """
+    if type(model)._init_weights is not ScratchBertPreTrainedModel._init_weights:
         return
+    names = []
     for path, module in model.named_modules():
-        is_known = type(module).__module__.startswith(own) and not isinstance(module, ScratchBertPreTrainedModel)
-        for name in () if is_known else sorted(module._non_persistent_buffers_set):
-            buffer = f"{path}.{name}".removeprefix(".")
-            logger.warning(
-                f"{buffer} is a non-persistent buffer, whose values from_pretrained does not keep; expected a "
-                f"persistent one. Register it with persistent=True, or set it in {type(model).__name__}._init_weights."
-            )
+        prefix = f"{path}." if path else ""
+        absent = {name for name in module._parameters if prefix + name in missing}
+        for name in sorted(absent | module._non_persistent_buffers_set):
+            tensor = getattr(module, name)
+            if tensor is not None and not tensor.is_inference() and tensor._version == 0:  # never written to
+                names.append(prefix + name)
+    if names:
+        logger.warning(
+            f"{source} has no {', '.join(names)}, and from_pretrained does not keep the values of __init__; expected "
+            f"{type(model).__name__}._init_weights to set them. Buffers can also be registered with persistent=True."
+        )

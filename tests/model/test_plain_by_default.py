@@ -133,24 +133,33 @@ def test_attention_function_of_the_user():
 # State that is not saved
 
 
-class WithBuffer(ScratchBertModel):
+class WithTensors(ScratchBertModel):
+    """A derived class with a parameter and a buffer of its own, which no checkpoint has."""
+
     def __init__(self, config):
         super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("decay", torch.arange(4.0), persistent=False)
+        self.recurrent = torch.nn.GRU(2, 2)  # transformers does not initialise it
+        self.linear = torch.nn.Linear(2, 2)
 
 
-class WithInitialisedBuffer(WithBuffer):
+class WithInitialisedTensors(WithTensors):
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self:
+            module.scale.data.fill_(2.0)
             initialization.copy_(module.decay, torch.arange(4.0))
 
 
-@pytest.mark.parametrize(("model_class", "is_named"), [(WithBuffer, True), (WithInitialisedBuffer, False)])
-def test_buffer_that_is_not_saved_is_named(model_class, is_named, tmp_path, said):
+def test_tensors_that_nothing_initialised_are_named(tmp_path, said):
     make(position_embedding_type="sinusoidal").save_pretrained(tmp_path)
-    model = model_class.from_pretrained(tmp_path)
-    messages = " ".join(said())
-    assert ("decay" in messages) == is_named
-    assert "table" not in messages
-    assert is_named or torch.equal(model.decay, torch.arange(4.0))
+    model = WithInitialisedTensors.from_pretrained(tmp_path)
+    assert torch.equal(model.scale, torch.full((3,), 2.0))
+    assert torch.equal(model.decay, torch.arange(4.0))
+    WithTensors.from_pretrained(tmp_path)
+    (message,) = (message for message in said() if "_init_weights" in message)
+    for name in ("scale", "decay", "recurrent.weight_hh_l0"):
+        assert name in message
+    for name in ("linear", "table"):
+        assert name not in message
