@@ -1,11 +1,12 @@
-"""The server of docs/serving.md: its answers are those of the pipeline, with one client and with sixteen."""
+"""The servers of docs/serving.md: their answers are those of a reference, with one client and with sixteen."""
 
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from transformers import AutoTokenizer, pipeline
+import torch
+from transformers import AutoTokenizer, BertModel, pipeline
 
 from modeling_scratchbert import ScratchBertForSequenceClassification
 from pages import run
@@ -13,7 +14,8 @@ from support.folders import ROOT
 from support.server import Client, replaced, running, server_code
 
 CLIENTS = 16
-TEXTS = [" ".join(["A joy to watch, again and again."] * (1 + i % 5)) + f" {i}" for i in range(96)]
+TEXTS = ["", *(" ".join(["A joy to watch, again and again."] * (1 + i % 5)) + f" {i}" for i in range(96))]
+HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 @pytest.fixture
@@ -34,16 +36,14 @@ def folder(minilm, tmp_path, monkeypatch):
 
 
 def test_the_readme_predicts(folder, minilm):
-    run(ROOT / "README.md", {"trained"}, minilm, "sentence-transformers/all-MiniLM-L6-v2")
+    run(ROOT / "README.md", {"trained"}, minilm, HUB_ID)
 
 
-def test_sixteen_clients_get_the_bits_of_one(folder, port):
+@pytest.mark.parametrize("mark", ["server", "embedder"])
+def test_sixteen_clients_get_the_bits_of_one(mark, folder, port, minilm):
     pytest.importorskip("litserve", reason="LitServe is not installed")
-    classify = pipeline("text-classification", "my-classifier")
-    classify.model.optimize_for_inference()
-    expected = [classify(text)[0] for text in TEXTS]
-
-    (folder / "server.py").write_text(replaced(server_code(), "port=8000", f"port={port}"), encoding="utf-8")
+    code = replaced(server_code(mark), "port=8000", f"port={port}").replace(HUB_ID, minilm)
+    (folder / "server.py").write_text(code, encoding="utf-8")
     with running([sys.executable, "server.py"], folder, port):
 
         def ask(text):
@@ -51,8 +51,17 @@ def test_sixteen_clients_get_the_bits_of_one(folder, port):
             assert status == 200
             return answer
 
+        alone = [ask(text) for text in TEXTS]
         with ThreadPoolExecutor(CLIENTS) as pool:
-            assert list(pool.map(ask, TEXTS)) == expected
+            assert list(pool.map(ask, TEXTS)) == alone
         for invalid in ({"txt": "A joy."}, {"text": ["A joy."]}, []):
             assert Client(port).request("POST", "/predict", invalid)[0] == 422
-        assert ask("") == classify("")[0]
+    if mark == "server":
+        classify = pipeline("text-classification", "my-classifier")
+        classify.model.optimize_for_inference()
+        assert alone == [classify(text)[0] for text in TEXTS]
+    else:
+        tokenizer, model = AutoTokenizer.from_pretrained(minilm), BertModel.from_pretrained(minilm)
+        states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in TEXTS]
+        expected = torch.nn.functional.normalize(torch.stack([rows.mean(dim=0) for rows in states]))
+        torch.testing.assert_close(torch.tensor(alone), expected, atol=1e-5, rtol=0)

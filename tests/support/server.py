@@ -22,10 +22,10 @@ def replaced(code: str, old: str, new: str) -> str:
     return code.replace(old, new)
 
 
-def server_code() -> str:
-    """The Python block of the page that is saved as server.py."""
+def server_code(mark: str = "server") -> str:
+    """The Python block of the page with this mark, which is saved as server.py."""
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    return re.search(r"^```python server\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    return re.search(rf"^```python {mark}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
 
 
 @contextmanager
