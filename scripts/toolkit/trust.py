@@ -25,11 +25,12 @@ class ForeignCodeError(ValueError):
     """A checkpoint has code that this package did not write."""
 
 
-def check_code(source: str, advice: str) -> None:
+def check_code(source: str, advice: str, others: Iterable[str] = ()) -> None:
     """Checks that a checkpoint opens without code from its folder, and imports the package if that opens it.
 
     Args:
         advice: what to do about other code, the end of the error message.
+        others: files of code that no release may have.
 
     Raises:
         ForeignCodeError: it has code that this package did not write.
@@ -52,7 +53,7 @@ def check_code(source: str, advice: str) -> None:
         if not isinstance(auto_map, dict) or not auto_map.items() <= known:
             raise ForeignCodeError(f"Its auto_map, {auto_map}, names its own code; expected {PACKAGE}'s. {advice}.")
     if auto_map:
-        find_release(source, advice)
+        find_release(source, advice, others)
 
 
 def report_code(source: str) -> dict:
@@ -65,8 +66,8 @@ def report_code(source: str) -> dict:
         raise OSError(f"{source} has no config.json; expected the folder of a checkpoint, or its hub id.")
     advice = "Read it before you run it"
     try:
-        check_code(source, advice)
         files = [path.relative_to(source).as_posix() for path in Path(source).rglob("*.py")]
+        check_code(source, advice, files)
         release = find_release(source, advice, files)
     except ForeignCodeError as error:
         print(f"DIFFERENT: {error}")

@@ -399,7 +399,11 @@ CODE = {
         "equal",
     ),
     "a missing file": (lambda folder: (folder / "attention.py").unlink(), 1, "in attention.py"),
-    "a new file": (lambda folder: append(folder / "code" / "more.py", b"1"), 1, "in code/more.py"),
+    "a changed and a new file": (
+        lambda folder: [append(folder / name, b"1") for name in ("attention.py", "code/more.py")],
+        1,
+        "in attention.py, code/more.py",
+    ),
     "auto_map": (
         lambda folder: change_config(folder, auto_map={"AutoModel": "other.Model"}),
         1,
