@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with dropout, a residual sum and a layer norm.
+    """Attention and feed-forward, each with dropout, a residual sum and a layer norm. `__init__` stores the order.
 
     order="post", as in BERT:     x ← norm(x + dropout(part(x))), first for attention, then for feed_forward
     order="parallel", as in PaLM: x ← x + dropout(attention(attention_norm(x)))
@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x, mask=None):
-        """`(B, T, C)` → `(B, T, C)`
+        """`(B, T, C)` → `(B, T, C)`, in the order `self.order`
 
         Args:
             mask: as for `MultiHeadAttention`.

@@ -37,6 +37,6 @@ class Embeddings(nn.Module):
             token_type_ids: `(B, T)`, 0 or 1; None: all 0.
 
         Returns:
-            `(B, T, C)`. The vectors at padding may have any position.
+            `(B, T, C)`. The vectors at padding may have any position of the table, such as 0. A negative one fails.
         """
         raise NotImplementedError  # your code

@@ -1,6 +1,6 @@
 """Chapter 3, docs/course/03_heads.md: fill the gaps, then run `scratchbert course check 3`.
 
-B is the number of sequences, T their length, C the width of a hidden state, H the number of heads, D = C / H. S is the
+B is the number of sequences, T their length, C the width of a vector, H the number of heads, D = C / H. S is the
 length of the sequences that are attended to.
 """
 

@@ -19,7 +19,7 @@ def padding_mask(lengths, width):
 
     Args:
         lengths: `(B,)`, the number of tokens of each sequence. They are the last ones of the row.
-        width: T, the length of the rows with their padding.
+        width: T, the length of the rows with their padding. So the first token of a sequence is at `width - length`.
     """
     raise NotImplementedError  # your code
 
