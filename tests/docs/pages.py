@@ -28,6 +28,11 @@ FOLDED = re.compile(
     r"^<details><summary>The code of the picture</summary>\n\n(```python[^\n]*)(.*?^```\n)\n</details>\n",
     re.DOTALL | re.MULTILINE,
 )
+BOX = re.compile(
+    r"^<details><summary>(?P<title>[^<\n]*)</summary>\n(?P<text>(?:(?!</details>$).*\n)*?```python(?:(?!</details>$).*\n)*)"
+    r"</details>$",
+    re.MULTILINE,
+)
 NUMBER = re.compile(r"((?<![\w.])[-+]?(?<!\w)\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w))")
 BERT = "google-bert/bert-base-uncased"
 SHELL = ("", "sh", "bash", "shell", "console")
@@ -149,9 +154,11 @@ def write_notebook(page: Path, folder: Path) -> Path:
 
 def notebook_text(page: Path, folder: Path) -> str:
     """The Markdown of a page for a notebook in `folder`: without the outputs and pictures that its cells will have.
-    A folded block becomes a cell whose code is hidden. Links to other pages with a number lead to their notebooks."""
+    A folded block becomes a cell whose code is hidden. Another box with code becomes a section, because no cell can be
+    in a box. Links to other pages with a number lead to their notebooks."""
     text = page.read_text(encoding="utf-8")
     text = FOLDED.sub(r'\1 jupyter={"source_hidden": true}\2', text)
+    text = BOX.sub(r"### \g<title>\n\g<text>", text)
     text = re.sub(r"^```text( varies)?\n.*?^```\n\n?", "", text, flags=re.DOTALL | re.MULTILINE)
     # jupytext would make cells of shell blocks.
     text = re.sub(rf"^```({'|'.join(SHELL)})$", "```", text, flags=re.MULTILINE)
