@@ -29,7 +29,7 @@ ROWS = {
     "Ray Data: `predict` over a corpus": ("ray pyarrow", "corpus", "ray"),
     "`datasets.map` with two processes": ("datasets", "processes", "datasets_map"),
     "pickle, cloudpickle, dill": ("cloudpickle dill", "processes", "pickle|dill"),
-    "sixteen threads; a FastAPI server": ("fastapi uvicorn", "threads", ""),
+    "sixteen threads": ("torch", "threads", ""),
     "LitServe: the server of serving.md": ("litserve", "server", ""),
     "bertviz": ("bertviz", "attention_readers", "bertviz"),
     "Captum": ("captum", "attention_readers", "captum"),
