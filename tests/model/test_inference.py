@@ -311,13 +311,18 @@ def test_adapters_are_refused():
 # What an optimised model refuses
 
 FULL = torch.ones(2, 1, 5, 5, dtype=torch.bool)
-UNSUPPORTED = [{"output_attentions": True}, {"attention_mask": FULL}, {"is_causal": False}]
+CROSSED = {"is_decoder": True, "add_cross_attention": True}
+# Fields of the configuration, and arguments of the call.
+UNSUPPORTED = [
+    *(({}, options) for options in ({"output_attentions": True}, {"attention_mask": FULL}, {"is_causal": False})),
+    (CROSSED, {"encoder_hidden_states": torch.zeros(2, 0, 36)}),
+]
 
 
-@pytest.mark.parametrize("options", UNSUPPORTED, ids=str)
+@pytest.mark.parametrize(("fields", "options"), UNSUPPORTED, ids=str)
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
-def test_unsupported_arguments(head, options):
-    model, ids = make(head).optimize_for_inference(), torch.arange(10).view(2, 5)
+def test_unsupported_arguments(head, fields, options):
+    model, ids = make(head, **fields).optimize_for_inference(), torch.arange(10).view(2, 5)
     with pytest.raises(RuntimeError, match=next(iter(options))):
         model(ids, **options)
     model.set_attn_implementation("flex_attention")
