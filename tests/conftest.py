@@ -88,10 +88,10 @@ def reviews() -> list[dict]:
 def pair(tmp_path):
     """Makes a model and its reference, of the same large random weights."""
 
-    def make(head="Model", **fields):
-        ours = randomise(OURS[head](tiny_config(**{**NO_DROPOUT, **fields}))).eval()
+    def make(head="Model", attention="sdpa", **fields):
+        ours = randomise(OURS[head](tiny_config(attn_implementation=attention, **{**NO_DROPOUT, **fields}))).eval()
         ours.save_as_bert(tmp_path)
-        return ours, REFERENCES[head].from_pretrained(tmp_path).eval()
+        return ours, REFERENCES[head].from_pretrained(tmp_path, attn_implementation=attention).eval()
 
     return make
 

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    BertConfig,
     DynamicCache,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,24 +25,12 @@ from modeling_scratchbert.transformer import TransformerBlock
 from modeling_scratchbert.versions import CACHE
 from support.checkpoint_kinds import NOTHING
 from support.comparison import assert_same_tensors, flat
-from support.models import HEADS, NO_DROPOUT, OURS, REFERENCES, TINY, inputs_for, random_scratchbert
+from support.models import BERTS, HEADS, NO_DROPOUT, OURS, SPECIAL, TINY, inputs_for, random_scratchbert
 from support.unpadded import observed_shapes
 from support.versions import checkpoint_activations, since
 
 FIELDS = {**TINY, **NO_DROPOUT}
 BATCH, LENGTH = 3, 7
-
-
-def references(head="Model", attention="sdpa", **fields):
-    """Our model and BERT's with the same weights, each away from its initial value, so that a missing bias shows."""
-    reference = REFERENCES[head](BertConfig(**{**FIELDS, **fields}, attn_implementation=attention))
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    with TemporaryDirectory() as folder:
-        reference.save_pretrained(folder)
-        ours = OURS[head].from_pretrained(folder, attn_implementation=attention)
-    return ours.eval(), reference.eval()
 
 
 def assert_same_outputs(ours, reference, inputs):
@@ -99,8 +85,8 @@ def test_return_dict_of_the_configuration_is_a_default(head):
 
 
 @pytest.mark.parametrize("selected", [1, [0, -1], [7]])
-def test_hidden_states_can_be_selected_by_number(selected):
-    ours, reference = references()
+def test_hidden_states_can_be_selected_by_number(selected, pair):
+    ours, reference = pair()
     inputs = inputs_for()
     states, expected = (model(**inputs, output_hidden_states=selected).hidden_states for model in (ours, reference))
     assert [state is None for state in states] == [state is None for state in expected]
@@ -111,8 +97,8 @@ def test_hidden_states_can_be_selected_by_number(selected):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_is_causal_reaches_the_kernel_as_in_the_reference(attention):
-    ours, reference = references(attention=attention)
+def test_is_causal_reaches_the_kernel_as_in_the_reference(attention, pair):
+    ours, reference = pair(attention=attention)
     ids = inputs_for()["input_ids"]
     causal, expected = (model(ids, is_causal=True).last_hidden_state for model in (ours, reference))
     assert_close(causal, expected, rtol=0, atol=1e-5)
@@ -120,12 +106,12 @@ def test_is_causal_reaches_the_kernel_as_in_the_reference(attention):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_an_encoder_accepts_a_prefix_of_keys_and_values(attention):
+def test_an_encoder_accepts_a_prefix_of_keys_and_values(attention, pair):
     """PEFT's prefix tuning passes a cache to an encoder, and a mask that is longer by as much."""
     inputs, outputs = inputs_for(), []
     prefix = torch.randn(TINY["num_hidden_layers"], 2, BATCH, 4, 2, 8)
     inputs["attention_mask"] = torch.cat([torch.ones(BATCH, 2, dtype=torch.long), inputs["attention_mask"]], dim=1)
-    for model in references(attention=attention):
+    for model in pair(attention=attention):
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(prefix):
             cache.update(keys, values, layer)
@@ -134,8 +120,8 @@ def test_an_encoder_accepts_a_prefix_of_keys_and_values(attention):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_sizes_and_names_are_those_of_the_reference(head):
-    ours, reference = references(head)
+def test_sizes_and_names_are_those_of_the_reference(head, pair):
+    ours, reference = pair(head)
     assert ours.num_parameters() == reference.num_parameters()
     assert ours.num_parameters(exclude_embeddings=True) == reference.num_parameters(exclude_embeddings=True)
     assert find_labels(type(ours)) == find_labels(type(reference))  # what `Trainer` takes for labels
@@ -150,8 +136,8 @@ def test_sizes_and_names_are_those_of_the_reference(head):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("size", "multiple", "becomes"), [(120, None, 120), (50, None, 50), (None, 16, 112)])
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining", "ForSequenceClassification"])
-def test_a_resized_model_is_the_references(head, size, multiple, becomes, tied, tmp_path):
-    ours, reference = references(head, tie_word_embeddings=tied)
+def test_a_resized_model_is_the_references(head, size, multiple, becomes, tied, tmp_path, pair):
+    ours, reference = pair(head, tie_word_embeddings=tied)
     inputs = inputs_for(head, labels=True)
     for model in (ours, reference):
         torch.manual_seed(1)  # new rows are drawn at random
@@ -173,9 +159,9 @@ def test_a_resized_model_is_the_references(head, size, multiple, becomes, tied, 
     assert_same_outputs(ours, as_bert.eval(), inputs)
 
 
-def test_embeddings_that_were_set_decide_which_ids_there_are():
+def test_embeddings_that_were_set_decide_which_ids_there_are(pair):
     """The table may be longer than `config.vocab_size`, which `set_input_embeddings` does not change."""
-    ours, reference = references()
+    ours, reference = pair()
     table, ids = nn.Embedding(200, TINY["hidden_size"]), torch.tensor([[150, 199, 3]])
     for model in (ours, reference):
         model.set_input_embeddings(table)
@@ -185,11 +171,19 @@ def test_embeddings_that_were_set_decide_which_ids_there_are():
 # Gradient checkpointing
 
 
+SEQ2SEQ = "ForConditionalGeneration"
+CHECKPOINTED = [
+    *((head, {}) for head in BERTS),
+    *((SEQ2SEQ, {"tie_encoder_decoder": tied, **SPECIAL}) for tied in (False, True)),
+]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("head", HEADS)
-def test_gradient_checkpointing_changes_no_gradient(head, reentrant):
-    ours, _ = references(head, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
-    inputs, layers = inputs_for(head, labels=True), TINY["num_hidden_layers"]
+@pytest.mark.parametrize(("head", "fields"), CHECKPOINTED, ids=str)
+def test_gradient_checkpointing_changes_no_gradient(head, fields, reentrant):
+    """Of a seq2seq model, the blocks of encoder and decoder are checkpointed."""
+    ours = random_scratchbert(head, **fields).double()
+    inputs, layers = inputs_for(head, labels=True), TINY["num_hidden_layers"] * (1 + (head == SEQ2SEQ))
     expected = gradients(ours.train(), inputs)
     checkpoint_activations(ours, {"use_reentrant": reentrant})
     with observed_shapes(FeedForward.forward) as calls:
@@ -204,8 +198,8 @@ def test_gradient_checkpointing_changes_no_gradient(head, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_fills_no_cache(reentrant):
-    ours, reference = references(is_decoder=True, add_cross_attention=True)
+def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_fills_no_cache(reentrant, pair):
+    ours, reference = pair(is_decoder=True, add_cross_attention=True)
     results = []
     for model, checkpointing in ((reference, False), (ours, False), (ours, True)):
         if checkpointing:
@@ -213,7 +207,7 @@ def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_fills_no_ca
         torch.manual_seed(3)
         source = torch.randn(BATCH, 5, TINY["hidden_size"], requires_grad=True)
         # Not a leaf, as an encoder's output is none: handed to a reentrant checkpoint by keyword it would fail.
-        output = model.train()(**inputs_for(), encoder_hidden_states=source.sin())
+        output = model.train()(**inputs_for(), encoder_hidden_states=source.sin(), use_cache=True)
         output.last_hidden_state[1:].pow(2).sum().backward()
         results.append(source.grad)
     assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
@@ -223,7 +217,7 @@ def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_fills_no_ca
 
 @since("5.17", "a part of the blocks can be checkpointed")
 def test_every_other_block_can_be_checkpointed():
-    ours, _ = references()
+    ours = random_scratchbert("Model")
     checkpoint_activations(ours.train(), {"use_reentrant": False}, 2)
     with observed_shapes(FeedForward.forward) as calls:
         gradients(ours, inputs_for())
@@ -233,7 +227,7 @@ def test_every_other_block_can_be_checkpointed():
 # Attention functions
 
 
-def test_an_attention_function_of_the_user(recorder):
+def test_an_attention_function_of_the_user(recorder, pair):
     """One that no built-in kernel equals, with a mask function of its own: each is called, and its result is used."""
     masks = []
 
@@ -247,7 +241,7 @@ def test_an_attention_function_of_the_user(recorder):
         masks.append(sdpa_mask(*args, **kwargs | {"allow_is_bidirectional_skip": False}))
         return masks[-1]
 
-    ours, reference = references()
+    ours, reference = pair()
     inputs = inputs_for()
     plain = ours(**inputs).last_hidden_state
     calls = recorder("near_only", near_only, mask_function)
@@ -263,18 +257,18 @@ def test_an_attention_function_of_the_user(recorder):
 
 
 @pytest.mark.parametrize("argument", ["cu_seq_lens_q", "max_length_q", "position_ids"])
-def test_a_kernels_own_arguments_reach_it(recorder, argument):
+def test_a_kernels_own_arguments_reach_it(recorder, argument, pair):
     """From `position_ids`, or from the others, flash attention learns where packed sequences end."""
     calls = recorder("recorded")
     value = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    for model in references():
+    for model in pair():
         model.set_attn_implementation("recorded")
         model(inputs_for()["input_ids"], **{argument: value})
     assert [call.get(argument) is value for call in calls] == [True] * 2 * TINY["num_hidden_layers"]
 
 
 def test_scale_dropout_and_loss_arguments_of_a_kernel(recorder):
-    ours, _ = references("ForMaskedLM", attention_probs_dropout_prob=0.25)
+    ours = random_scratchbert("ForMaskedLM", attention_probs_dropout_prob=0.25)
     calls = recorder("recorded")
     ours.set_attn_implementation("recorded")
     ours(**inputs_for(), num_items_in_batch=3)
@@ -321,7 +315,7 @@ def test_whole_blocks_can_stay_on_disk(position_embedding_type, tmp_path):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_copies_compute_the_same_and_are_independent(head):
-    ours, _ = references(head)
+    ours = random_scratchbert(head)
     inputs = inputs_for(head) | {"output_hidden_states": True, "output_attentions": True, "return_dict": False}
     file = io.BytesIO()
     torch.save(ours, file)

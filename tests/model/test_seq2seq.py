@@ -17,12 +17,10 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from modeling_scratchbert import ScratchBertForConditionalGeneration, ScratchBertSeq2SeqModel
 from modeling_scratchbert.bert.names import to_scratchbert
-from modeling_scratchbert.feed_forward import FeedForward
 from modeling_scratchbert.versions import CACHE
 from support.comparison import TOLERANCE, assert_same_gradients, assert_same_tensors, flat
 from support.models import NO_DROPOUT, SPECIAL, TINY, inputs_for, random_encoder_decoder, random_scratchbert
-from support.unpadded import observed_shapes
-from support.versions import checkpoint_activations, since
+from support.versions import since
 
 START, END, PAD = SPECIAL.values()
 
@@ -358,19 +356,3 @@ def test_attention_is_set_for_encoder_and_decoder(model):
         model.set_attn_implementation(attention)
         parts = model, model.get_encoder(), model.get_decoder()
         assert {part.config._attn_implementation for part in parts} == {attention}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gradient_checkpointing_changes_no_gradient(reentrant, tied):
-    fields = {"tie_encoder_decoder": tied, **NO_DROPOUT, **SPECIAL}
-    model = random_scratchbert("ForConditionalGeneration", **fields).train()
-    inputs = draw_source() | {"labels": draw_labels()}
-    expected = gradients(model, inputs)
-    checkpoint_activations(model, {"use_reentrant": reentrant})
-    with observed_shapes(FeedForward.forward) as calls:
-        assert_same_gradients(gradients(model, inputs), expected)
-    assert len(calls) == 8  # each block of encoder and decoder runs once more on the way back
-    inputs["decoder_input_ids"] = inputs.pop("labels").clamp(min=0)
-    assert CACHE not in model(**inputs, use_cache=True)  # blocks that run twice would fill it twice
-    assert CACHE in model.eval()(**inputs, use_cache=True)

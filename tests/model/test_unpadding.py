@@ -14,7 +14,7 @@ from modeling_scratchbert import ScratchBertModel, unpadding
 from modeling_scratchbert.modeling_scratchbert import LanguageModelHead
 from modeling_scratchbert.transformer import TransformerBlock
 from support.comparison import assert_same_gradients, assert_same_tensors, flat
-from support.models import HEADS, NEEDS, OURS, REFERENCES, VOCABULARY, inputs_for
+from support.models import HEADS, NEEDS, OURS, VOCABULARY, inputs_for
 from support.unpadded import LENGTHS, draw, flattened, make, observed_shapes
 
 
@@ -25,18 +25,6 @@ def shapes_seen():
         yield lambda model: stack.enter_context(
             observed_shapes(TransformerBlock.forward, model.base_model.encoder.blocks[0])
         )
-
-
-@pytest.fixture
-def references(tmp_path):
-    """Makes a model that removes padding and its reference, with the same weights."""
-
-    def make_pair(head="Model", **fields):
-        ours = make(OURS[head], **fields)
-        ours.save_as_bert(tmp_path)
-        return ours, REFERENCES[head].from_pretrained(tmp_path).eval()
-
-    return make_pair
 
 
 def starts_of(lengths) -> torch.Tensor:
@@ -145,8 +133,8 @@ def test_sparse_prediction(head):
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForCausalLM"])
-def test_loss_over_padding(head, references):
-    ours, reference = references(head, num_labels=3, is_decoder=False)
+def test_loss_over_padding(head, pair):
+    ours, reference = pair(head, padding_free=True, num_labels=3)
     batch = draw()
     batch["labels"] = torch.randint(0, 3, batch["input_ids"].shape)
     if head == "ForPreTraining":
@@ -203,10 +191,10 @@ def test_row_without_a_token_is_the_same_in_eager_and_sdpa(head):
         assert_same_tensors(flat(sdpa(**batch)), expected)
 
 
-def test_vmap_over_labels(references):
+def test_vmap_over_labels(pair):
     batch, labels = draw(), torch.randint(0, 3, (4, 5, 9))
     losses = []
-    for model in references("ForTokenClassification", num_labels=3):
+    for model in pair("ForTokenClassification", padding_free=True, num_labels=3):
         losses.append(torch.func.vmap(lambda each, model=model: model(**batch, labels=each).loss)(labels))
     assert_same_tensors({"": losses[0]}, {"": losses[1]})
 
@@ -260,9 +248,9 @@ POSITIONS = {"arbitrary": [3, 0, 7, 1, 0, 2], "zeros": [0, 0], "one zero": [0], 
 
 
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-def test_positions_of_one_sequence(positions, references):
+def test_positions_of_one_sequence(positions, pair):
     """Positions that restart mark packed sequences unless there is a mask."""
-    ours, reference = references()
+    ours, reference = pair(padding_free=True)
     batch = {"input_ids": torch.randint(1, VOCABULARY, (1, len(positions))), "position_ids": torch.tensor([positions])}
     expected = flat(reference(**batch))
     if positions != POSITIONS["restarting"]:
