@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from accelerate import infer_auto_device_map
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
@@ -300,17 +299,16 @@ def test_a_model_on_the_meta_device_takes_weights_afterwards(head):
 
 @pytest.mark.parametrize("position_embedding_type", ["absolute", "sinusoidal"])
 def test_whole_blocks_can_stay_on_disk(position_embedding_type, tmp_path):
-    config = ScratchBertConfig(**FIELDS, position_embedding_type=position_embedding_type)
-    model, inputs = ScratchBertModel(config).eval(), inputs_for()
+    model = random_scratchbert("Model", position_embedding_type=position_embedding_type)
     model.save_pretrained(tmp_path)
-    size = sum(parameter.nbytes for parameter in model.base_model.encoder.blocks[0].parameters())
+    inputs, size = inputs_for(), sum(parameter.nbytes for parameter in model.encoder.blocks[0].parameters())
     limits = {"cpu": model.get_memory_footprint() - size, "disk": 10**9}
-    device_map = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=model._no_split_modules)
-    assert "disk" in device_map.values()
-    assert not any(name.split("blocks.")[-1].count(".") for name in device_map if "blocks." in name)
-    assert not any("embeddings." in name for name in device_map)
-    loaded = type(model).from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "disk")
-    assert_close(loaded.eval()(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
+    options = {"device_map": "auto", "max_memory": limits, "offload_folder": tmp_path / "disk"}
+    loaded = ScratchBertModel.from_pretrained(tmp_path, **options)
+    assert "disk" in loaded.hf_device_map.values()
+    assert not any(name.split("blocks.")[-1].count(".") for name in loaded.hf_device_map if "blocks." in name)
+    assert not any("embeddings." in name for name in loaded.hf_device_map)
+    assert_close(loaded(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("head", HEADS)
