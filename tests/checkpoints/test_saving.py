@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-import re
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from support.checkpoint_kinds import (
     logged_warnings,
     write_bert,
 )
-from support.folders import ROOT
 from support.hub_server import serving, use
 from support.models import BERTS, OURS, REFERENCES, random_bert, random_scratchbert, tiny_config
 from support.versions import since
@@ -230,12 +228,14 @@ def test_matrices_that_the_configuration_ties_and_the_checkpoint_does_not(tmp_pa
     assert_same_outputs(REFERENCES["ForPreTraining"].from_pretrained(tmp_path / "out"), bert)
 
 
-def test_as_bert_files_and_configuration(tmp_path):
-    """No code beside it, a file that is marked as PyTorch's, and a configuration with BERT's fields alone."""
+def test_files_and_configuration(tmp_path):
+    """As a BERT: no code, a file that is marked as PyTorch's, and a configuration with BERT's fields alone."""
     model = random_scratchbert("ForMaskedLM")
     model.save_pretrained(tmp_path / "ours")  # which adds `auto_map` to the configuration
+    files = {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == CODE | files | {"probe.json"}
     model.save_as_bert(tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == files
     with safe_open(tmp_path / "out" / "model.safetensors", framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}
     fields = config_json(tmp_path / "out")
@@ -399,11 +399,3 @@ def test_push_while_saving(tmp_path, monkeypatch):
         files = hub.files(repository)
         assert_same_bits(load(files["model.safetensors"]), stored(tmp_path / folder))
         assert set(files) >= CODE
-
-
-def test_the_documentation_lists_the_files(tmp_path):
-    random_scratchbert().save_pretrained(tmp_path)
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    table = page.partition("### Copied into every saved model")[2].partition("\n#")[0]
-    code = set(re.findall(r"^\| `(\w+\.py)` \|", table, re.MULTILINE))
-    assert {path.name for path in tmp_path.iterdir()} == code | {"config.json", "model.safetensors", "probe.json"}

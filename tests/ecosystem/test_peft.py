@@ -95,18 +95,6 @@ def test_a_trained_adapter_and_its_head_open_in_every_way(tmp_path):
         assert_same(scores(each, CLASSIFIER), expected)
 
 
-def test_prefix_tuning_of_a_seq2seq_model_with_labels_alone():
-    """The decoder's input and its mask are derived from the labels; the prefixes are cached positions before them."""
-    model = random_scratchbert(SEQ2SEQ, **SPECIAL, **NO_DROPOUT)
-    tuned = get_peft_model(model, peft.PrefixTuningConfig(task_type=TASKS[SEQ2SEQ], num_virtual_tokens=5))
-    batch = labelled(SEQ2SEQ)
-    outputs = tuned(**batch)
-    assert outputs.logits.shape[:2] == batch["labels"].shape
-    assert_same(outputs.logits, tuned(**batch, **decoder_inputs(model, batch["labels"])).logits)
-    outputs.loss.backward()
-    assert all(parameter.grad is not None for parameter in tuned.parameters() if parameter.requires_grad)
-
-
 # ------------------------------------------------------------------------------------------------ every method
 
 # Each with a configuration that names no layers, and no sizes of the model.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertLMHeadModel, BertModel, PreTrainedConfig, PreTrainedModel, generation
+from transformers import PreTrainedConfig, PreTrainedModel, generation
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 
@@ -173,11 +173,3 @@ def test_generate_continues_a_cache_of_either_name(name):
     assert cache.get_seq_length() == ids.shape[1] + 4
     with pytest.raises(ValueError, match="cache and past_key_values"):
         model.generate(ids, max_new_tokens=5, cache=cache, past_key_values=cache)
-
-
-@pytest.mark.parametrize(("ours", "berts"), [(ScratchBertModel, BertModel), (ScratchBertForCausalLM, BertLMHeadModel)])
-def test_parameters_are_those_of_bert(ours, berts):
-    def names(cls):
-        return [name for name in inspect.signature(cls.forward).parameters if name != "kwargs"]
-
-    assert names(ours) == names(berts)
