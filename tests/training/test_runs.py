@@ -355,9 +355,10 @@ def test_early_stopping(argv, tmp_path, monkeypatch):
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "configuration" / "two_process.yaml"]
 
 
-def gradients(task: str, given: dict, file: Path, launcher: list = (), **changed) -> dict[str, torch.Tensor]:
-    """Those of the first update, of nine rows."""
-    argv = [task, *flags(**given, **changed, train_sampling_strategy="random", max_length=32)]
+def gradients(task: str, given: dict, folder: Path, launcher: list = (), **changed) -> dict[str, torch.Tensor]:
+    """Those of the first update, of nine rows, in a run with this folder."""
+    file = folder.with_suffix(".pt")
+    argv = [task, *flags(**given, **changed, output_dir=folder, train_sampling_strategy="random", max_length=32)]
     if launcher:
         done = start("first_gradients.py", file, *argv, launcher=launcher)
         assert done.returncode == 0, done.stderr
@@ -366,42 +367,28 @@ def gradients(task: str, given: dict, file: Path, launcher: list = (), **changed
     return torch.load(file)
 
 
-def flags_of(task: str, steady_model: str, tmp_path: Path) -> dict:
+@pytest.mark.parametrize("task", ROWS)
+def test_small_batches_of_one_and_of_two_processes(task, steady_model, tmp_path):
+    """The gradient is that of one large batch, and nine rows of validation are counted, in order."""
     rows = write_rows(tmp_path / "rows.jsonl", ROWS[task])
     given = {"train_file": rows, "validation_file": rows, "model": steady_model, "max_steps": 1, "max_grad_norm": 0}
-    return {**given, **MORE.get(task, {})}
-
-
-def assert_equal(found: dict, expected: dict) -> None:
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0, msg=name)
-
-
-@pytest.mark.parametrize("task", ROWS)
-def test_accumulated_batches_are_one_large_batch(task, steady_model, tmp_path):
-    given = flags_of(task, steady_model, tmp_path)
-    large = gradients(task, given, tmp_path / "1.pt", output_dir=tmp_path / "1", per_device_train_batch_size=100)
-    reset_accelerate()
-    small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 100}
-    assert_equal(gradients(task, given, tmp_path / "2.pt", output_dir=tmp_path / "2", **small), large)
-
-
-@pytest.mark.parametrize("task", ROWS)
-def test_two_processes(task, steady_model, tmp_path):
-    """The gradient is that of one large batch, and nine rows of validation are counted, in order."""
-    given = flags_of(task, steady_model, tmp_path)
+    given |= MORE.get(task, {})
     if task == "seq2seq":
         given["metrics"] = "error_rate"
-    one = {"output_dir": tmp_path / "1", "per_device_train_batch_size": 100}
-    large = gradients(task, given, tmp_path / "1.pt", **one)
-    two = {"output_dir": tmp_path / "2", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 100}
-    assert_equal(gradients(task, given, tmp_path / "2.pt", LAUNCH, **two), large)
-    reports = [report_of(tmp_path / name) for name in ("1", "2")]
+    large = gradients(task, given, tmp_path / "large", per_device_train_batch_size=100)
+    small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 100}
+    for folder, launcher in (("one", []), ("two", LAUNCH)):
+        reset_accelerate()
+        found = gradients(task, given, tmp_path / folder, launcher, **small)
+        for name, gradient in large.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0, msg=name)
+    reports = [report_of(tmp_path / name) for name in ("large", "two")]
     assert reports[1]["processes"] == 2
     assert reports[0]["validation"] == pytest.approx(reports[1]["validation"], abs=1e-4)
     if task != "masked-lm":
-        files = [(tmp_path / name / "predictions_validation.jsonl").read_text().splitlines() for name in ("1", "2")]
-        columns = [[{name: json.loads(line)[name] for name in ROWS[task][0]} for line in lines] for lines in files]
+        files = [tmp_path / name / "predictions_validation.jsonl" for name in ("large", "two")]
+        lines = [file.read_text().splitlines() for file in files]
+        columns = [[{name: json.loads(line)[name] for name in ROWS[task][0]} for line in each] for each in lines]
         assert columns[0] == columns[1] == ROWS[task]
 
 
