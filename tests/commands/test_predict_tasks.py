@@ -9,12 +9,10 @@ import torch
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, EncoderDecoderModel, pipeline
 
-import train
 from support.checkpoint_kinds import change_tensors
 from support.corpora import HEADS, errors_of, read_output, results, rows_for, run, texts, write_rows
 from support.models import REFERENCES
 from support.prepacked import INT8, needs_library
-from support.tiny import flags, reset_accelerate
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
 
@@ -201,46 +199,6 @@ def test_masked_words_are_those_of_the_pipeline(make_bert):
         expected = fill(row["text"])
         assert row["words"] == [[each["token_str"] for each in mask] for mask in expected]
         close(row["scores"], [[each["score"] for each in mask] for mask in expected])
-
-
-# ------------------------------------------------------------------------------------------------------ beside training
-
-TRAININGS = {
-    "classification": [{"body": text, "label": "bad" if "bad" in text else "good", "text": "a"} for text in TEXTS],
-    "tagging": [
-        {"tokens": text.split(), "tags": ["B-X" if word < "c" else "O" for word in text.split()]} for text in TEXTS
-    ],
-    "question-answering": [
-        {"question": "a good film", "context": text, "answers": {"text": [text], "answer_start": [0]}} for text in TEXTS
-    ],
-    "seq2seq": [{"source": text, "target": text[::-1]} for text in TEXTS],
-}
-MORE = {
-    "classification": {"text_column": "body"},
-    "question-answering": {"stride": 4, "max_answer_length": 5},
-    "seq2seq": {"max_target_length": 6},
-}
-
-
-@pytest.mark.parametrize("task", TRAININGS)
-def test_predictions_are_those_of_the_training(task, make_bert, here, capsys):
-    """With the columns and the lengths of the training, which no flag repeats; and the metrics."""
-    rows, label = rows_file(TRAININGS[task]), {"tagging": "tags", "question-answering": "answers", "seq2seq": "target"}
-    reset_accelerate()
-    argv = flags(
-        model=make_bert(), train_file=rows, test_file=rows, output_dir="run", max_length=20, **MORE.get(task, {})
-    )
-    assert train.main([task, *argv, "--num_train_epochs", "1", "--learning_rate", "1e-3"]) == 0
-    found = results("out", "run", rows, "--label_column", label.get(task, "label"))
-    expected = [json.loads(line) for line in (here / "run" / "predictions_test.jsonl").read_text().splitlines()]
-    for row, right in zip(found, expected, strict=True):
-        for name in right.keys() - TRAININGS[task][0].keys():
-            close(row[name], right[name]) if name == "score" else None
-            assert name == "score" or row[name] == right[name]
-    metrics = json.loads((here / "out" / "__run__" / "metrics.json").read_text())
-    assert (metrics.pop("rows"), metrics.pop("rows_left_out")) == (21, 0)
-    trained = json.loads((here / "run" / "metrics.json").read_text())["test"]
-    assert metrics == {name: pytest.approx(trained[name], abs=1e-5) for name in metrics}
 
 
 # ------------------------------------------------------------------------------------------------ what rows depend on

@@ -24,6 +24,7 @@ import predict
 import train
 from modeling_scratchbert import ScratchBertModel
 from support.checkpoint_kinds import change_config
+from support.commands import exit_code
 from support.folders import ROOT
 from support.models import SPECIAL_TOKENS
 from support.tiny import WORDS, flags, make_task, report_of, reviews, run, write_rows
@@ -503,30 +504,42 @@ LONG = {"num_train_epochs": 20, "learning_rate": 2e-3}
 @pytest.mark.parametrize(
     ("task", "given", "rows"),
     [
-        ("classification", {"text_column": "text", "max_length": 5, **LONG}, reviews(8)),
-        ("tagging", LONG, [SENTENCE, {"tokens": ["a", "film"], "tags": ["O", "O"]}] * 4),
+        (
+            "classification",
+            {"text_column": "body", "max_length": 5, **LONG},
+            [{"body": row["text"], "label": row["label"], "text": "a"} for row in reviews(8)],
+        ),
+        (
+            "tagging",
+            {"max_length": 4, "stride": 1, **LONG},
+            [SENTENCE, {"tokens": ["a", "film"], "tags": ["O", "O"]}] * 4,
+        ),
         ("question-answering", LENGTHS, QUESTIONS),
         ("question-answering", LENGTHS | {"null_threshold": "-100"}, QUESTIONS),
         ("question-answering", LENGTHS | {"null_threshold": "best"}, QUESTIONS),
         (
             "seq2seq",
-            {"max_target_length": 6, "num_beams": 2, **LONG},
+            {"max_length": 4, "max_target_length": 6, "num_beams": 2, **LONG},
             [{"source": f"{a} {b} film", "target": a} for a in WORDS for b in WORDS[:2]],
         ),
     ],
 )
 def test_predict_predicts_what_the_training_did(task, given, rows, argv, tmp_path):
-    """With the columns, lengths, beams and threshold of the training, without a flag for them."""
+    """With the columns, lengths, beams and threshold of the training, without a flag for them; and with its metrics."""
     file = write_rows(tmp_path / "task.jsonl", rows)
     assert run(argv(task, train_file=file, validation_file=file, **given)) == 0
-    folder = str(tmp_path / "run")
-    assert predict.main([folder, str(file), "--format", "jsonl", "--processes", "1", "--output", folder + "-new"]) == 0
-    before, now = (
-        read_rows(tmp_path / name) for name in ("run/predictions_validation.jsonl", "run-new/part-000000.jsonl")
-    )
+    folder, output = tmp_path / "run", tmp_path / "predicted"
+    label = {"tagging": "tags", "question-answering": "answers", "seq2seq": "target"}.get(task, "label")
+    assert exit_code(predict, folder, file, *flags(format="jsonl", processes=1, output=output, label_column=label)) == 0
+    before, now = map(read_rows, (folder / "predictions_validation.jsonl", output / "part-000000.jsonl"))
+    for old, new in zip(before, now, strict=True):
+        for name in old.keys() - rows[0].keys():
+            assert new[name] == (pytest.approx(old[name], abs=5e-5) if name == "score" else old[name])
     name = "predicted_tags" if task == "tagging" else "prediction"
-    assert [row[name] for row in now] == [row[name] for row in before]
     assert task == "question-answering" or len({str(row[name]) for row in before}) > 1
+    metrics, trained = json.loads((output / "__run__" / "metrics.json").read_text()), report_of(folder)["validation"]
+    assert (metrics.pop("rows"), metrics.pop("rows_left_out")) == (len(rows), 0)
+    assert metrics == {name: pytest.approx(trained[name], abs=1e-5) for name in metrics}
 
 
 @pytest.mark.parametrize("task", ["seq2seq", "masked-lm"])
