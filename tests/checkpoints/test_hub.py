@@ -13,6 +13,7 @@ from huggingface_hub import HfApi
 
 import modeling_scratchbert
 from modeling_scratchbert import AUTO_MAP
+from support.folders import CODE
 from support.hub_server import serving, use
 from support.models import OURS, inputs_for, random_scratchbert, word_tokenizer
 
@@ -103,6 +104,5 @@ def test_a_private_model_requires_the_token(visit):
 
 def test_a_pushed_configuration_has_the_code(visit):
     files = visit.hub.files("ada/config")
-    code = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
-    assert code | {"config.json"} <= set(files)
+    assert CODE | {"config.json"} <= set(files)
     assert json.loads(files["config.json"])["auto_map"] == AUTO_MAP

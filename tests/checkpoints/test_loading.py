@@ -32,11 +32,9 @@ from support.checkpoint_kinds import (
     write_two_berts,
     write_weights,
 )
-from support.models import BERTS, OURS, REFERENCES, TINY, random_bert, random_encoder_decoder
+from support.models import BERTS, CROSSED, OURS, REFERENCES, TINY, random_bert, random_encoder_decoder
 
 pytestmark = pytest.mark.usefixtures("offline")
-
-CROSS_ATTENTION = {"is_decoder": True, "add_cross_attention": True}
 
 
 # --- one BERT
@@ -56,8 +54,8 @@ def test_forms(tmp_path, form, prefix):
     ("head", "fields"),
     [
         ("Model", {"is_decoder": True}),
-        ("Model", CROSS_ATTENTION),
-        ("ForCausalLM", CROSS_ATTENTION),
+        ("Model", CROSSED),
+        ("ForCausalLM", CROSSED),
         ("ForPreTraining", {"hidden_act": "prelu"}),  # an activation with a weight
         ("ForMaskedLM", {"num_hidden_layers": 11}),
     ],
@@ -107,7 +105,7 @@ def test_every_class_loads_the_checkpoints_of_every_class(every_class, stored, l
 
 @pytest.mark.parametrize(
     ("lost", "kwargs", "missing"),
-    [(".layer.1.", {}, r"blocks\.1\.(attention|feed_forward)"), ("nothing", CROSS_ATTENTION, "cross_attention")],
+    [(".layer.1.", {}, r"blocks\.1\.(attention|feed_forward)"), ("nothing", CROSSED, "cross_attention")],
 )
 def test_missing_tensors_are_named(tmp_path, lost, kwargs, missing):
     write_bert(tmp_path)

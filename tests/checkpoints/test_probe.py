@@ -12,7 +12,7 @@ from torch import nn
 
 from modeling_scratchbert import ScratchBertForMaskedLM, ScratchBertModel
 from support.checkpoint_kinds import change_tensors, config_json, logged_warnings
-from support.models import OURS, REFERENCES, random_scratchbert, tiny_config
+from support.models import CROSSED, OURS, REFERENCES, random_scratchbert, tiny_config
 from support.versions import since
 
 # Inputs have eight tokens, and the fifth is the last one of the second row.
@@ -71,10 +71,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(tmp_path, dtype):
     assert probe_of(tmp_path)["tensors"] == expected | tied
 
 
-DECODER = {"add_cross_attention": True, "is_decoder": True}
-
-
-@pytest.mark.parametrize(("head", "fields"), [*((h, {}) for h in OURS), ("Model", DECODER), ("ForCausalLM", DECODER)])
+@pytest.mark.parametrize(("head", "fields"), [*((h, {}) for h in OURS), ("Model", CROSSED), ("ForCausalLM", CROSSED)])
 def test_outputs_are_those_of_the_reference(tmp_path, head, fields):
     reference = model = saved(tmp_path, head, **fields)
     if head in REFERENCES:

@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from torch import nn
 
-import modeling_scratchbert
 from modeling_scratchbert import (
     AUTO_MAP,
     ScratchBertConfig,
@@ -32,11 +30,10 @@ from support.checkpoint_kinds import (
     logged_warnings,
     write_bert,
 )
+from support.folders import CODE
 from support.hub_server import serving, use
-from support.models import BERTS, OURS, REFERENCES, random_bert, random_scratchbert, tiny_config
+from support.models import BERTS, CROSSED, OURS, REFERENCES, random_bert, random_scratchbert, tiny_config
 from support.versions import since
-
-CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
 
 # What a checkpoint of one block holds. People's files have these names: whoever changes one owes them a way to load.
 NAMES = {
@@ -178,8 +175,6 @@ def test_weights_on_disk(tmp_path):
 
 # --- a BERT that is opened and saved, as ours and as a BERT
 
-CROSS_ATTENTION = {"is_decoder": True, "add_cross_attention": True}
-
 
 @pytest.mark.parametrize(
     ("head", "fields", "dtype"),
@@ -188,7 +183,7 @@ CROSS_ATTENTION = {"is_decoder": True, "add_cross_attention": True}
         *((head, {}, torch.bfloat16) for head in ("ForPreTraining", "ForTokenClassification")),
         ("ForCausalLM", {}, torch.float16),
         *((head, {"tie_word_embeddings": False}, torch.float32) for head in ("ForPreTraining", "ForCausalLM")),
-        *((head, CROSS_ATTENTION, torch.float32) for head in ("Model", "ForCausalLM")),
+        *((head, CROSSED, torch.float32) for head in ("Model", "ForCausalLM")),
         ("ForMaskedLM", {"num_hidden_layers": 0}, torch.float32),
         ("Model", {"num_hidden_layers": 11}, torch.float32),
         ("ForPreTraining", {"hidden_act": "prelu"}, torch.float32),

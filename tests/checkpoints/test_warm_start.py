@@ -19,14 +19,13 @@ from support.checkpoint_kinds import (
     write_two_berts,
     write_weights,
 )
-from support.models import OURS, SPECIAL, TINY, random_bert, random_scratchbert
+from support.models import CROSSED, OURS, SPECIAL, TINY, random_bert, random_scratchbert
 from support.refusals import assert_mentions, refusal
 
 pytestmark = pytest.mark.usefixtures("offline")
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]])
 MASK = (IDS != 0).long()
-WITH_CROSS = {"is_decoder": True, "add_cross_attention": True}
 
 
 def start(source, **kwargs):
@@ -64,16 +63,16 @@ def assert_started(model, info, source: dict[str, torch.Tensor]) -> set[str]:
 
 SOURCES = [
     (random_bert, "Model", {}),
-    (random_bert, "Model", WITH_CROSS),
+    (random_bert, "Model", CROSSED),
     (random_bert, "ForMaskedLM", {}),
     (random_bert, "ForMaskedLM", {"tie_word_embeddings": False}),
     (random_bert, "ForMaskedLM", {"hidden_act": "prelu"}),  # an activation with a weight
     (random_bert, "ForPreTraining", {}),
     (random_bert, "ForSequenceClassification", {}),
     (random_bert, "ForCausalLM", {}),
-    (random_bert, "ForCausalLM", WITH_CROSS),
+    (random_bert, "ForCausalLM", CROSSED),
     (random_scratchbert, "Model", {}),
-    (random_scratchbert, "ForCausalLM", WITH_CROSS),
+    (random_scratchbert, "ForCausalLM", CROSSED),
     (random_scratchbert, "ForMaskedLM", {"norm_first": True, "position_embedding_type": "sinusoidal"}),
 ]
 TIES = [{}, {"share_embeddings": False}, {"tie_encoder_decoder": True}, {"tie_word_embeddings": False}]
@@ -88,7 +87,7 @@ def test_every_tensor_of_the_source_starts_encoder_and_decoder(tmp_path, make, h
     missing = assert_started(model, info, tensors_of(tmp_path / "source", head))
     kinds = {"cross_attention" if "cross_attention" in name else name.partition(".")[0] for name in missing}
     has_head = "LM" in head or head == "ForPreTraining"
-    assert kinds == {*(() if fields == WITH_CROSS else ["cross_attention"]), *(() if has_head else ["lm_head"])}
+    assert kinds == {*(() if fields == CROSSED else ["cross_attention"]), *(() if has_head else ["lm_head"])}
     assert ("MISSING" in warnings) == bool(missing)
     assert not model.training
     # What is tied, in the model and in its configuration

@@ -18,11 +18,11 @@ import modeling_scratchbert
 from modeling_scratchbert import ScratchBertConfig
 from modeling_scratchbert.installed import INTERFACE_VERSION
 from support.checkpoint_kinds import assert_same_outputs, outputs, write_bert, write_two_berts
+from support.folders import CODE
 from support.models import OURS, SPECIAL, random_bert, random_encoder_decoder, random_scratchbert
 from support.processes import run_python
 
 PACKAGE = Path(modeling_scratchbert.__file__).parent
-CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
 
 
 def copied_class(folder, name="ForMaskedLM"):

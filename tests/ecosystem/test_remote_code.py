@@ -14,11 +14,10 @@ import modeling_scratchbert
 from modeling_scratchbert import AUTO_MAP, ScratchBertConfig
 from support import remote_code, user_models
 from support.checkpoint_kinds import assert_same_outputs, config_json, logged_warnings, write_bert, write_hub_cache
-from support.folders import DATA, ROOT
+from support.folders import CODE, DATA, ROOT
 from support.models import BERTS, OURS, SPECIAL, TINY, random_scratchbert
 from support.processes import run_python
 
-CODE = {path.name for path in Path(modeling_scratchbert.__file__).parent.glob("*.py")} - {"__init__.py"}
 EARLIER_VERSIONS = ("0.1.0", "fa82c55")
 # The name of the class that each Auto class opens, but for a seq2seq model.
 CLASS_NAMES = {auto: path.split(".")[1] for auto, path in AUTO_MAP.items() if auto != "AutoConfig"}

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 import modeling_scratchbert
 from modeling_scratchbert import AUTO_MAP, ScratchBertConfig, ScratchBertModel
 from support.checkpoint_kinds import config_json, write_bert
-from support.models import TINY, random_bert, tiny_config
+from support.models import CROSSED, TINY, random_bert, tiny_config
 
 OUR_OWN = {
     "norm_first": False,
@@ -99,7 +99,7 @@ VALID = [
     {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 1.0, "classifier_dropout": None},
     {"pad_token_id": None},
     {"pad_token_id": -1},  # which BERT takes as well
-    {"is_decoder": True, "add_cross_attention": True},
+    CROSSED,
     {"eos_token_id": [1, 2], "initializer_range": 0.0},
     {"hidden_size": 33, "num_attention_heads": 3},
     {"num_decoder_layers": 0, "decoder_start_token_id": 99},  # which an encoder does not use
@@ -248,7 +248,7 @@ def test_configurations_of_encoder_and_decoder(depth):
     config = tiny_config(**SEQ2SEQ, **fields, num_decoder_layers=depth)
     before = copy.deepcopy(comparable(config))
     none = {"is_encoder_decoder": False, "num_decoder_layers": None, "tie_encoder_decoder": False}
-    decoder_fields = {"is_decoder": True, "add_cross_attention": True, "num_hidden_layers": depth or 2}
+    decoder_fields = {**CROSSED, "num_hidden_layers": depth or 2}
     encoder, decoder = config.encoder_config(), config.decoder_config()
     assert comparable(encoder) == before | none
     assert comparable(decoder) == before | none | decoder_fields

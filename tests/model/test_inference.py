@@ -18,7 +18,7 @@ from transformers.utils import logging
 from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.inference import is_prepacked
 from support.comparison import assert_same_tensors
-from support.models import OURS, inputs_for
+from support.models import CROSSED, OURS, inputs_for
 from support.prepacked import (
     DTYPES,
     HAS_LIBRARY,
@@ -311,7 +311,6 @@ def test_adapters_are_refused():
 # What an optimised model refuses
 
 FULL = torch.ones(2, 1, 5, 5, dtype=torch.bool)
-CROSSED = {"is_decoder": True, "add_cross_attention": True}
 # Fields of the configuration, and arguments of the call.
 UNSUPPORTED = [
     *(({}, options) for options in ({"output_attentions": True}, {"attention_mask": FULL}, {"is_causal": False})),

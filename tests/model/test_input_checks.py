@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel, DynamicCache
 
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForSequenceClassification, ScratchBertModel
 from modeling_scratchbert.versions import CACHE
-from support.models import NEEDS, OURS, SPECIAL, TINY
+from support.models import CROSSED, NEEDS, OURS, SPECIAL, TINY
 from support.versions import since
 
 SIZES = {**TINY, "num_hidden_layers": 1, "type_vocab_size": 3}
@@ -31,7 +31,7 @@ def make(head="Model", **fields):
 def models():
     return {
         "encoder": make(),
-        "decoder": make(is_decoder=True, add_cross_attention=True),
+        "decoder": make(**CROSSED),
         "masked LM": make("ForMaskedLM"),
         "classifier": make("ForSequenceClassification"),
         "choices": make("ForMultipleChoice"),

@@ -24,7 +24,7 @@ from modeling_scratchbert.transformer import TransformerBlock
 from modeling_scratchbert.versions import CACHE
 from support.checkpoint_kinds import NOTHING
 from support.comparison import assert_same_tensors, flat
-from support.models import BERTS, HEADS, NO_DROPOUT, OURS, SPECIAL, TINY, inputs_for, random_scratchbert
+from support.models import BERTS, CROSSED, HEADS, NO_DROPOUT, OURS, SPECIAL, TINY, inputs_for, random_scratchbert
 from support.unpadded import observed_shapes
 from support.versions import checkpoint_activations, since
 
@@ -198,7 +198,7 @@ def test_gradient_checkpointing_changes_no_gradient(head, fields, reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_a_decoder_reaches_the_encoder_and_fills_no_cache(reentrant, pair):
-    ours, reference = pair(is_decoder=True, add_cross_attention=True)
+    ours, reference = pair(**CROSSED)
     results = []
     for model, checkpointing in ((reference, False), (ours, False), (ours, True)):
         if checkpointing:

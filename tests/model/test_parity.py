@@ -17,7 +17,7 @@ from modeling_scratchbert import ScratchBertForCausalLM, ScratchBertModel
 from modeling_scratchbert.bert.names import to_scratchbert
 from support import comparison
 from support.comparison import TOLERANCE, as_doubles, assert_same_tensors, at_tokens, flat
-from support.models import BERTS, NEEDS, NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
+from support.models import BERTS, CROSSED, NEEDS, NO_DROPOUT, OURS, REFERENCES, randomise, tiny_config
 
 LENGTHS, B, T, S = [9, 5, 1, 7], 4, 9, 6  # 4 sequences padded to 9 tokens; the encoder's output has 6
 
@@ -329,8 +329,7 @@ def uncompiled():
 flex_warnings = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore::DeprecationWarning"
 )
-DECODER = {"is_decoder": True, "add_cross_attention": True}
-KINDS = pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, DECODER], ids=str)
+KINDS = pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, CROSSED], ids=str)
 
 
 @flex_warnings
@@ -401,7 +400,7 @@ crossings = pytest.mark.parametrize("cross", [False, True], ids=["self-attention
 @paddings
 @attentions
 def test_decoder(attention, padding, source, head, references):
-    ours, reference = references(head, attention, **DECODER)
+    ours, reference = references(head, attention, **CROSSED)
     inputs = draw_inputs(reference.config, padding)
     encoded = draw_encoder_output(reference.config)
     inputs |= {name: tensor for name, tensor in encoded.items() if name in source}

@@ -6,7 +6,7 @@ from torch import nn
 
 from modeling_scratchbert import ScratchBertModel
 from modeling_scratchbert.transformer import TransformerBlock, TransformerStack
-from support.models import randomise, tiny_config
+from support.models import CROSSED, randomise, tiny_config
 
 B, T, S, C = 3, 7, 5, 16
 EPS = 1e-5  # torch's default for its norms, and large enough to show if it is not passed on
@@ -47,9 +47,6 @@ def make_config(norm_first, implementation="sdpa", **fields):
     sizes = {"hidden_size": C, "intermediate_size": 2 * C}
     places = {"norm_first": norm_first, "attn_implementation": implementation, "layer_norm_eps": EPS}
     return tiny_config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **(sizes | places | fields))
-
-
-DECODER = {"is_decoder": True, "add_cross_attention": True}
 
 
 def padding_mask(lengths, size) -> torch.Tensor:
@@ -109,7 +106,7 @@ def test_decoder_layer_of_torch(shape, implementation, norm_first):
     width, heads, inner, batch, targets, sources = shape
     theirs = make_torch_layer(nn.TransformerDecoderLayer, norm_first, width, heads, inner).double()
     sizes = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": inner}
-    ours = TransformerBlock(make_config(norm_first, implementation, **sizes, **DECODER)).double()
+    ours = TransformerBlock(make_config(norm_first, implementation, **sizes, **CROSSED)).double()
     copy_block(theirs, ours)
     x, memory = draw_states(batch, targets, width), draw_states(batch, sources, width)
     causal = torch.ones(targets, targets).tril().bool()
@@ -135,7 +132,7 @@ def test_hidden_states_are_the_outputs_of_the_blocks(norm_first):
 
 def test_dropout_is_applied_to_each_sub_layer_and_not_to_the_sum():
     """With everything dropped, a pre-norm block returns its input."""
-    block = randomise(TransformerBlock(make_config(True, "eager", **DECODER))).train()
+    block = randomise(TransformerBlock(make_config(True, "eager", **CROSSED))).train()
     block.dropout.p = 1.0
     x = torch.randn(B, T, C)
     assert torch.equal(block(x, encoder_hidden_states=torch.randn(B, S, C)), x)

@@ -38,6 +38,8 @@ OURS = {head: getattr(modeling_scratchbert, f"ScratchBert{head}") for head in (*
 REFERENCES = {head: getattr(transformers, f"Bert{head}") for head in HEADS} | {
     "ForCausalLM": transformers.BertLMHeadModel
 }
+# The fields of a decoder that reads the output of an encoder.
+CROSSED = {"is_decoder": True, "add_cross_attention": True}
 # The fields that a class requires in its configuration.
 NEEDS = {"ForCausalLM": {"is_decoder": True}} | {head: {"is_encoder_decoder": True} for head in ENCODER_DECODERS}
 
@@ -77,7 +79,7 @@ def random_scratchbert(head: str = "ForPreTraining", seed: int = 0, **fields):
 def random_encoder_decoder(seed: int = 0, decoder: dict | None = None, **fields) -> transformers.EncoderDecoderModel:
     """Two random BERTs; `decoder` has the fields in which the second differs."""
     encoder = tiny_config(transformers.BertConfig, **fields)
-    decoder = {**fields, "is_decoder": True, "add_cross_attention": True, **(decoder or {})}
+    decoder = {**fields, **CROSSED, **(decoder or {})}
     configs = encoder, tiny_config(transformers.BertConfig, **decoder)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*configs, **SPECIAL)
     return randomise(transformers.EncoderDecoderModel(config), seed, std=0.2).eval()

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
 
 from modeling_scratchbert import ScratchBertModel
-from support.folders import ROOT
+from support.folders import CODE, ROOT
 from support.hub_server import serving, use
 from support.tiny import break_off, flags, report_of, reset_accelerate, reviews, run, write_rows
 from toolkit.training import push_run
@@ -94,10 +94,9 @@ def test_what_is_pushed(argv, tmp_path, monkeypatch, capsys):
         assert run(given) == 0
         files, is_private = hub.files("ada/reviews"), hub.repositories["ada/reviews"].private
     assert is_private
-    code = {path.name for path in (ROOT / "modeling_scratchbert").glob("*.py")} - {"__init__.py"}
     model = {"model.safetensors", "config.json", "probe.json", "tokenizer.json", "tokenizer_config.json"}
     report = {"README.md", "metrics.json", "labels_validation.csv", "curves.png", "confusion_matrix.png", "recipe.yaml"}
-    assert files.keys() - {".gitattributes"} == code | model | report
+    assert files.keys() - {".gitattributes"} == CODE | model | report
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
     recipe = yaml.safe_load(files["recipe.yaml"])
     assert (recipe["train_file"], recipe["output_dir"], recipe["seed"]) == (["rows.jsonl"], "run", 42)
