@@ -14,10 +14,9 @@ from huggingface_hub import HfApi
 import modeling_scratchbert
 from modeling_scratchbert import AUTO_MAP
 from support.folders import CODE
-from support.hub_server import serving, use
+from support.hub_server import TOKEN, serving, use
 from support.models import OURS, inputs_for, random_scratchbert, word_tokenizer
 
-TOKEN = "hf_" + "Ada" * 12
 AUTO_CLASSES = {path.split(".ScratchBert")[1]: auto for auto, path in reversed(AUTO_MAP.items())}
 AUTO_CLASSES["Seq2SeqModel"] = "AutoModel"
 

@@ -18,7 +18,7 @@ import predict
 import train
 from modeling_scratchbert import ScratchBertConfig, ScratchBertForConditionalGeneration, ScratchBertModel
 from support.commands import exit_code
-from support.hub_server import serving, use
+from support.hub_server import TOKEN, serving, use
 from support.models import random_scratchbert, word_tokenizer
 from toolkit.checkpoint import read_checkpoint
 from toolkit.common import CommandError
@@ -26,8 +26,6 @@ from toolkit.hub import check_reachable, has_tokenizer
 
 # The scripts quieten their whole process.
 pytestmark = pytest.mark.usefixtures("quiet_only_here")
-
-TOKEN = "hf_" + "Ada" * 12
 
 
 @pytest.fixture
