@@ -380,7 +380,7 @@ class PartOfATensor(torch.Tensor):
 
 
 def test_models_that_cannot_have_a_probe(tmp_path):
-    """Everything else is saved, and of any number of saves the first warns."""
+    """Everything else is saved. Of any number of saves with the same warning the first warns: the reasons differ."""
     saved(tmp_path, "Model")
     options = {"device_map": {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}, "offload_folder": tmp_path}
     with pytest.raises(ValueError, match="offloaded"):
