@@ -28,11 +28,6 @@ FOLDED = re.compile(
     r"^<details><summary>The code of the picture</summary>\n\n(```python[^\n]*)(.*?^```\n)\n</details>\n",
     re.DOTALL | re.MULTILINE,
 )
-BOX = re.compile(
-    r"^<details><summary>(?P<title>[^<\n]*)</summary>\n(?P<text>(?:(?!</details>$).*\n)*?```python(?:(?!</details>$).*\n)*)"
-    r"</details>$",
-    re.MULTILINE,
-)
 NUMBER = re.compile(r"((?<![\w.])[-+]?(?<!\w)\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w))")
 BERT = "google-bert/bert-base-uncased"
 SHELL = ("", "sh", "bash", "shell", "console")
@@ -154,11 +149,9 @@ def write_notebook(page: Path, folder: Path) -> Path:
 
 def notebook_text(page: Path, folder: Path) -> str:
     """The Markdown of a page for a notebook in `folder`: without the outputs and pictures that its cells will have.
-    A folded block becomes a cell whose code is hidden. Another box with code becomes a section, because no cell can be
-    in a box. Links to other pages with a number lead to their notebooks."""
+    A folded block becomes a cell whose code is hidden. Links to other pages with a number lead to their notebooks."""
     text = page.read_text(encoding="utf-8")
     text = FOLDED.sub(r'\1 jupyter={"source_hidden": true}\2', text)
-    text = BOX.sub(r"### \g<title>\n\g<text>", text)
     text = re.sub(r"^```text( varies)?\n.*?^```\n\n?", "", text, flags=re.DOTALL | re.MULTILINE)
     # jupytext would make cells of shell blocks.
     text = re.sub(rf"^```({'|'.join(SHELL)})$", "```", text, flags=re.MULTILINE)
@@ -182,10 +175,8 @@ def notebook_text(page: Path, folder: Path) -> str:
 
 # ------------------------------------------------------------------------------------------------------ shell commands
 
-# A script of this project with its arguments, also after a launcher: "$(scratchbert --path train)".
-SCRIPT = re.compile(
-    r"(?:scripts/(?P<file>\w+)\.py|(?<!\w)scratchbert (?:--path )?(?P<command>\w+)(?![\w/]))(?P<arguments>.*)"
-)
+# A command of this project with its arguments, also after a launcher: "$(scratchbert --path train)".
+SCRIPT = re.compile(r"(?<!\w)scratchbert (?:--path )?(?P<command>\w+)(?![\w/])(?P<arguments>.*)")
 
 
 def shell_lines(text: str) -> Iterator[str]:
@@ -199,7 +190,7 @@ def shell_lines(text: str) -> Iterator[str]:
 def script_calls(text: str) -> Iterator[tuple[str, list[str]]]:
     """The name and the flags of each call of a script in a page. The name of train has its task."""
     for match in filter(None, map(SCRIPT.search, shell_lines(text))):
-        script = match["file"] or match["command"]
+        script = match["command"]
         words = match["arguments"].split()
         if script == "train":
             script = f"train {next(word for word in words if re.match(r'[a-z]', word))}"

@@ -18,9 +18,9 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PAGES_AND_README = [*sorted(ROOT.glob("*.md")), *PAGES]
 PICTURES = ROOT / "docs" / "course" / "pictures"
 MAX_PICTURE_BYTES = 60_000
-# Of blocks that run elsewhere: `slow` in `make course-full`, `ecosystem`, `corpus` and `server` in `make
+# Of blocks that run elsewhere: `slow` in `make course-full`, `ecosystem`, `corpus`, `server` and `embedder` in `make
 # test-ecosystem`; or that need VNNI.
-MARKS = {"slow", "ecosystem", "corpus", "server", "vnni"}
+MARKS = {"slow", "ecosystem", "corpus", "server", "embedder", "vnni"}
 
 
 def each(pages):
