@@ -154,8 +154,8 @@ return inputs.where(~chosen | (lottery < 0.9), random_ids), input_ids.masked_fil
         7,
         body("pretraining", "masked_lm_loss"),
         """
-at = labels != -100
-return -logits.transpose(0, 1).log_softmax(-1)[at][torch.arange(int(at.sum())), labels[at]].mean()
+labels = labels[labels != -100]
+return -logits.log_softmax(-1)[range(len(labels)), labels].sum() / max(1, len(labels))
 """,
     ),
     "types of modules": (

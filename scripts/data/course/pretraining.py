@@ -9,7 +9,8 @@ def mask_tokens(input_ids, special, mask_id, vocab_size):
     they are. `input_ids` is not changed.
 
     The number of chosen tokens is not left to chance, as it is in the chapter: in each row, exactly 15 % of the tokens
-    that are not special are chosen, rounded by `round()`. So Google's code for BERT did it.
+    that are not special are chosen, rounded by `round()`: none of three, and one of four. So Google's code for BERT
+    did it.
 
     Args:
         input_ids: `(B, T)`.
@@ -45,10 +46,10 @@ class MaskedLMHead(nn.Module):
 
 
 def masked_lm_loss(logits, labels):
-    """The mean of -log p over the labels that are not -100, as a tensor without dimensions.
+    """The mean of -log p over the labels that are not -100, as a tensor without dimensions; 0 if there are none.
 
     Args:
-        logits: `(T, B, vocab_size)`, with the positions first, as recurrent networks in torch return them.
-        labels: `(B, T)`.
+        logits: `(N, vocab_size)`, as `MaskedLMHead` returns them.
+        labels: `(B, T)`; N of them are not -100.
     """
     raise NotImplementedError  # your code

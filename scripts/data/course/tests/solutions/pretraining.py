@@ -30,4 +30,5 @@ class MaskedLMHead(nn.Module):
 
 
 def masked_lm_loss(logits, labels):
-    return nn.functional.cross_entropy(logits.transpose(0, 1).flatten(0, 1), labels.flatten())
+    labels = labels[labels != -100]
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
