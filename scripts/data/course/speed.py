@@ -30,10 +30,10 @@ def pad(x, cu_seqlens):
 def int8_linear(x, linear):
     """Approximates `linear(x)` by a product of integers.
 
-    The roles are swapped against the chapter: the inputs are symmetric, and the weight has a minimum. Each row of x is
-    rounded to x ≈ s · q, with q in -127 … 127, and s the largest absolute value of the row divided by 127. Each row of
-    the weight is rounded to w ≈ t · v + m, with v in 0 … 255, m the minimum of the row, and t the range of the row
-    divided by 255.
+    The roles are swapped against the chapter: the inputs are symmetric, and the weight has a minimum. Each token of x
+    is rounded to x ≈ s · q, with q in -127 … 127, and s the largest absolute value of the token divided by 127. The
+    weights of each output are rounded to w ≈ t · v + m, with v in 0 … 255, m their minimum, and t their range divided
+    by 255.
 
     Args:
         x: `(..., C)`.
