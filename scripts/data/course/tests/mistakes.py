@@ -580,17 +580,17 @@ MISTAKES = {
         (
             "x.abs().amax(dim=-1, keepdim=True)",
             "x.abs().max()",
-            "There is one s for all of x; compute it for each row, over the last dimension.",
+            "There is one s for all of x; compute it for each token, over the last dimension.",
         ),
         (
             "m = linear.weight.amin(dim=1)",
             "m = linear.weight.min().expand(len(linear.weight))",
-            "There is one m for the whole weight; compute it for each row.",
+            "There is one m for the whole weight; compute it for each output.",
         ),
         (
             "(linear.weight.amax(dim=1) - m) / 255",
             "(linear.weight.max() - linear.weight.min()).expand(len(m)) / 255",
-            "There is one scale for the whole weight; compute t for each row.",
+            "There is one scale for the whole weight; compute t for each output.",
         ),
         (
             "(q @ v.T)",
