@@ -599,7 +599,7 @@ def resume(run: TrainingRun) -> None:
         run.checkpoints.load(found[-1])
         run.progress = saved
         run.accelerator.print(f"resuming at step {run.progress.step:,} of {run.progress.steps:,}")
-    else:
+    elif run.settings["resume_from_checkpoint"]:
         run.accelerator.print(f"{run.output} has no complete checkpoint: the training starts at step 0")
 
 

@@ -49,7 +49,6 @@ def open_variant(checkpoint: Checkpoint, name: str) -> Callable[..., torch.Tenso
     """The model as a function from ids and mask to the last hidden states."""
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32  # int8 weights are made of float32
     model = open_class(checkpoint, "scratchbert", "Model", False, dtype)
-    model.config.padding_free = True
     if name == "optimised-eager":
         model.set_attn_implementation("eager")
     if name == "int8":

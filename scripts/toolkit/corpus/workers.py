@@ -9,7 +9,7 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -310,7 +310,7 @@ def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str)
     waiting = set()
     try:
         for part in parts:
-            waiting.add(pool.submit(run_part, part))
+            waiting.add(submit(pool, part))
             if len(waiting) == PARTS_EACH * len(devices):
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
@@ -324,11 +324,20 @@ def run_locally(job: Job, parts: Iterator[Part], devices: list[str], again: str)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def submit(pool: ProcessPoolExecutor, part: Part) -> Future:
+    """Submits a part, which may start a process. A terminal or a scheduler sends signals to all processes, and the main
+    process decides what they mean: the others inherit that they are blocked, so that none ends while it starts."""
+    block = getattr(signal, "pthread_sigmask", lambda how, signals: None)  # Windows has none
+    before = block(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return pool.submit(run_part, part)
+    finally:
+        block(signal.SIG_SETMASK, before)
+
+
 def start_worker(job: Job, queue) -> None:
     """Prepares a process of `run_locally`. Its model is opened with its first part, so that an error has a message."""
     global worker
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal or a scheduler sends them to all; the main process decides
     threading.Thread(target=end_with_parent, daemon=True).start()
     worker = Worker(job, queue.get())
 
