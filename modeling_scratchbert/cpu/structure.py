@@ -70,7 +70,9 @@ def check_unchanged(name: str, module: nn.Module) -> None:
 
 
 def changed(name: str, fact: str) -> RuntimeError:
-    expected = "optimize_for_inference() expects the module that the package makes, because a change has no effect afterwards"
+    expected = (
+        "optimize_for_inference() expects the module that the package makes, because a change has no effect afterwards"
+    )
     return RuntimeError(
         f"{name} {fact}; {expected}. Remove the change (an adapter with merge_and_unload()), or use the "
         "model without that call."
