@@ -1,12 +1,15 @@
 """Runs of `scripts/predict.py` that are killed, stopped, shared, resumed and updated write the bytes of a whole run."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 
 from support.corpora import all_files, errors_of, refused, rows_for, run, save_model, texts, write_rows
 from support.folders import ROOT, SCRIPTS
+from toolkit.corpus import workers
 
 pytestmark = pytest.mark.usefixtures("quiet_only_here", "here")
 
@@ -78,9 +82,9 @@ def test_two_processes_that_are_stopped(what, model, here):
     wait_for_parts(process, "out", 3)
     children = psutil.Process(process.pid).children()
     if what == "a worker":
-        workers = [each for each in children if "spawn_main" in str(each.cmdline())]
-        assert len(workers) == 2
-        workers[0].kill()
+        spawned = [each for each in children if "spawn_main" in str(each.cmdline())]
+        assert len(spawned) == 2
+        spawned[0].kill()
     else:
         os.killpg(process.pid, what)
     error = process.communicate(timeout=300)[1]
@@ -91,6 +95,14 @@ def test_two_processes_that_are_stopped(what, model, here):
     assert [each.status() for each in alive] == [psutil.STATUS_ZOMBIE] * len(alive)
     assert run(*argv[:4], *FLAGS, "--resume") == 0
     assert all_files("out") == all_files("expected")
+
+
+def test_a_process_that_starts_ignores_signals_to_all_of_them(monkeypatch):
+    """It inherits that they are blocked, in the place of a part."""
+    monkeypatch.setattr(workers, "run_part", partial(signal.pthread_sigmask, signal.SIG_BLOCK))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert workers.submit(pool, []).result() >= {signal.SIGINT, signal.SIGTERM}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 # ---------------------------------------------------------------------------------------------------- resumed, shared
