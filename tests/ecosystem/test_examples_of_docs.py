@@ -49,9 +49,9 @@ def test_the_trainings_of_the_page_on_embeddings_raise_the_scores(minilm, tmp_pa
         if language == "python":
             exec(match["text"].replace("range(3)", "range(1)"), namespace)
         elif language == "":
-            for command in re.findall("^python (scripts/.*)$", match["text"], re.MULTILINE):
+            for command in re.findall("^scratchbert (.*)$", match["text"], re.MULTILINE):
                 command = command.replace("sentence-transformers/all-MiniLM-L6-v2", minilm)
-                subprocess.run([sys.executable, *shlex.split(command)], check=True)
+                subprocess.run([sys.executable, "scripts", *shlex.split(command)], check=True)
     assert namespace["after"][0]["recall@1"] > namespace["before"]["recall@1"]
     assert namespace["after"][0]["MRR@10"] > namespace["before"]["MRR@10"]
     assert abs(namespace["vectors"] - namespace["optimised"]).max() < 1e-5
