@@ -281,6 +281,7 @@ def _warn_of_unset_tensors(model, missing: set[str], source) -> None:
                 names.append(prefix + name)
     if names:
         logger.warning(
-            f"{source} has no {', '.join(names)}, and from_pretrained does not keep the values of __init__; expected "
-            f"{type(model).__name__}._init_weights to set them. Buffers can also be registered with persistent=True."
+            f"{source or 'state_dict'} has no {', '.join(names)}, and from_pretrained does not keep the values of "
+            f"__init__; expected {type(model).__name__}._init_weights to set them. Buffers can also be registered with "
+            "persistent=True."
         )
