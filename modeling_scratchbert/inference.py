@@ -88,10 +88,10 @@ class InferenceMixin(PreTrainedModel):
         """
         installed("cpu.calibration").save_calibration(self, path)
 
-    def _refuse_if_optimized(self, operation: str) -> None:
+    def _refuse_if_optimized(self, operation: str, *instead: str) -> None:
         """Raise RuntimeError if a module of the model has prepacked weights."""
         if any(map(is_prepacked, self.modules())):
-            raise refusal(operation)
+            raise refusal(operation, *instead)
 
     def train(self, mode: bool = True) -> Self:
         if mode:

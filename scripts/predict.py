@@ -283,6 +283,10 @@ def check_flags(args, task: str) -> None:
     is_remote = "://" in (args.output or "")
     rules = [
         (args.text and args.inputs, "--text is given with INPUT; expected one of them."),
+        (
+            args.text and args.output,
+            "--output is given with --text, whose result is printed; expected INPUT, or no --output.",
+        ),
         (args.text_pair and not args.text, "--text_pair is given; expected --text with it."),
         (
             not args.text and not args.output and not args.dry_run,

@@ -43,6 +43,7 @@ from toolkit.common import (
     first_of,
     handling_stop_signals,
     one_line,
+    refuse_unknown,
     to_json,
     with_paths,
     write_json,
@@ -212,7 +213,10 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
     parser.error = COMMAND.error
     if given and not given[0].startswith("-"):
         given = recipe_arguments(find_shipped(given[0])) + given[1:]
-    data, arguments = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    data, arguments, unknown = parser.parse_args_into_dataclasses(
+        given, return_remaining_strings=True, look_for_args_file=False
+    )
+    refuse_unknown(parser, unknown)
     if arguments.evaluate_only and (of_model := Path(data.model or "", RECIPE)).is_file():
         names = names_kept_for_evaluation(ARGUMENTS[task])
         given = recipe_arguments(of_model, names) + given

@@ -74,7 +74,7 @@ def _layers_outside(model) -> dict[str, Place]:
 
 def check_model(model, layers: dict[str, Place]) -> None:
     """Raise RuntimeError if a model is optimised, or is not as the package makes it."""
-    model._refuse_if_optimized("optimize_for_inference()")
+    model._refuse_if_optimized("optimize_for_inference()", "To optimise it in another way, load the model again")
     for path, each in base_models(model).items():
         check_stack(f"{path}encoder", each.encoder, each.config)
     for path, (parent, name) in layers.items():

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, TextIO
@@ -88,7 +89,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """The arguments. Flags may be between positional ones, as in `SOURCE --to bert OUTPUT`."""
-        return self.parse_intermixed_args(with_underscores(args), namespace)
+        found, unknown = self.parse_known_intermixed_args(with_underscores(args), namespace)
+        refuse_unknown(self, unknown)
+        return found
 
     def error(self, message: str):
         """Prints `message` on one line of standard error and exits with code 2."""
@@ -137,6 +140,14 @@ class Parser(argparse.ArgumentParser):
                 raise
             self.report(missing_library(error) or error)
             return 2
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Ends the command if there are arguments that the parser does not have."""
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        close = get_close_matches(flag, parser._option_string_actions, n=1) or ["one that `--help` lists"]
+        parser.error(f"{flag} is no argument of this command; expected {close[0]}. Correct it or leave it out.")
 
 
 def with_underscores(arguments: Sequence[str] | None) -> list[str]:

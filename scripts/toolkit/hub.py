@@ -68,13 +68,16 @@ def read_config(source: str) -> dict:
     """The fields of the config.json of a checkpoint.
 
     Raises:
-        OSError: there is none, or it is not a JSON object.
+        OSError: there is none, or it is not a JSON object with fields.
     """
     with suppress(AttributeError, TypeError):  # transformers expects an object of JSON
         fields, _ = PreTrainedConfig.get_config_dict(source)
-        if isinstance(fields, dict):
+        if isinstance(fields, dict) and fields:
             return fields
-    raise OSError("Its config.json is not a JSON object.")
+    raise OSError(
+        "It has no config.json with the fields of a model; expected the folder of a saved model. A training saves its "
+        "model at the end: resume one that was interrupted."
+    )
 
 
 def has_tokenizer(source: str) -> bool:

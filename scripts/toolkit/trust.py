@@ -25,12 +25,11 @@ class ForeignCodeError(ValueError):
     """A checkpoint has code that this package did not write."""
 
 
-def check_code(source: str, advice: str, others: Iterable[str] = ()) -> None:
+def check_code(source: str, advice: str) -> None:
     """Checks that a checkpoint opens without code from its folder, and imports the package if that opens it.
 
     Args:
         advice: what to do about other code, the end of the error message.
-        others: files of code that no release may have.
 
     Raises:
         ForeignCodeError: it has code that this package did not write.
@@ -53,7 +52,7 @@ def check_code(source: str, advice: str, others: Iterable[str] = ()) -> None:
         if not isinstance(auto_map, dict) or not auto_map.items() <= known:
             raise ForeignCodeError(f"Its auto_map, {auto_map}, names its own code; expected {PACKAGE}'s. {advice}.")
     if auto_map:
-        find_release(source, advice, others)
+        find_release(source, advice)
 
 
 def report_code(source: str) -> dict:
@@ -67,8 +66,8 @@ def report_code(source: str) -> dict:
     advice = "Read it before you run it"
     try:
         files = [path.relative_to(source).as_posix() for path in Path(source).rglob("*.py")]
-        check_code(source, advice, files)
         release = find_release(source, advice, files)
+        check_code(source, advice)
     except ForeignCodeError as error:
         print(f"DIFFERENT: {error}")
         return {"equal": False}
