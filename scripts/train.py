@@ -311,8 +311,9 @@ def run(task_name: str, data: TaskArguments, arguments: TrainingArguments) -> No
     set_seed(arguments.seed)  # the weights that --model lacks
     transformers.logging.disable_progress_bar()
     # Warnings about weights that are tied, and therefore saved once, and about missing ones, which are printed below.
+    # With a level, the logger of transformers would list the layers that a single process does not shard.
     for name in ("accelerate.utils.other", "transformers.modeling_utils"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     check_sources(data)
     task = task_class(task_name)(data)
     metrics, given = [*task.metric_names, "loss"], arguments.metric_for_best_model
