@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 
 from toolkit.common import (
     CommandError,
+    HelpFormatter,
     Parser,
     about,
     continuing_when_output_is_closed,
@@ -209,7 +210,9 @@ def parse_arguments(task: str, given: list[str]) -> tuple[TaskArguments, Trainin
     are read is in the recipe of the model."""
     from transformers import HfArgumentParser  # it takes a second
 
-    parser = HfArgumentParser((ARGUMENTS[task], TrainingArguments), prog=f"train.py {task}", allow_abbrev=False)
+    parser = HfArgumentParser(
+        (ARGUMENTS[task], TrainingArguments), prog=f"train.py {task}", allow_abbrev=False, formatter_class=HelpFormatter
+    )
     parser.error = COMMAND.error
     if given and not given[0].startswith("-"):
         given = recipe_arguments(find_shipped(given[0])) + given[1:]
