@@ -66,8 +66,8 @@ class ScratchBertConfig(PreTrainedConfig):
         position_embedding_type (`str`, defaults to `"absolute"`): `"absolute"` for BERT's learned table,
             `"sinusoidal"` for the fixed one of Vaswani et al. 2017, section 3.5.
         padding_free (`bool`, defaults to `False`): remove padding before the blocks of an encoder, which receive the
-            non-padding tokens of the batch, `(1, N, C)`. `False`: they receive `(B, T, C)` and a mask, as in BERT. It
-            is a choice of the program that runs: it is neither saved in `config.json` nor read from there.
+            non-padding tokens of the batch, `(1, N, C)`. `False`: they receive `(B, T, C)` and a mask, as in BERT. The
+            program decides: the field is neither saved in `config.json` nor read from there.
         sparse_prediction (`bool`, defaults to `False`): with labels, `ScratchBertForMaskedLM` and
             `ScratchBertForPreTraining` compute the logits of labelled tokens only, `(labelled tokens, V)`, as
             ModernBERT does. The loss is the same.

@@ -35,8 +35,8 @@ class InferenceMixin(PreTrainedModel):
         """Make the model faster on a CPU, for inference only. In place. Requires the installed package.
 
         Replaces the stack of blocks by one module without submodules, which holds prepacked weights, and the linear
-        layers of the pooler and of the model heads by prepacked ones. An encoder removes the padding. Results agree
-        within rounding, in the weights' dtype even under autocast.
+        layers of the pooler and of the model heads by prepacked ones. An encoder removes the padding. The results are
+        those of the model as loaded, up to rounding. Autocast does not change their dtype.
 
         After this call, the model runs `forward`, `generate` and `torch.compile`, and can be copied and pickled.
         Saving, `state_dict`, loading weights, training, gradients, export, resizing and another dtype or device raise a

@@ -136,37 +136,37 @@ class ScratchBertModel(ScratchBertPreTrainedModel):
             attention_mask: `(B, T)`, 1 for a token and 0 for padding; or a full mask `(B, 1, T, T)`, boolean (True:
                 may attend) or additive.
             token_type_ids: `(B, T)`, 0 for sentence A and 1 for sentence B; all 0 by default.
-            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. With `padding_free`, in one row without a mask,
-                positions that restart at 0 mark packed sequences; all-zero positions are one sequence.
+            position_ids: `(B, T)` or `(1, T)`; 0 to T - 1 by default. With `padding_free`, one row without a mask can
+                have packed sequences: each 0 starts a new one. Positions that are all 0 are one sequence.
             encoder_hidden_states: `(B, S, C)`, for a decoder with cross-attention.
             encoder_attention_mask: `(B, S)`, 1 for a token and 0 for padding.
-            past_key_values: the cache of a decoder; `cache` in the signature with transformers 5.24 and newer. Either
-                name can be used.
-            use_cache: whether a decoder fills one.
+            past_key_values: the cache of a decoder. With transformers 5.24 and newer, the signature has the name
+                `cache`. Both names can be used.
+            use_cache: whether a decoder fills a cache.
             output_attentions: also return the attention weights of every block, `(B, H, T, T)`. The eager formula is
                 then used with any attention implementation, because no other returns its weights.
             output_hidden_states: also return the embeddings and the output of every block, `(B, T, C)`.
             return_dict: False for a plain tuple.
-            padding_free: whether an encoder removes the padding, see below; by default as `from_pretrained` was asked,
-                else True for an optimised model, and False for others.
+            padding_free: whether an encoder removes the padding, see below. By default: what was passed to
+                `from_pretrained`; if nothing was passed, True for an optimised model, and False for others.
             cu_seq_lens_q: `(S + 1,)`, for an encoder: the starts of S packed sequences in one row, `(1, N)`, and the
                 end, as `DataCollatorWithFlattening` returns them. The outputs are then `(1, N, C)`, and `pooler_output`
                 is `(S, C)`.
-            max_length_q: the length of the longest sequence, so that an accelerator need not be read from.
+            max_length_q: the length of the longest packed sequence. Without it, the length is read from the device.
 
         Returns:
             `last_hidden_state` `(B, T, C)`, `pooler_output` `(B, C)` or None without a pooler, and what was requested.
             With `padding_free`, an encoder removes the padding, and `last_hidden_state` is zero there. The modules of
-            the stack, and hooks on them, then receive `(1, N, C)`: the non-padding tokens of the batch. Padding is
-            still computed, as in BERT, if
+            the stack, and hooks on them, then receive `(1, N, C)`: the non-padding tokens of the batch. The
+            batch stays padded, as in BERT, if
 
             - attention weights or hidden states are requested, or the mask is a full one;
             - the pooler or the loss reads padding, or the feed-forward is chunked;
             - the attention kernel cannot compute sequences of different lengths;
             - the model is compiled or exported.
 
-            A row in which every token is masked attends to nothing, and its attention outputs are zero; BERT's eager
-            kernel averages there.
+            A row in which every token is masked attends to nothing, and its attention outputs are zero. The eager
+            attention of BERT returns the mean of all values there.
 
         Raises:
             TypeError: an argument is unknown.
@@ -853,8 +853,8 @@ class ScratchBertForConditionalGeneration(
 
         Args:
             source: a BERT checkpoint of any kind, or a ScratchBert one: a folder or a hub id.
-            kwargs: fields of `ScratchBertConfig`, such as `num_decoder_layers` (the decoder takes the first that many
-                blocks), `tie_encoder_decoder` and `share_embeddings`; and arguments of `from_pretrained`.
+            kwargs: fields of `ScratchBertConfig`, such as `num_decoder_layers` (the decoder starts with the first
+                blocks of the BERT), `tie_encoder_decoder` and `share_embeddings`; and arguments of `from_pretrained`.
 
         Raises:
             ValueError: `source` is another kind of model, or already has an encoder and a decoder.

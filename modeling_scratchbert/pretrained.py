@@ -99,7 +99,7 @@ class ScratchBertPreTrainedModel(InferenceMixin, PreTrainedModel):
 
         Args:
             verify: compare the loaded model with the `probe.json` that `save_pretrained` wrote: every tensor bit by bit
-                (rounded, in another dtype), and the first numbers that it computes within 1e-3.
+                (rounded, if it is loaded in another dtype), and the first numbers that it computes within 1e-3.
             padding_free: whether encoders remove padding unless a call says otherwise; see `ScratchBertModel.forward`.
                 By default that of `config`, or False. It is not saved.
 

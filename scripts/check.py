@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     add_reading_flags(data)
     data.add_argument("--rows", **number, help="use the first N rows; default: 32, with --determinism 100")
     how = parser.group("evaluation")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of random ids, gradients and batches")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of random ids, gradients and batches")
     how.add_argument(
         "--variants",
         nargs="+",

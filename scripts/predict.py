@@ -108,7 +108,7 @@ def add_most_used_flags(group) -> None:
         "--format",
         choices=("parquet", "jsonl", "csv", "npy"),
         default="parquet",
-        help="of the parts; npy: embeddings.npy and rows.csv",
+        help="the format of the parts; npy: embeddings.npy and rows.csv",
     )
     add("--resume", action="store_true", help="continue the run in --output: compute what is missing")
     add(

@@ -86,7 +86,7 @@ class TrainingArguments:
     lr_scheduler_type: str = flag("the schedule, by transformers' name, such as linear, cosine or constant", "linear")
     lr_scheduler_kwargs: str | None = flag("arguments of the schedule, as JSON")
     warmup_steps: float = flag("updates in which the learning rate rises; below 1: their share", 0.1)
-    weight_decay: float = flag("of the optimizer; not applied to biases and norms", 0.01)
+    weight_decay: float = flag("the weight decay of the optimizer; not applied to biases and norms", 0.01)
     max_grad_norm: float = flag("larger gradients are scaled to this norm; 0: never", 1.0)
     label_smoothing_factor: float = flag("share of each label's weight that is spread over all labels", 0.0)
     bf16: bool = flag("compute in bfloat16; weights stay in float32", False)

@@ -163,11 +163,17 @@ def with_underscores(arguments: Sequence[str] | None) -> list[str]:
 
 def add_reading_flags(group) -> None:
     """Adds the flags that say how a file of texts is read."""
-    group.add_argument("--text_column", metavar="NAME", help="of the texts; default: a usual name, such as text")
     group.add_argument(
-        "--delimiter", metavar="C", help="of .csv, .tsv and .txt; default: comma, tab, and .txt is no table"
+        "--text_column", metavar="NAME", help="the column of the texts; default: a usual name, such as text"
     )
-    group.add_argument("--encoding", metavar="NAME", default="utf-8", help="of text files, such as cp1252 or utf-16")
+    group.add_argument(
+        "--delimiter",
+        metavar="C",
+        help="the separator of .csv, .tsv and .txt; default: comma, tab, and .txt is no table",
+    )
+    group.add_argument(
+        "--encoding", metavar="NAME", default="utf-8", help="the encoding of text files, such as cp1252 or utf-16"
+    )
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:

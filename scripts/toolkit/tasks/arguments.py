@@ -56,8 +56,8 @@ class TaskArguments:
     validation_fraction: float | None = flag("the share of the training rows to validate on; equal texts stay together")
     split_seed: int = flag("the seed that draws --validation_fraction", 0)
     group_column: str | None = flag("rows with the same value stay together in --validation_fraction")
-    encoding: str = flag("of text files, such as cp1252 or utf-16", "utf-8")
-    delimiter: str | None = flag("of .csv, .tsv and .txt; default: comma, tab, and .txt is no table")
+    encoding: str = flag("the encoding of text files, such as cp1252 or utf-16", "utf-8")
+    delimiter: str | None = flag("the separator of .csv, .tsv and .txt; default: comma, tab, and .txt is no table")
     on_bad_row: Literal["stop", "skip"] = flag(
         "what to do with a row that cannot be used; skipped ones are listed", "stop"
     )
