@@ -46,7 +46,10 @@ def raw_config(source, **kwargs) -> tuple[dict, dict]:
     if isinstance(fields, dict):
         fields.pop("_commit_hash", None)  # which transformers adds before 5.21
     if not isinstance(fields, dict) or not fields:
-        raise OSError(f"{source}/config.json holds no configuration; expected the fields of one beside the weights.")
+        raise OSError(
+            f"{source} has no config.json with the fields of a model; expected the folder of a saved model. A training "
+            "saves it at the end."
+        )
     return fields, kwargs
 
 

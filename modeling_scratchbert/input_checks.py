@@ -58,6 +58,8 @@ def check_options(options: Any, config) -> None:
         if name not in parameters:
             close = get_close_matches(name, (*ARGUMENTS, *OPTIONS), n=1)
             expected = f"perhaps {close[0]}" if close else "one of forward's signature"
+            if name in ARGUMENTS:
+                expected = "a class that has it, such as one with a model head"
             raise TypeError(f"{name} is no argument of this model; expected {expected}. Correct it or leave it out.")
 
 

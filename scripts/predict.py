@@ -147,7 +147,12 @@ def add_data_flags(group) -> None:
     add("--source_column", metavar="NAME", help=f"generate: the texts to start from; {trained}")
     add("--label_column", metavar="NAME", help="what the results are compared with, for metrics.json")
     add("--label_separator", metavar="TEXT", help="between the labels of a row, for a model with several; default: |")
-    add("--keep_columns", metavar="all|none|A,B", default="all", help="the columns of the input that the output has")
+    add(
+        "--keep_columns",
+        metavar="all|none|A,B",
+        default="all",
+        help="the columns of the input that the output has: all, none, or names such as A,B",
+    )
     add(
         "--stdin_format",
         choices=("txt", "csv", "tsv", "jsonl"),

@@ -93,7 +93,9 @@ class TrainingArguments:
     fp16: bool = flag("compute in float16; requires an accelerator device", False)
     gradient_checkpointing: bool = flag("compute activations again in the backward pass: less memory, slower", False)
     freeze: str | None = flag("what is not trained: embeddings, encoder, or the number of lowest blocks")
-    lora_rank: int = flag("train adapters of this rank (LoRA, by PEFT) and the model head; 0: all weights", 0)
+    lora_rank: int = flag(
+        "train adapters of this rank (LoRA, by PEFT) and the model head, with a rate such as 1e-3; 0: all weights", 0
+    )
     lora_alpha: float = flag("LoRA scales by this divided by the rank", 16.0)
     lora_dropout: float = flag("dropout before the adapters", 0.0)
     seed: int = flag("the random seed", 42)

@@ -458,8 +458,8 @@ def find_column(columns: Sequence[str], flag: str, named: str | None, usual: Seq
     existing = ", ".join(map(repr, columns)) or "none"
     if len(columns) == 1 and (found := [each for each in DELIMITERS if each in columns[0]]):
         raise ValueError(f"the only column is {existing}; pass --delimiter {found[0]!r} if it separates columns.")
-    expected = f"{named!r}" if named is not None else " or ".join(map(repr, usual))
-    raise ValueError(f"{flag}: the columns are {existing}; expected {expected}. Pass the name of the column.")
+    missing = " or ".join(map(repr, usual if named is None else [named]))
+    raise ValueError(f"{flag}: there is no column {missing}; the columns are {existing}. Pass the name of one.")
 
 
 class EmptyText(ValueError):  # noqa: N818
