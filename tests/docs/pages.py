@@ -25,7 +25,7 @@ from pathlib import Path
 
 FENCED = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 FOLDED = re.compile(
-    r"^<details><summary>The code of the picture</summary>\n\n(```python[^\n]*)(.*?^```\n)\n</details>\n",
+    r"^<details><summary>The code of [^<]+</summary>\n\n(```python[^\n]*)(.*?^```\n)\n</details>\n",
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"((?<![\w.])[-+]?(?<!\w)\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w))")
