@@ -85,7 +85,7 @@ class TrainingArguments:
     learning_rate: float = flag("the maximum learning rate", 5e-5)
     lr_scheduler_type: str = flag("the schedule, by transformers' name, such as linear, cosine or constant", "linear")
     lr_scheduler_kwargs: str | None = flag("arguments of the schedule, as JSON")
-    warmup_steps: float = flag("updates in which the learning rate rises; below 1: their share", 0.1)
+    warmup_steps: float = flag("updates in which the learning rate rises; below 1: a share of all updates", 0.1)
     weight_decay: float = flag("the weight decay of the optimizer; not applied to biases and norms", 0.01)
     max_grad_norm: float = flag("larger gradients are scaled to this norm; 0: never", 1.0)
     label_smoothing_factor: float = flag("share of each label's weight that is spread over all labels", 0.0)
@@ -102,7 +102,7 @@ class TrainingArguments:
     eval_strategy: Literal["epoch", "steps", "no"] = flag("when the model is evaluated, besides at the end", "epoch")
     eval_steps: int | None = flag("updates between evaluations with --eval_strategy steps")
     save_strategy: Literal["epoch", "steps", "no"] = flag(
-        "when a checkpoint is saved, besides the best and the last; no: never", "epoch"
+        "when a checkpoint is saved, besides the best and the last; no: only after Ctrl-C", "epoch"
     )
     save_steps: int = flag("updates between checkpoints with --save_strategy steps", 500)
     save_total_limit: int = flag("number of checkpoints to keep besides the best", 2)
@@ -375,11 +375,15 @@ def check_output(arguments: TrainingArguments) -> None:
     output = Path(arguments.output_dir)
     names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
     if names and not arguments.resume_from_checkpoint:
-        raise ValueError(f"--output_dir {output} is not empty; expected a new folder, or --resume_from_checkpoint.")
+        raise ValueError(
+            f"--output_dir {output} is not empty; expected a new folder, or --resume_from_checkpoint for a stopped run."
+        )
     if names and RECIPE not in names:
         raise ValueError(f"--output_dir {output} holds no run to resume; expected a folder with {RECIPE}.")
     if METRICS_FILE in names:
-        raise ValueError(f"--output_dir {output} holds a finished run; expected a new folder.")
+        raise ValueError(
+            f"--output_dir {output} holds a finished run; expected a new one. To train its model further, use --model."
+        )
 
 
 LOCK = ".lock"

@@ -266,7 +266,9 @@ def check_same(before: dict, now: dict) -> Iterator[str]:
     """
     if before["inputs"] != now["inputs"]:
         changed = [each["input"] for each in now["inputs"] if each not in before["inputs"]]
-        raise ValueError(f"--resume: the input has changed ({', '.join(changed) or 'other files'}); expected the same.")
+        raise ValueError(
+            f"--resume: the input has changed ({', '.join(changed) or 'other files'}); expected the same, or --update."
+        )
     for group in ("settings", "layout"):
         for name in sorted(before[group].keys() | now[group].keys()):
             was, is_now = before[group].get(name), now[group].get(name)

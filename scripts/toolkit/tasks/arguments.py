@@ -63,7 +63,7 @@ class TaskArguments:
     )
     max_train_samples: int | None = flag("use the first N valid training rows only")
     max_eval_samples: int | None = flag("use the first N valid validation and test rows only")
-    max_length: int = flag("tokens of an input; longer texts are cut, and it is printed how many", 128)
+    max_length: int = flag("tokens of an input; longer texts are cut, and their number is printed", 128)
 
     @property
     def has_validation(self) -> bool:
