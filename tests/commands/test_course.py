@@ -246,6 +246,7 @@ MORE_MISTAKES = [
     (6, '"encoder.layer.{}.output.dense": "blocks.{}.feed_forward.output",', "", ["feed_forward.output", "not copied"]),
     (6, SPLIT, "view(B, self.num_heads, -1, C // self.num_heads)", ["chapter 3", "transpose"]),
     (6, TYPES, "pass", ["chapter 5", "token types"]),
+    (6, "(self.value, memory)", "(self.value, x)", ["chapter 3", "RuntimeError"]),
     (7, "lottery = torch.rand(len(places))", "lottery = torch.zeros(len(places))", ["Every chosen token"]),
     (7, "lottery < 0.8", "lottery < 0.9", ["become [MASK]", "80%"]),
     (7, "~special[row]", "~special[row] | True", ["Special tokens"]),

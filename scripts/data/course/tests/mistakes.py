@@ -14,6 +14,11 @@ MISTAKES = {
             "The scores are divided by d; divide them by √d, the square root of the width of a query.",
         ),
         (
+            "query.shape[-2] ** 0.5",
+            "query.shape[-1] ** 0.5",
+            "The scores are divided by √T; divide them by √D. The width D of a query is query.shape[-2] here, where words are columns.",
+        ),
+        (
             "scores.softmax(dim=-1)",
             "scores / scores.sum(dim=-1, keepdim=True)",
             "The scores are divided by their sum; use the softmax, whose weights are never negative.",
@@ -63,6 +68,11 @@ MISTAKES = {
             "The window is too large by one; the position itself is one of its positions.",
         ),
         (" & (distance < window)", "", "The window is not used; hide the keys that are further back."),
+        (
+            ">= width - lengths",
+            "> width - lengths",
+            "The first token of each sequence is hidden; it is at width - length, so compare with >=.",
+        ),
         (">= width - lengths", "< width - lengths", "The mask is inverted; True is where a query may attend to a key."),
         (
             "torch.arange(width) >= width - lengths",
@@ -452,6 +462,11 @@ MISTAKES = {
             "The accuracies of the batches are averaged; count the right texts of all batches.",
         ),
         (
+            'label, prediction in zip(batch["labels"], predictions, strict=True):\n                right[label] += int(label == prediction)',
+            'label in set(batch["labels"].tolist()):\n                right[label] += (predictions == label)[batch["labels"] == label].float().mean()',
+            "The accuracies of the batches are averaged for each class; count the texts of each class in all batches.",
+        ),
+        (
             "(right[0] / total[0] + right[1] / total[1]) / 2",
             "sum(right)",
             "The number of right texts is not divided by the number of texts.",
@@ -596,6 +611,11 @@ MISTAKES = {
             "(q @ v.T)",
             "(q.to(torch.int8) @ v.to(torch.int8).T)",
             "The product overflows: multiply int32 or float64 numbers, not int8.",
+        ),
+        (
+            "t[:, None]).round().int()",
+            "t[:, None]).round().to(torch.int8).int()",
+            "v overflows: it has values up to 255, and int8 ends at 127; convert v to int32 instead.",
         ),
         (".round().int()", ".int()", "The numbers are truncated; round them."),
         (

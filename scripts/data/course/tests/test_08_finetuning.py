@@ -46,10 +46,10 @@ def test_balanced_accuracy(model, data):
         logits = model.eval()(**data.batch).logits
         order = (logits[:, 1] - logits[:, 0]).sort()
         model.classifier.bias[1] -= order.values[:2].mean()  # the first in order is of class 0, the others of class 1
-    predictions = (torch.arange(3) != order.indices[0]).long()
     lowest = order.indices[:1]
-    wrong = {name: tensor[lowest] for name, tensor in data.batch.items()} | {"labels": torch.ones(1).long()}
-    batches = [data.batch | {"labels": predictions}, wrong]
+    predictions = (torch.arange(3) != lowest).long()
+    wrong = {name: tensor[lowest] for name, tensor in data.batch.items()} | {"labels": torch.tensor([1])}
+    batches = [data.batch | {"labels": predictions}, wrong, dict(wrong)]
     seen = []
     model.model.register_forward_pre_hook(lambda *_: seen.append((model.training, torch.is_grad_enabled())))
     balanced_accuracy(model.train(), batches)
@@ -69,5 +69,5 @@ def test_balanced_accuracy(model, data):
         not any(grad for _, grad in seen), "Gradients are computed, which takes time and memory; use torch.no_grad()."
     )
 
-    # Right are the one text of class 0, and two of the three texts of class 1.
+    # Right are the one text of class 0, and two of the four texts of class 1.
     check("finetuning.balanced_accuracy", run=lambda function: float(function(model.train(), batches)))
