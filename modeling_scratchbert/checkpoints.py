@@ -47,8 +47,8 @@ def raw_config(source, **kwargs) -> tuple[dict, dict]:
         fields.pop("_commit_hash", None)  # which transformers adds before 5.21
     if not isinstance(fields, dict) or not fields:
         raise OSError(
-            f"{source} has no config.json with the fields of a model; expected the folder of a saved model. A training "
-            "saves it at the end."
+            f"{source}/config.json is missing or has no fields of a model; expected the folder of a saved model. A "
+            "training saves it at the end."
         )
     return fields, kwargs
 
