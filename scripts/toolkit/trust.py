@@ -35,6 +35,16 @@ def check_code(source: str, advice: str) -> None:
         ForeignCodeError: it has code that this package did not write.
         ImportError: the package is required and not installed.
     """
+    if check_settings(source, advice):
+        find_release(source, advice)
+
+
+def check_settings(source: str, advice: str) -> bool:
+    """Checks that the settings of a checkpoint name no other code, and returns whether they name this package's.
+
+    Raises:
+        ForeignCodeError, ImportError: as `check_code`.
+    """
     for name in ("tokenizer_config.json", "custom_generate/generate.py"):
         path = find(source, name)
         if path is not None and (path.suffix == ".py" or read_json_object(path).get("auto_map")):
@@ -51,8 +61,7 @@ def check_code(source: str, advice: str) -> None:
         known = import_package().configuration_scratchbert.AUTO_MAP.items()
         if not isinstance(auto_map, dict) or not auto_map.items() <= known:
             raise ForeignCodeError(f"Its auto_map, {auto_map}, names its own code; expected {PACKAGE}'s. {advice}.")
-    if auto_map:
-        find_release(source, advice)
+    return bool(auto_map)
 
 
 def report_code(source: str) -> dict:
@@ -66,8 +75,8 @@ def report_code(source: str) -> dict:
     advice = "Read it before you run it"
     try:
         files = [path.relative_to(source).as_posix() for path in Path(source).rglob("*.py")]
+        check_settings(source, advice)
         release = find_release(source, advice, files)
-        check_code(source, advice)
     except ForeignCodeError as error:
         print(f"DIFFERENT: {error}")
         return {"equal": False}
